@@ -109,7 +109,7 @@ std::vector<int> part_of_rank(std::vector<HostCore> cores, int rank, int ranks) 
 }
 
 std::vector<int> cores_to_bind(int rank, int ranks, int threads) {
-  if (ranks < 2 || threads < 2) return {};  // who has no threads of its own binds none
+  if (ranks < 2 || threads < 2) return {};  // a rank without threads of its own binds none
   const std::vector<int> allowed = allowed_cores();
   if (std::ssize(allowed) < ::sysconf(_SC_NPROCESSORS_ONLN)) return {};
   std::vector<int> part = part_of_rank(places_of(allowed), rank, ranks);

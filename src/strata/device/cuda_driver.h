@@ -119,7 +119,7 @@ class CudaModule {
               Arguments... arguments) const {
     launch_at_most(blocks_max_, function, threads, stream, arguments...);
   }
-  // The same in at most so many blocks.
+  // The same in at most `blocks_most` blocks.
   template <typename... Arguments>
   void launch_at_most(unsigned blocks_most, CUfunction function, std::int64_t threads,
                       CUstream stream, Arguments... arguments) const {
@@ -164,7 +164,7 @@ class CudaStream : public Stream {
   std::shared_ptr<const CudaContext> context_;
 };
 
-// A stream of the engine's own, which no other waits for unless told.
+// A stream of the engine's own; no other stream waits for it unless wait_for() says so.
 std::unique_ptr<CudaStream> make_cuda_stream(std::shared_ptr<const CudaContext> context);
 
 // Whatever stream `find` names at each call; null: the default stream.

@@ -145,7 +145,7 @@ void CudaKernels::sum_in_order(std::span<float> target, std::span<const std::byt
 void CudaKernels::fingerprints(std::byte* sums, std::span<const std::byte> bytes, Bytes piece,
                                CUstream stream) const {
   if (bytes.empty()) return;
-  // Many, since blocks of a piece meet in one place; of a small run fewer, so that the device has
+  // Many, since blocks of a piece add to one place; of a small run fewer, so that the device has
   // enough to do at once.
   constexpr std::int64_t kWordsPerThread = 64;
   constexpr std::int64_t kWordsLeast = 4;

@@ -170,7 +170,7 @@ namespace {
 // Some hundred KiB a chunk: large beside the cost of handing it out.
 constexpr std::int64_t kGrain = 65536;
 // A MiB of fp32 is copied in the time that waking a thread takes. Where no more is read, the caller
-// is done before others begin, who then take time of their cores and nothing else.
+// is done before other threads begin, which then only take time of their cores.
 constexpr std::int64_t kAlone = 4 * kGrain;
 
 template <typename Range>

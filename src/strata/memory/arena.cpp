@@ -39,7 +39,7 @@ std::optional<Bytes> OffsetAllocator::try_allocate(Bytes size) {
   if (after.value > 0) rest = make_held(offset + size, after);
 
   const auto range = by_offset_.find(offset);
-  range->second.parked = by_size_.extract(found);
+  range->second.kept = by_size_.extract(found);
   range->second.size = size;
   if (after.value > 0) put_free(by_offset_.insert(std::move(rest)).position);
   in_use_ += size;
@@ -57,7 +57,7 @@ void OffsetAllocator::release(Bytes offset) {
   }
   if (range != by_offset_.begin() && std::prev(range)->second.free()) {
     const auto previous = std::prev(range);
-    previous->second.parked = by_size_.extract({previous->second.size, previous->first});
+    previous->second.kept = by_size_.extract({previous->second.size, previous->first});
     previous->second.size += range->second.size;
     by_offset_.erase(range);
     range = previous;
@@ -74,7 +74,7 @@ OffsetAllocator::ByOffset::node_type OffsetAllocator::make_held(Bytes offset, By
 }
 
 void OffsetAllocator::put_free(ByOffset::iterator range) {
-  BySize::node_type node = std::move(range->second.parked);
+  BySize::node_type node = std::move(range->second.kept);
   node.value() = {range->second.size, range->first};
   by_size_.insert(std::move(node));
 }

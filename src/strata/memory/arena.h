@@ -44,11 +44,11 @@ class OffsetAllocator {
  private:
   using BySize = std::set<std::pair<Bytes, Bytes>>;  // (size, offset)
   // A range, free or held. Each owns one node of by_size_: in the set while the range is free,
-  // parked here while it is held, so that to release is to put it back.
+  // kept here while it is held, so that to release is to put it back.
   struct Range {
     Bytes size;
-    BySize::node_type parked;
-    bool free() const { return parked.empty(); }
+    BySize::node_type kept;
+    bool free() const { return kept.empty(); }
   };
   using ByOffset = std::map<Bytes, Range>;  // covers the capacity without gaps
 

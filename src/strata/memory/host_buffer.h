@@ -1,5 +1,5 @@
 // A page-aligned buffer of host memory of its own, zeroed by the kernel: an anonymous mapping.
-// Pages take memory when first touched, unless the buffer is told to touch them all now.
+// Pages take memory when first touched, unless the options touch them all at once.
 // Threads: as a std::vector: const calls from anywhere; the user synchronises the bytes. Ownership:
 // the buffer owns the mapping and frees it on destruction; movable, addresses stay. Units: exactly
 // the requested bytes are charged; the rounding up to whole pages is not. Errors: OutOfMemoryError

@@ -19,7 +19,7 @@ namespace strata::comm {
 // the other. traits.h says what the pair promises.
 //
 // Both compare what ranks do over one control plane (agreement.h), so a rank that gathers while
-// another reduces gets an error that names both, without one more meeting of the ranks.
+// another reduces gets an error that names both, without one more sync point.
 // Threads, ownership: collectives.h. Errors: collectives.h; a failure of either part ends both.
 
 // Both are of the same ranks and share a control plane; the caller uses neither afterwards. The

@@ -50,7 +50,7 @@ class ReplicaSums {
 
  private:
   enum class Step { kInside, kSumming, kGathering, kComplete };
-  // A slice in fp32 that replicas may read, and where the sums of parts meet.
+  // A slice in fp32 that replicas may read, and the memory into which sums of parts are gathered.
   struct Scratch {
     std::unique_ptr<SharedBuffer> terms;
     std::unique_ptr<SharedBuffer> sums;  // null where no parts are gathered
@@ -325,7 +325,7 @@ class GroupedReduction final : public Work {
     try {
       wait();
     } catch (const std::exception&) {
-      return;  // who wants the error calls wait()
+      return;  // wait() reports the error
     }
   }
 
@@ -456,7 +456,9 @@ class GroupedCollectives final : public Collectives {
   void end(Ending ending, std::string_view reason) noexcept override { core_->end(ending, reason); }
 
  private:
-  void complete_from_memory(std::span<const SliceMap> slices);
+  std::span<std::byte> held_slice(const SliceMap& slice) const;
+  // Copies the parts that this rank owns to parts_, and waits until every replica has done so.
+  void copy_own_parts(std::span<const SliceMap> slices);
 
   std::string name_;
   ShardGroups groups_;
@@ -464,65 +466,55 @@ class GroupedCollectives final : public Collectives {
   std::unique_ptr<SharedBuffer> parts_;  // own ones, for replicas that read them; null: none yet
 };
 
-std::span<std::byte> memory_of(const SliceMap& slice, int index) {
-  const Bytes begin = slice.first_offset + slice.stride * index;
+std::span<std::byte> GroupedCollectives::held_slice(const SliceMap& slice) const {
+  const Bytes begin = slice.first_offset + slice.stride * shard_position().held_index();
   return const_cast<SharedBuffer*>(slice.buffer)
       ->local()
       .subspan(begin.size(), slice.slice_bytes.size());
 }
 
 void GroupedCollectives::complete_slices(std::span<const SliceMap> slices) {
-  if (shard_position().parts == 1) return;
+  const int parts = shard_position().parts;
+  if (parts == 1) return;
   core_->guarded([&] {
     core_->sums().finish_all();
-    if (core_->across().traits().one_sided) {
-      complete_from_memory(slices);
-      return;
-    }
+    Collectives& across = core_->across();
+    // Replicas read no memory but what `across` has allocated.
+    const bool copies = across.traits().one_sided;
+    if (copies) copy_own_parts(slices);
     std::vector<std::unique_ptr<Work>> works;
+    Bytes at;
     for (const SliceMap& slice : slices) {
-      const Bytes part(slice.slice_bytes.value / shard_position().parts);
+      const Bytes part(slice.slice_bytes.value / parts);
       const Bytes begin = slice.first_offset + slice.stride * shard_position().held_index();
-      works.push_back(core_->across().all_gather({slice.buffer, begin, part, part},
-                                                 memory_of(slice, shard_position().held_index()),
-                                                 "complete slices"));
+      const SliceMap from = copies ? SliceMap{parts_.get(), at, Bytes(), part}
+                                   : SliceMap{slice.buffer, begin, part, part};
+      works.push_back(across.all_gather(from, held_slice(slice), "complete slices"));
+      at += part;
     }
     for (const auto& work : works) work->wait();
+    if (copies) across.barrier();
   });
 }
 
-// Replicas read no memory but what `across` has allocated.
-void GroupedCollectives::complete_from_memory(std::span<const SliceMap> slices) {
+void GroupedCollectives::copy_own_parts(std::span<const SliceMap> slices) {
+  const int parts = shard_position().parts;
   Bytes total;
-  for (const SliceMap& slice : slices)
-    total += Bytes(slice.slice_bytes.value / shard_position().parts);
-  Collectives& across = core_->across();
+  for (const SliceMap& slice : slices) total += Bytes(slice.slice_bytes.value / parts);
   if (parts_ == nullptr || Bytes(parts_->local().size()) < total) {
     parts_.reset();
-    parts_ = across.allocate("replicas.parts", total);
+    parts_ = core_->across().allocate("replicas.parts", total);
   }
   device::Device& device = core_->device();
   Bytes at;
   for (const SliceMap& slice : slices) {
-    const Bytes part(slice.slice_bytes.value / shard_position().parts);
-    const auto own = memory_of(slice, shard_position().held_index())
-                         .subspan((part * (shard_position().index % shard_position().parts)).size(),
-                                  part.size());
-    device.copy(parts_->local().subspan(at.size(), part.size()), own, device.compute_stream());
+    const Bytes part(slice.slice_bytes.value / parts);
+    const Bytes own = part * (shard_position().index % parts);
+    device.copy(parts_->local().subspan(at.size(), part.size()),
+                held_slice(slice).subspan(own.size(), part.size()), device.compute_stream());
     at += part;
   }
-  across.barrier();
-  std::vector<std::unique_ptr<Work>> works;
-  at = Bytes();
-  for (const SliceMap& slice : slices) {
-    const Bytes part(slice.slice_bytes.value / shard_position().parts);
-    works.push_back(across.all_gather({parts_.get(), at, Bytes(), part},
-                                      memory_of(slice, shard_position().held_index()),
-                                      "complete slices"));
-    at += part;
-  }
-  for (const auto& work : works) work->wait();
-  across.barrier();
+  core_->across().barrier();
 }
 
 }  // namespace

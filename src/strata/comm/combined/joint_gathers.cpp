@@ -37,7 +37,7 @@ class JointGathers final : public Collectives {
     const BulkOperation gather = describe_gather(slices, flat, rank(), world_size(), tag);
     if (gather.source.empty()) return std::make_unique<CompletedWork>();
     make_room(slices.slice_bytes);
-    // The other half was read by all ranks when they met last; this one, when they met before.
+    // All ranks had read the other half at the last sync point, and this one at the point before.
     turn_ = 1 - turn_;
     const Bytes offset = slice_room_ * turn_;
     device::Stream& stream = slices.writer != nullptr ? *slices.writer : device_->compute_stream();

@@ -43,7 +43,7 @@ class PullReduction final : public Work {
     try {
       wait();
     } catch (const std::exception&) {
-      return;  // who wants the error calls wait()
+      return;  // wait() reports the error
     }
   }
 

@@ -82,7 +82,7 @@ class RankLink {
   void wait_until(const Missing& missing, const std::function<std::string()>& what);
   void ring_peers() noexcept;
 
-  // Breaks this object for good, tells the peers, and throws.
+  // Breaks this object for good, notifies the peers, and throws.
   [[noreturn]] void fail(const std::string& message);
   bool broken() const { return !broken_.empty(); }
   void end(Ending ending, std::string_view reason) noexcept;
@@ -98,7 +98,7 @@ class RankLink {
   std::string gone_peer(bool ask_system);
   // ": its program ended", what a peer has announced; empty: nothing.
   std::string departure_of(int rank);
-  // Breaks this object without telling the peers, who know it as well.
+  // Breaks this object without notifying the peers, which know it, too.
   [[noreturn]] void fail_quietly(std::string message);
   [[noreturn]] void fail_by_timeout(int missing, const std::string& what);
   void stop(Ending ending, std::string_view reason) noexcept;

@@ -108,7 +108,7 @@ BufferView ReductionQueue::source_of(int rank, const Pending& pending) {
   const OperationEntry& entry = link_.entry(rank, pending.number);
   auto view = link_.memory().find(rank, entry.buffer_id);
   if (!view) {
-    link_.check_usable();  // a rank that gave up has told why before it freed anything
+    link_.check_usable();  // a rank that failed has given its reason before it freed anything
     link_.fail(
         fmt::format("rank {} freed the source buffer of an operation that is not complete: "
                     "wait() for it first (operation {}: {})",

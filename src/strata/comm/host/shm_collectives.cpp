@@ -27,7 +27,7 @@
 namespace strata::comm {
 namespace {
 
-// How a process tells others where its segment is.
+// The address of a process's segment, for other processes.
 struct SegmentAddress {
   std::string host;  // the kernel's boot id
   pid_t pid = 0;

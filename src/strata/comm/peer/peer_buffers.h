@@ -65,7 +65,7 @@ class PeerBuffers {
 
   // Whether a buffer of this rank is there still.
   bool lives(std::uint64_t number) const;
-  // Whether a peer may have freed what is mapped; and asks it, and notes what is gone.
+  // Whether a peer may have freed a mapped buffer. note_freed() asks it, and records what is gone.
   bool may_be_freed(int rank) const;
   void note_freed(PeerChannel& channel, int rank);
   // Asks all peers, and unmaps what is gone.
@@ -103,7 +103,7 @@ class PeerBuffers {
 
 // Maps peers' memory beside the rank's own work, in a thread of its own: buffers that grow are
 // mapped as their memory comes, so that the first gather finds them, and what peers have freed is
-// noted, to be unmapped before the next gather: a mapping keeps the memory.
+// recorded, to be unmapped before the next gather: a mapping keeps the memory.
 // Threads: calls of the rank's. Ownership: borrows buffers and channel; stops its thread on
 // destruction. Errors: none leave it. A mapping that fails here is tried again, and reported, by
 // the first operation that needs it.

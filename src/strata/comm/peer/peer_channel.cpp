@@ -20,7 +20,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// How often a failure is told again, to streams whose flags late peers still write.
+// The period at which a failure is reported again: late peers may still write flags of streams.
 constexpr std::chrono::milliseconds kRemind(20);
 // The system closes all sockets of a rank that ended; the bound is for a rank that only closed one.
 constexpr std::chrono::seconds kLastWords(5);

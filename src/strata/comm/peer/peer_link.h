@@ -92,8 +92,8 @@ class PeerLink final : public PeerChannel::Service {
   std::optional<LatePeer> late_peer() override { return watch_.look(); }
 
  private:
-  FileDescriptor make_flags_file();     // rank 0, who gives it to the others
-  FileDescriptor ask_for_flags_file();  // they
+  FileDescriptor make_flags_file();     // of rank 0, which gives it to the others
+  FileDescriptor ask_for_flags_file();  // of the other ranks
   void map_flags(FileDescriptor file);
   Bytes flags_bytes() const;
   // The first one counts. `told`: what peers hear after this rank's name.

@@ -59,7 +59,7 @@ std::optional<int> rank_in_hello(std::string_view line);
 std::string question_line(const Question& question);
 std::optional<Question> question_in(std::string_view line);
 
-// `told`: what became of the rank, as it follows the rank's name. Long ones are cut.
+// `told`: the fate of the rank, as it follows the rank's name. Long texts are cut.
 std::string failure_line(std::string_view told);
 std::optional<std::string> failure_in(std::string_view line);
 

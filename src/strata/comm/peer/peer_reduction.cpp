@@ -110,7 +110,7 @@ PeerWork::~PeerWork() {
   try {
     join();
   } catch (const std::exception&) {
-    return;  // who wants the error calls wait()
+    return;  // wait() reports the error
   }
 }
 

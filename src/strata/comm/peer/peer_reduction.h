@@ -41,8 +41,8 @@ class PeerReductions {
 
  private:
   Sources sources_of(const Reduction& reduction, std::string_view what);
-  // The waits around the additions: begin() waits for every rank's contribution, and end() tells
-  // every rank that the result is there.
+  // The waits around the additions: begin() waits for every rank's contribution, and end()
+  // notifies every rank that the result is there.
   void begin(device::Stream& writer, WorkTimes* times);
   Started end(WorkTimes* times);
   void add(const Reduction& reduction, const Sources& sources);
@@ -101,7 +101,7 @@ class RoundWork final : public Work {
 // Threads, errors: inbox.h. Ownership: shares link and reductions.
 class PeerInbox final : public Inbox {
  public:
-  // `memory`: of these peers. `records_times`: whether works tell when their bytes moved.
+  // `memory`: of these peers. `records_times`: whether works know when their bytes moved.
   PeerInbox(std::shared_ptr<PeerLink> link, std::shared_ptr<PeerReductions> reductions,
             std::unique_ptr<SharedBuffer> memory, std::shared_ptr<const bool> records_times);
 
