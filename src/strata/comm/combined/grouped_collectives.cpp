@@ -348,41 +348,25 @@ class GroupedReduction final : public Work {
   ReplicaSums::Started started_;
 };
 
-class GroupedCollectives final : public Collectives {
+class GroupedCollectives final : public PairedCollectives {
  public:
-  GroupedCollectives(std::shared_ptr<Collectives> inside, std::shared_ptr<Collectives> across,
-                     std::shared_ptr<device::Device> device, Slices slices)
-      : Collectives(across->rank() * inside->world_size() + inside->rank(),
-                    grouped_traits(inside->traits(), across->traits(), slices)),
-        name_(inside->name() == across->name()
-                  ? std::string(inside->name())
-                  : fmt::format("{}+{}", inside->name(), across->name())),
-        groups_{inside->world_size(), across->world_size()},
-        core_(std::make_shared<GroupedCore>(std::move(inside), std::move(across), std::move(device),
-                                            slices)) {}
+  GroupedCollectives(std::shared_ptr<GroupedCore> core, Slices slices)
+      : PairedCollectives(
+            core->across().rank() * core->inside().world_size() + core->inside().rank(),
+            grouped_traits(core->inside().traits(), core->across().traits(), slices), core,
+            core->inside()),
+        name_(core->inside().name() == core->across().name()
+                  ? std::string(core->inside().name())
+                  : fmt::format("{}+{}", core->inside().name(), core->across().name())),
+        groups_{core->inside().world_size(), core->across().world_size()},
+        core_(std::move(core)) {}
 
   std::string_view name() const override { return name_; }
-
-  std::unique_ptr<SharedBuffer> allocate(std::string name, Bytes bytes) override {
-    return core_->guarded([&] { return core_->inside().allocate(std::move(name), bytes); });
-  }
-  std::unique_ptr<SharedBuffer> allocate_growing(std::string name, Bytes bytes) override {
-    return core_->guarded([&] { return core_->inside().allocate_growing(std::move(name), bytes); });
-  }
-  void unmap_freed() override {
-    core_->guarded([&] { core_->inside().unmap_freed(); });
-  }
 
   std::unique_ptr<Work> all_gather(const SliceMap& slices, std::span<std::byte> flat,
                                    std::string_view tag) override {
     return core_->guarded([&]() -> std::unique_ptr<Work> {
       return std::make_unique<PairWork>(core_, core_->inside().all_gather(slices, flat, tag));
-    });
-  }
-
-  std::unique_ptr<Work> finish_gathers() override {
-    return core_->guarded([&]() -> std::unique_ptr<Work> {
-      return pair_work(core_, core_->inside().finish_gathers());
     });
   }
 
@@ -439,21 +423,6 @@ class GroupedCollectives final : public Collectives {
   void group_barrier() override {
     core_->guarded([&] { core_->inside().barrier(); });
   }
-
-  void announce_departure(std::string_view words) override {
-    Collectives::announce_departure(words);
-    core_->announce_departure(words);
-  }
-  void all_left() noexcept override { core_->all_left(); }
-
-  void require_usable() override {
-    core_->guarded([&] {
-      core_->inside().require_usable();
-      core_->across().require_usable();
-    });
-  }
-
-  void end(Ending ending, std::string_view reason) noexcept override { core_->end(ending, reason); }
 
  private:
   std::span<std::byte> held_slice(const SliceMap& slice) const;
@@ -523,8 +492,10 @@ std::unique_ptr<Collectives> make_grouped_collectives(std::shared_ptr<Collective
                                                       std::shared_ptr<Collectives> across,
                                                       std::shared_ptr<device::Device> device,
                                                       Slices slices) {
-  return std::make_unique<GroupedCollectives>(std::move(inside), std::move(across),
-                                              std::move(device), slices);
+  return std::make_unique<GroupedCollectives>(
+      std::make_shared<GroupedCore>(std::move(inside), std::move(across), std::move(device),
+                                    slices),
+      slices);
 }
 
 }  // namespace strata::comm
