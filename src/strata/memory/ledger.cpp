@@ -3,6 +3,7 @@
 #include <fmt/core.h>
 
 #include <algorithm>
+#include <array>
 #include <utility>
 
 #include "strata/base/error.h"
@@ -20,37 +21,15 @@ std::size_t index_of(Kind kind) {
 }  // namespace
 
 std::string_view name_of(Tier tier) {
-  switch (tier) {
-    case Tier::kDevice:
-      return "device";
-    case Tier::kHost:
-      return "host";
-    case Tier::kNvme:
-      return "nvme";
-  }
-  STRATA_ASSERT(false);
+  constexpr std::array<std::string_view, kTierCount> kNames{"device", "host", "nvme"};
+  return kNames.at(index_of(tier));
 }
 
 std::string_view name_of(Kind kind) {
-  switch (kind) {
-    case Kind::kWeights:
-      return "weights";
-    case Kind::kGathered:
-      return "gathered weights";
-    case Kind::kGradients:
-      return "gradients";
-    case Kind::kGradientShards:
-      return "gradient shards";
-    case Kind::kMasterWeights:
-      return "master weights";
-    case Kind::kOptimizerState:
-      return "optimizer state";
-    case Kind::kStaging:
-      return "staging";
-    case Kind::kWorkspace:
-      return "workspace";
-  }
-  STRATA_ASSERT(false);
+  constexpr std::array<std::string_view, kKindCount> kNames{
+      "weights",        "gathered weights", "gradients", "gradient shards",
+      "master weights", "optimizer state",  "staging",   "workspace"};
+  return kNames.at(index_of(kind));
 }
 
 Charge::Charge(std::shared_ptr<Ledger> ledger, Tier tier, Kind kind, Bytes bytes)
