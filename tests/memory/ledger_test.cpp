@@ -158,7 +158,7 @@ TEST(ByteBudget, AMovedHoldIsGivenBackOnce) {
 
 TEST(ByteBudget, AHoldMayOutliveEveryOtherOwner) {
   auto budget = ByteBudget::create(10_B);
-  auto hold = budget->take(4_B);
+  ByteBudget::Hold hold = std::move(*budget->take(4_B));
   budget.reset();
   hold.reset();
 }
