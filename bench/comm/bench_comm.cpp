@@ -5,7 +5,7 @@
 // (fp32). GB/s is size / seconds, the time of the slowest rank, the median over the repetitions. A
 // barrier follows each all_gather, so that both are timed as collectives. `copy` is the machine's
 // limit: every rank copies the same number of bytes within its own memory at once.
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -22,11 +22,10 @@
 #include <thread>
 #include <vector>
 
+#include "comm/file_bootstrap.h"
 #include "strata/base/error.h"
 #include "strata/comm/host/bulk_copy.h"
-#include "strata/comm/host/file_bootstrap.h"
-#include "strata/comm/host/local_collectives.h"
-#include "strata/comm/host/shm_collectives.h"
+#include "strata/comm/host/host_collectives.h"
 
 namespace strata::comm {
 namespace {

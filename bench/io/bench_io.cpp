@@ -6,7 +6,7 @@
 // the choice of `auto` after its own checks and probe. Virtual machines and drives have caches of
 // their own, so "cold" is only as cold as this system can make it.
 #include <fcntl.h>
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <unistd.h>
 
 #include <algorithm>

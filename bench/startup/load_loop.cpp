@@ -18,7 +18,7 @@
 #include <thread>
 #include <vector>
 
-#include "strata/base/errno_text.h"
+#include "strata/base/error.h"
 #include "strata/device/cuda_device.h"
 
 namespace {

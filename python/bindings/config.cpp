@@ -1,5 +1,6 @@
 // The configuration as Python reads it.
 #include <algorithm>
+#include <nlohmann/json.hpp>
 #include <set>
 
 #include "bindings.h"

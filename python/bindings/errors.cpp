@@ -1,6 +1,8 @@
 // One Python class for each class of error. All derive from strata.Error, a RuntimeError: callers
 // of a save function take a ValueError for another error. As in DeepSpeed, an error in a
 // configuration is a ValueError, too, and a call out of order an AssertionError.
+#include <nlohmann/json.hpp>
+
 #include "bindings.h"
 #include "strata/engine/config/json_text.h"
 #include "strata/engine/missing_backward.h"

@@ -1,5 +1,3 @@
-#include "strata/base/rank_cores.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <nlohmann/json.hpp>
 
 #include "cli/command_run.h"
 #include "cli/saved_checkpoint.h"

@@ -5,6 +5,8 @@
 #include <gtest/gtest.h>
 #include <sys/stat.h>
 
+#include <nlohmann/json.hpp>
+
 #include "cli/command_run.h"
 #include "cli/saved_checkpoint.h"
 #include "strata/base/error.h"

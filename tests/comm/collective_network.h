@@ -11,7 +11,6 @@
 
 #include "strata/base/error.h"
 #include "strata/comm/agreement.h"
-#include "strata/comm/bulk_operation.h"
 #include "strata/comm/collectives.h"
 
 namespace strata::comm::conformance {

@@ -1,7 +1,7 @@
 // The conformance tests share these: the backend under test, and ways to fill and check bytes.
 #pragma once
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-#include "strata/comm/host/file_bootstrap.h"
+#include "comm/file_bootstrap.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,9 +1,8 @@
-#include "strata/comm/combined/grouped_collectives.h"
-
 #include "comm/collective_network.h"
 #include "comm/collectives_conformance.h"
 #include "comm/grouped_ranks.h"
 #include "comm/late_ranks.h"
+#include "strata/comm/combined/combined_collectives.h"
 
 namespace strata::comm::conformance {
 namespace {

@@ -6,8 +6,8 @@
 #include <functional>
 #include <memory>
 
-#include "strata/comm/combined/grouped_collectives.h"
-#include "strata/comm/host/local_collectives.h"
+#include "strata/comm/combined/combined_collectives.h"
+#include "strata/comm/host/host_collectives.h"
 #include "strata/device/cpu_device.h"
 
 namespace strata::comm::conformance {

@@ -7,7 +7,7 @@
 
 #include "comm/conformance_ranks.h"
 #include "comm/late_ranks.h"
-#include "strata/comm/host/local_collectives.h"
+#include "strata/comm/host/host_collectives.h"
 #include "strata/comm/peer/peer_collectives.h"
 #include "strata/device/cpu_device.h"
 

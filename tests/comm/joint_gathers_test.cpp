@@ -1,7 +1,6 @@
-#include "strata/comm/combined/joint_gathers.h"
-
 #include "comm/collectives_conformance.h"
-#include "strata/comm/host/local_collectives.h"
+#include "strata/comm/combined/combined_collectives.h"
+#include "strata/comm/host/host_collectives.h"
 #include "strata/device/cpu_device.h"
 
 namespace strata::comm::conformance {

@@ -9,7 +9,7 @@
 
 #include "comm/conformance_ranks.h"
 #include "comm/late_ranks.h"
-#include "strata/comm/host/local_collectives.h"
+#include "strata/comm/host/host_collectives.h"
 
 namespace strata::comm::conformance {
 namespace {

@@ -1,6 +1,5 @@
-#include "strata/comm/host/local_collectives.h"
-
 #include "comm/collectives_conformance.h"
+#include "strata/comm/host/host_collectives.h"
 
 namespace strata::comm::conformance {
 namespace {

@@ -18,8 +18,8 @@
 #include <vector>
 
 #include "strata/base/error.h"
-#include "strata/comm/host/local_collectives.h"
-#include "strata/comm/peer/descriptor_socket.h"
+#include "strata/comm/host/host_collectives.h"
+#include "strata/comm/peer/peer_messages.h"
 
 namespace strata::comm {
 namespace {

@@ -5,7 +5,7 @@
 
 #include "comm/collectives_conformance.h"
 #include "comm/late_ranks.h"
-#include "strata/comm/host/local_collectives.h"
+#include "strata/comm/host/host_collectives.h"
 #include "strata/device/cpu_device.h"
 
 namespace strata::comm::conformance {

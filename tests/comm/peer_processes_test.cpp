@@ -4,9 +4,9 @@
 #include <unistd.h>
 
 #include "comm/collectives_conformance.h"
+#include "comm/file_bootstrap.h"
 #include "comm/scratch_directory.h"
-#include "strata/comm/host/file_bootstrap.h"
-#include "strata/comm/host/shm_collectives.h"
+#include "strata/comm/host/host_collectives.h"
 #include "strata/comm/peer/peer_collectives.h"
 #include "strata/device/cpu_device.h"
 

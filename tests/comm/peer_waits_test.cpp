@@ -5,9 +5,9 @@
 
 #include "comm/rank_runners.h"
 #include "strata/base/error.h"
-#include "strata/comm/host/local_collectives.h"
-#include "strata/comm/peer/flag_watch.h"
+#include "strata/comm/host/host_collectives.h"
 #include "strata/comm/peer/peer_collectives.h"
+#include "strata/comm/peer/peer_flags.h"
 #include "strata/device/cpu_device.h"
 
 namespace strata::comm::conformance {

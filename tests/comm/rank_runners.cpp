@@ -1,6 +1,6 @@
 #include "comm/rank_runners.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <sys/wait.h>
 #include <unistd.h>
 

@@ -1,5 +1,3 @@
-#include "strata/comm/host/shm_collectives.h"
-
 #include <signal.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -8,8 +6,9 @@
 #include <filesystem>
 
 #include "comm/collectives_conformance.h"
+#include "comm/file_bootstrap.h"
 #include "comm/scratch_directory.h"
-#include "strata/comm/host/file_bootstrap.h"
+#include "strata/comm/host/host_collectives.h"
 
 namespace strata::comm::conformance {
 namespace {

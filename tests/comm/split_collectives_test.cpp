@@ -1,9 +1,8 @@
-#include "strata/comm/combined/split_collectives.h"
-
 #include "comm/collectives_conformance.h"
 #include "comm/split_ranks.h"
-#include "strata/comm/combined/collectives_probe.h"
-#include "strata/comm/host/local_collectives.h"
+#include "strata/comm/combined/combined_collectives.h"
+#include "strata/comm/combined/transport_join.h"
+#include "strata/comm/host/host_collectives.h"
 
 namespace strata::comm::conformance {
 namespace {

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "comm/collective_network.h"
-#include "strata/comm/combined/split_collectives.h"
+#include "strata/comm/combined/combined_collectives.h"
 #include "strata/comm/peer/peer_collectives.h"
 #include "strata/device/cpu_device.h"
 

@@ -10,7 +10,7 @@
 
 #include "comm/collective_network.h"
 #include "strata/base/error.h"
-#include "strata/comm/host/local_collectives.h"
+#include "strata/comm/host/host_collectives.h"
 
 namespace strata::comm {
 namespace {

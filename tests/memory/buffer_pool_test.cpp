@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "strata/base/error.h"
-#include "strata/memory/byte_budget.h"
+#include "strata/memory/ledger.h"
 
 namespace strata::memory {
 namespace {
@@ -31,7 +31,7 @@ Pool::Allocate charged_to(std::shared_ptr<Ledger> ledger) {
 
 TEST(BufferPool, AllocatesNothingOnceEverySizeWasSeen) {
   const auto ledger = std::make_shared<Ledger>();
-  Pool pool(charged_to(ledger), 1_GiB);
+  Pool pool(charged_to(ledger));
   const auto step = [&pool] {
     auto current = pool.acquire(100_KiB);
     for (int block = 0; block < 10; ++block) {
@@ -50,7 +50,7 @@ TEST(BufferPool, AllocatesNothingOnceEverySizeWasSeen) {
 
 TEST(BufferPool, ABufferThatIsTakenOutIsItsTakersAndThePoolHasAsManyAsBefore) {
   const auto ledger = std::make_shared<Ledger>();
-  Pool pool(charged_to(ledger), 1_GiB);
+  Pool pool(charged_to(ledger));
   const Bytes page = page_size();
   auto lease = pool.acquire(page - Bytes(8));
   std::byte* const before = lease.bytes().data();
@@ -68,7 +68,7 @@ TEST(BufferPool, ABufferThatIsTakenOutIsItsTakersAndThePoolHasAsManyAsBefore) {
 
 TEST(BufferPool, CachedAndUsedBuffersStayWithinTheTotalLimitTogether) {
   const auto ledger = std::make_shared<Ledger>();
-  Pool pool(charged_to(ledger), 1_GiB);
+  Pool pool(charged_to(ledger));
   const Bytes page = page_size();
   pool.set_total_limit(page * 4);
   for (int i = 0; i < 3; ++i) {
@@ -92,14 +92,14 @@ TEST(BufferPool, CachedAndUsedBuffersStayWithinTheTotalLimitTogether) {
 }
 
 TEST(BufferPool, ALeaseHasExactlyTheBytesAskedFor) {
-  Pool pool(charged_to(nullptr), 1_MiB);
+  Pool pool(charged_to(nullptr));
   EXPECT_EQ(pool.acquire(5000_B).bytes().size(), 5000U);
   EXPECT_EQ(pool.acquire(0_B).bytes().size(), 0U);
   EXPECT_EQ(pool.cached_bytes(), page_size() * 3);
 }
 
 TEST(BufferPool, LeasesOfOneSizeNeverShareABuffer) {
-  Pool pool(charged_to(nullptr), 1_MiB);
+  Pool pool(charged_to(nullptr));
   const auto first = pool.acquire(4_KiB);
   const auto second = pool.acquire(4_KiB);
   EXPECT_NE(first.bytes().data(), second.bytes().data());
@@ -108,7 +108,8 @@ TEST(BufferPool, LeasesOfOneSizeNeverShareABuffer) {
 TEST(BufferPool, FreesTheOldestBeyondItsLimit) {
   const auto ledger = std::make_shared<Ledger>();
   const Bytes page = page_size();
-  Pool pool(charged_to(ledger), page * 3);
+  Pool pool(charged_to(ledger));
+  pool.set_total_limit(page * 3);
   { const auto oldest = pool.acquire(page * 2); }
   { const auto newest = pool.acquire(page * 3); }
   EXPECT_EQ(pool.cached_bytes(), page * 3);
@@ -123,14 +124,14 @@ TEST(BufferPool, FreesTheOldestBeyondItsLimit) {
 TEST(BufferPool, TrimAndALowerLimitFreeWhatIsCachedAndNothingInUse) {
   const auto ledger = std::make_shared<Ledger>();
   const Bytes page = page_size();
-  Pool pool(charged_to(ledger), 1_MiB);
+  Pool pool(charged_to(ledger));
   const auto used = pool.acquire(page);
   { const auto cached = pool.acquire(page * 2); }
   pool.trim();
   EXPECT_EQ(ledger->held(Tier::kHost), page);
   EXPECT_EQ(pool.leased_bytes(), page);
   { const auto cached = pool.acquire(page * 2); }
-  pool.set_cache_limit(page);
+  pool.set_total_limit(page * 2);
   EXPECT_EQ(pool.cached_bytes(), 0_B);
   EXPECT_EQ(ledger->held(Tier::kHost), page);
 }
@@ -138,13 +139,11 @@ TEST(BufferPool, TrimAndALowerLimitFreeWhatIsCachedAndNothingInUse) {
 TEST(BufferPool, GivesUpCachedBuffersBeforeItRunsOutOfMemory) {
   const Bytes page = page_size();
   const auto budget = ByteBudget::create(page * 4);
-  BufferPool<BoundedBuffer> pool(
-      [&](Bytes bytes) {
-        auto hold = budget->take(bytes);
-        if (!hold) throw OutOfMemoryError("budget spent");
-        return std::make_unique<BoundedBuffer>(BoundedBuffer{HostBuffer(bytes), std::move(*hold)});
-      },
-      1_GiB);
+  BufferPool<BoundedBuffer> pool([&](Bytes bytes) {
+    auto hold = budget->take(bytes);
+    if (!hold) throw OutOfMemoryError("budget spent");
+    return std::make_unique<BoundedBuffer>(BoundedBuffer{HostBuffer(bytes), std::move(*hold)});
+  });
   { const auto first = pool.acquire(page * 3); }
   const auto second = pool.acquire(page * 4);
   EXPECT_EQ(pool.leased_bytes(), page * 4);
@@ -154,12 +153,10 @@ TEST(BufferPool, GivesUpCachedBuffersBeforeItRunsOutOfMemory) {
 
 TEST(BufferPool, AFailedAllocationLeavesThePoolAsItWas) {
   bool fail = true;
-  Pool pool(
-      [&](Bytes bytes) {
-        if (fail) throw std::runtime_error("device lost");
-        return std::make_unique<HostBuffer>(bytes);
-      },
-      1_MiB);
+  Pool pool([&](Bytes bytes) {
+    if (fail) throw std::runtime_error("device lost");
+    return std::make_unique<HostBuffer>(bytes);
+  });
   EXPECT_THROW(pool.acquire(1_B), std::runtime_error);
   EXPECT_EQ(pool.allocations(), 0);
   EXPECT_EQ(pool.leased_bytes(), 0_B);
@@ -184,14 +181,15 @@ TEST(BufferPool, ANewBufferThatCannotBeMadeLeavesTheFreeOnesAlone) {
 }
 
 TEST(BufferPool, ALeaseMayOutliveItsPool) {
-  auto pool = std::make_unique<Pool>(charged_to(nullptr), 1_MiB);
+  auto pool = std::make_unique<Pool>(charged_to(nullptr));
   const auto lease = pool->acquire(10_B);
   pool.reset();
   lease.bytes()[9] = std::byte{1};
 }
 
 TEST(BufferPool, ThreadsTakeAndGiveBackAtTheSameTime) {
-  Pool pool(charged_to(nullptr), 64_KiB);
+  Pool pool(charged_to(nullptr));
+  pool.set_total_limit(64_KiB);
   std::vector<std::thread> threads;
   for (int t = 0; t < 4; ++t) {
     threads.emplace_back([&pool, t] {

@@ -1,7 +1,7 @@
 // Stores as the conformance tests make them, and helpers of several tests of stores.
 #pragma once
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <memory>

@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "strata/plan/module_tree.h"
+#include "strata/plan/block_search.h"
 #include "strata/plan/param_spec.h"
 
 namespace strata::plan {

@@ -24,7 +24,7 @@ MIN_HEADER_PARAGRAPH = 45  # characters: less is a title, not a description
 BANNED_NAMES = {"util", "utils", "helper", "helpers", "common", "misc"}
 # What scripts import by these names; they hold no code of their own.
 PUBLIC_NAMES = {"python/strata/utils/__init__.py", "python/strata/utils/zero_to_fp32.py"}
-ERRNO_TEXT = "src/strata/base/errno_text.h"
+ERRNO_TEXT = "src/strata/base/error.h"
 STRERROR = re.compile(r"\bstrerror(_r)?\s*\(")
 BANNED_WORDS = re.compile("|".join((r"\bTO" r"DO\b", r"\bFIX" r"ME\b", r"\bX" r"XX\b", r"\bHA" r"CK\b",
                                     r"\bfor " r"now\b")))

@@ -12,9 +12,9 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "comm/collectives_conformance.h"
-#include "strata/comm/bulk_operation.h"
-#include "strata/comm/combined/split_collectives.h"
-#include "strata/comm/host/local_collectives.h"
+#include "strata/comm/agreement.h"
+#include "strata/comm/combined/combined_collectives.h"
+#include "strata/comm/host/host_collectives.h"
 #include "strata/comm/peer/peer_collectives.h"
 #include "strata/torch/base/placement.h"
 #include "strata/torch/ranks/c10d_collectives.h"

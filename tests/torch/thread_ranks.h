@@ -7,7 +7,7 @@
 #include <thread>
 #include <vector>
 
-#include "strata/comm/host/local_collectives.h"
+#include "strata/comm/host/host_collectives.h"
 
 namespace strata::torch::testing {
 

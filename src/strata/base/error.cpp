@@ -2,6 +2,7 @@
 
 #include <array>
 #include <cstring>
+#include <system_error>
 
 #include "strata/base/units.h"
 
@@ -13,6 +14,10 @@ void throw_assert_failed(const char* expression, const char* file, int line) {
       fmt::format("internal error: {} does not hold at {}:{}; please report it with the "
                   "configuration that led here",
                   expression, slash != nullptr ? slash + 1 : file, line));
+}
+
+std::string errno_text(int code) {
+  return fmt::format("errno={} ({})", code, std::generic_category().message(code));
 }
 
 std::string to_string(Bytes bytes) {

@@ -1,6 +1,6 @@
 #include "strata/checkpoint/read_choice.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 namespace strata::checkpoint {
 namespace {

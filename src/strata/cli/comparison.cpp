@@ -1,6 +1,6 @@
 #include "strata/cli/comparison.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <deque>

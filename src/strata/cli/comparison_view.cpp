@@ -1,8 +1,9 @@
 // A comparison as text and as JSON.
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <cmath>
+#include <nlohmann/json.hpp>
 
 #include "strata/cli/comparison.h"
 #include "strata/cli/text_table.h"

@@ -1,10 +1,11 @@
 #include "strata/cli/consolidation.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <fmt/ranges.h>
 
 #include <algorithm>
 #include <filesystem>
+#include <nlohmann/json.hpp>
 
 #include "strata/base/error.h"
 #include "strata/checkpoint/reader.h"

@@ -1,6 +1,6 @@
 #include "strata/cli/drive_folder.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <linux/magic.h>
 #include <sys/statvfs.h>
 #include <sys/vfs.h>
@@ -10,7 +10,6 @@
 #include <filesystem>
 #include <utility>
 
-#include "strata/base/errno_text.h"
 #include "strata/base/error.h"
 #include "strata/format/message_text.h"
 #include "strata/io/atomic_file.h"

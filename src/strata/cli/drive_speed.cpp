@@ -1,10 +1,11 @@
 #include "strata/cli/drive_speed.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <nlohmann/json.hpp>
 #include <utility>
 
 #include "strata/base/error.h"

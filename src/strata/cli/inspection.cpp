@@ -1,6 +1,6 @@
 #include "strata/cli/inspection.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <fmt/ranges.h>
 
 #include <algorithm>

@@ -1,8 +1,9 @@
 #include "strata/cli/memory_plan.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
+#include <nlohmann/json.hpp>
 
 #include "strata/base/error.h"
 #include "strata/engine/config/config_source.h"

@@ -1,7 +1,8 @@
 // A memory plan as people and programs read it.
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
+#include <nlohmann/json.hpp>
 
 #include "strata/cli/memory_plan.h"
 #include "strata/cli/text_table.h"

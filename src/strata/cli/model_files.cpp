@@ -5,7 +5,7 @@
 #include <span>
 #include <system_error>
 
-#include "strata/base/errno_text.h"
+#include "strata/base/error.h"
 #include "strata/format/manifest.h"
 #include "strata/format/shard_plan.h"
 #include "strata/io/atomic_file.h"

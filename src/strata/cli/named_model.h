@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "strata/plan/module_tree.h"
+#include "strata/plan/block_search.h"
 #include "strata/plan/param_spec.h"
 
 namespace strata::cli {

@@ -1,6 +1,6 @@
 #include "strata/cli/python_module.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <sys/auxv.h>
 #include <unistd.h>
 
@@ -9,7 +9,6 @@
 #include <filesystem>
 #include <system_error>
 
-#include "strata/base/errno_text.h"
 #include "strata/base/error.h"
 
 namespace strata::cli {

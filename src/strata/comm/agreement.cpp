@@ -1,13 +1,92 @@
 #include "strata/comm/agreement.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <functional>
 
-#include "strata/comm/bulk_operation.h"
+#include "strata/base/error.h"
 
 namespace strata::comm {
+namespace {
+
+constexpr std::string_view kDeparture = "has left: ";
+
+std::span<std::byte> part_of(const SharedBuffer* buffer, Bytes offset, Bytes bytes,
+                             const std::string& what) {
+  if (buffer == nullptr) throw UsageError(fmt::format("{} needs a buffer; got none", what));
+  const std::span<std::byte> whole = const_cast<SharedBuffer*>(buffer)->local();
+  if ((offset + bytes).size() > whole.size()) {
+    throw UsageError(fmt::format("{} needs {} bytes of buffer '{}', which has {}", what,
+                                 (offset + bytes).value, buffer->name(), whole.size()));
+  }
+  return whole.subspan(offset.size(), bytes.size());
+}
+
+}  // namespace
+
+BulkOperation describe_gather(const SliceMap& slices, std::span<std::byte> flat, int rank,
+                              int world_size, std::string_view tag) {
+  if (Bytes(flat.size()) != slices.slice_bytes * world_size) {
+    throw UsageError(fmt::format(
+        "the target of the all-gather of '{}' must hold {} slices of {} bytes; it has {}", tag,
+        world_size, slices.slice_bytes.value, flat.size()));
+  }
+  BulkOperation operation;
+  operation.what =
+      fmt::format("all-gather of '{}' ({} bytes a rank)", tag, slices.slice_bytes.value);
+  if (slices.buffer == nullptr) {
+    operation.source = flat.subspan((slices.slice_bytes * rank).size(), slices.slice_bytes.size());
+    return operation;
+  }
+  operation.source = part_of(slices.buffer, slices.first_offset + slices.stride * rank,
+                             slices.slice_bytes, operation.what);
+  return operation;
+}
+
+BulkOperation describe_reduction(const Reduction& reduction, int world_size, std::string_view tag) {
+  const auto numel = static_cast<std::int64_t>(reduction.result.size());
+  BulkOperation operation;
+  operation.what =
+      fmt::format("reduction of '{}' ({} {} a rank)", tag, numel, name_of(reduction.dtype));
+  if (!is_floating(reduction.dtype) || reduction.dtype == DType::kFloat64) {
+    throw UsageError(fmt::format("{} must be of float32, bfloat16 or float16", operation.what));
+  }
+  operation.source = part_of(reduction.source, reduction.source_offset,
+                             bytes_of(Numel(numel * world_size), reduction.dtype), operation.what);
+  return operation;
+}
+
+std::string describe_broadcast(Bytes bytes, int root, int world_size) {
+  if (root < 0 || root >= world_size) {
+    throw UsageError(fmt::format("the root of a broadcast must be a rank, 0 to {}; got {}",
+                                 world_size - 1, root));
+  }
+  return fmt::format("broadcast of {} bytes from rank {}", bytes.value, root);
+}
+
+std::string departure_text(std::string_view words) {
+  return fmt::format("{}{}", kDeparture, words);
+}
+
+std::string different_operations(const std::vector<std::string>& whats, RankNames names) {
+  std::string left;
+  std::string others;
+  for (std::size_t r = 0; r < whats.size(); ++r) {
+    const int rank = names.of(static_cast<int>(r));
+    if (whats[r].starts_with(kDeparture)) {
+      left += fmt::format("{}rank {} has left: {}", left.empty() ? "" : "; ", rank,
+                          whats[r].substr(kDeparture.size()));
+    } else {
+      others += fmt::format("{}rank {}: {}", others.empty() ? "" : "; ", rank, whats[r]);
+    }
+  }
+  if (!left.empty()) return fmt::format("{} (meanwhile {})", left, others);
+  std::string message = "the ranks do different things at the same time:";
+  for (std::size_t r = 0; r < whats.size(); ++r)
+    message += fmt::format(" rank {}: {};", names.of(static_cast<int>(r)), whats[r]);
+  return message + " every rank must use the same units in the same order";
+}
 
 std::string description_of(const Collectives& collectives, const std::string& what) {
   return collectives.departure().empty() ? what : departure_text(collectives.departure());

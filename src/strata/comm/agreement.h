@@ -1,6 +1,9 @@
-// Agreements of ranks before they continue: that all of them came for the same operation, and that
-// each of them can do a step. Threads, errors: collectives.h; a CommError says which operation each
-// rank does, or which rank cannot do the step.
+// The operations on which ranks have to agree before they continue: the text that names a gather or
+// a reduction, its checked arguments, and the sync points that find out whether all ranks came for
+// the same operation, and whether each of them can do a step.
+// Threads: collectives.h; descriptions are pure. Errors: UsageError for arguments that cannot be
+// right on this rank; a CommError says which operation each rank does, or which rank cannot do the
+// step.
 #pragma once
 
 #include <cstdint>
@@ -13,9 +16,24 @@
 
 #include "strata/base/error.h"
 #include "strata/comm/collectives.h"
-#include "strata/comm/comm_options.h"
 
 namespace strata::comm {
+
+struct BulkOperation {
+  std::string what;             // equal on ranks that do the same thing
+  std::span<std::byte> source;  // this rank's slice, or its whole contribution
+};
+
+BulkOperation describe_gather(const SliceMap& slices, std::span<std::byte> flat, int rank,
+                              int world_size, std::string_view tag);
+BulkOperation describe_reduction(const Reduction& reduction, int world_size, std::string_view tag);
+std::string describe_broadcast(Bytes bytes, int root, int world_size);
+
+// The text that a rank sends instead of its operation after it has announced its departure.
+std::string departure_text(std::string_view words);
+// The error of ranks that came for different operations; `whats` by rank. It names the ranks that
+// have left first.
+std::string different_operations(const std::vector<std::string>& whats, RankNames names = {});
 
 // Collective over `control`: the sync point before an operation. It finds a rank that came for
 // another operation before a stream or a backend waits for it in vain. Collectives that move bulk

@@ -57,7 +57,27 @@
 #include "strata/comm/traits.h"
 #include "strata/device/device.h"
 
+namespace strata {
+class ThreadPool;
+}
+
 namespace strata::comm {
+
+// The names of ranks in errors: their numbers in the world, of which these may be some.
+struct RankNames {
+  int first = 0;
+  int step = 1;
+  int of(int rank) const { return first + step * rank; }
+};
+
+struct CommOptions {
+  // How long a rank waits for another that lives but does not come. Long, since one rank may write
+  // a checkpoint while the others wait; a rank that ends is noticed at once, whatever the timeout.
+  std::chrono::milliseconds timeout = std::chrono::minutes(30);
+  // Splits large copies and sums; not owned, may be null. Used by the rank's calling thread only.
+  ThreadPool* pool = nullptr;
+  RankNames names = {};
+};
 
 // Page-aligned zeroed memory of this rank that its peers can read. Freed by the destructor; every
 // rank must have finished reading it by then (a barrier after the last use). A buffer may outlive
@@ -137,6 +157,12 @@ class Work {
   virtual void wait_for_readers() { wait(); }
   // Known for an operation that was started with record_times(true) and runs on its own streams.
   virtual WorkTimes times() const { return {}; }
+};
+
+class CompletedWork final : public Work {
+ public:
+  bool done() override { return true; }
+  void wait() override {}
 };
 
 enum class ReduceOp { kSum, kMin, kMax };
@@ -253,6 +279,19 @@ class Collectives {
   int rank_;
   Traits traits_;
   std::string departure_;
+};
+
+// How ranks find each other before any Collectives exist: a way to exchange short texts. Above the
+// torch line a c10d Store implements it. Threads: one thread a rank. Errors: CommError that names
+// the ranks that did not come within the timeout.
+class Bootstrap {
+ public:
+  virtual ~Bootstrap() = default;
+  virtual int rank() const = 0;
+  virtual int world_size() const = 0;
+  // Collective: returns what every rank passed, by rank. The k-th call on each rank forms one
+  // exchange.
+  virtual std::vector<std::string> exchange(const std::string& text) = 0;
 };
 
 }  // namespace strata::comm

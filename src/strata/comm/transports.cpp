@@ -1,6 +1,6 @@
 #include "strata/comm/transports.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <array>
 

@@ -3,7 +3,6 @@
 // torch/ranks/rank_joining.h joins ranks by this decision, and the forecast predicts by it. Pure
 // functions of plain values; any thread. Errors: ConfigError for settings that do not fit the ranks
 // or their devices.
-// ranks or their devices.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +26,7 @@ struct TransportSettings {
   TransportKind gather = TransportKind::kAuto;
   TransportKind reduce = TransportKind::kAuto;
   // Peers cannot read the memory in which weights rest, so all ranks take part in a gather: NCCL on
-  // GPUs (joint_gathers.h on the host).
+  // GPUs (make_joint_gathers() on the host).
   bool joint_gathers = false;
 };
 

@@ -1,6 +1,6 @@
 #include "strata/device/cpu_device.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <chrono>
@@ -10,11 +10,10 @@
 #include <utility>
 
 #include "strata/base/error.h"
-#include "strata/device/cpu_growable_memory.h"
-#include "strata/device/cpu_peer_mapping.h"
+#include "strata/device/cpu_shared_memory.h"
 #include "strata/kernels/elementwise.h"
-#include "strata/memory/available_memory.h"
 #include "strata/memory/host_buffer.h"
+#include "strata/memory/system_memory.h"
 
 namespace strata::device {
 namespace {

@@ -12,7 +12,7 @@
 
 #include "strata/base/thread_pool.h"
 #include "strata/device/device.h"
-#include "strata/memory/byte_budget.h"
+#include "strata/memory/ledger.h"
 
 namespace strata::device {
 

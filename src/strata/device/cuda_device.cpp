@@ -1,6 +1,6 @@
 #include "strata/device/cuda_device.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <cmath>
 #include <future>
@@ -11,10 +11,9 @@
 #include <utility>
 
 #include "strata/base/error.h"
+#include "strata/device/cuda_driver.h"
 #include "strata/device/cuda_kernels.h"
 #include "strata/device/cuda_memory.h"
-#include "strata/device/cuda_stream.h"
-#include "strata/device/cuda_update_kernels.h"
 
 namespace strata::device {
 namespace {
@@ -46,7 +45,6 @@ class CudaDevice final : public Device {
               options.release_unused},
         module_(context_),
         kernels_(module_),
-        update_(module_),
         compute_stream_(make_compute_stream(context_, options.compute_stream)) {}
 
   std::string_view name() const override { return "cuda"; }
@@ -101,20 +99,20 @@ class CudaDevice final : public Device {
   }
   void store_remainder(const kernels::MasterRemainder& target, Numel first, const std::byte* source,
                        DType source_dtype, Numel numel, Stream& stream) override {
-    update_.store_remainder(target, first, source, source_dtype, numel, handle_of(stream));
+    kernels_.store_remainder(target, first, source, source_dtype, numel, handle_of(stream));
   }
   void join_masters(std::span<float> masters, const std::byte* weights,
                     const kernels::MasterRemainder& remainder, Numel first,
                     Stream& stream) override {
-    update_.join_masters(masters, weights, remainder, first, handle_of(stream));
+    kernels_.join_masters(masters, weights, remainder, first, handle_of(stream));
   }
   void adopt_written(std::span<float> masters, const std::byte* weights, DType dtype,
                      Stream& stream) override {
-    update_.adopt_written(masters, weights, dtype, handle_of(stream));
+    kernels_.adopt_written(masters, weights, dtype, handle_of(stream));
   }
   void adam_step(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
                  Stream& stream) override {
-    update_.adam(spans, scalars, handle_of(stream));
+    kernels_.adam(spans, scalars, handle_of(stream));
   }
   std::vector<kernels::Fingerprint> fingerprints(std::span<const std::span<const std::byte>> runs,
                                                  Bytes piece, Stream& stream) override;
@@ -139,7 +137,6 @@ class CudaDevice final : public Device {
   const CudaPool pool_;
   const CudaModule module_;
   const CudaKernels kernels_;
-  const CudaUpdateKernels update_;
   const std::unique_ptr<CudaStream> compute_stream_;
   // At least so large; the mutex is held.
   std::byte* scratch(Bytes bytes);

@@ -8,11 +8,17 @@
 
 #include <cuda.h>
 
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <functional>
 #include <memory>
 #include <new>
+#include <string>
 #include <string_view>
 
-#include "strata/device/host_waits.h"
+#include "strata/base/dtype.h"
+#include "strata/device/device.h"
 
 namespace strata::device {
 
@@ -80,5 +86,89 @@ class CudaContext {
   CUdevice device_ = 0;
   CUcontext context_ = nullptr;
 };
+
+// The compiled kernels, loaded into one device's context: finds them by name and launches them.
+// Threads: calls from any thread; work goes to the stream that is given. Errors: UsageError for
+// element types that a kernel does not have; DeviceError.
+
+// Types of elements that kernels know, by their places in tables: fp64, fp32, fp16, bf16.
+inline constexpr std::size_t kKernelTypes = 4;
+inline constexpr std::array<const char*, kKernelTypes> kKernelSuffixes = {"f64", "f32", "f16",
+                                                                          "bf16"};
+// kKernelTypes where there is none.
+std::size_t kernel_place_of(DType dtype);
+// `first`: the place of the first type that the operation has.
+void require_kernel_types(const char* operation, std::size_t first, DType target, DType source);
+
+class CudaModule {
+ public:
+  static constexpr unsigned kThreads = 256;  // of a block
+
+  explicit CudaModule(std::shared_ptr<const CudaContext> context);
+  ~CudaModule();
+  CudaModule(const CudaModule&) = delete;
+  CudaModule& operator=(const CudaModule&) = delete;
+
+  const CudaContext& context() const { return *context_; }
+  // Enough to fill the device several times.
+  unsigned blocks_max() const { return blocks_max_; }
+  CUfunction find(const std::string& name) const;
+  // `threads` of work; `arguments`: values of exactly the types of the kernel's parameters.
+  template <typename... Arguments>
+  void launch(CUfunction function, std::int64_t threads, CUstream stream,
+              Arguments... arguments) const {
+    launch_at_most(blocks_max_, function, threads, stream, arguments...);
+  }
+  // The same in at most `blocks_most` blocks.
+  template <typename... Arguments>
+  void launch_at_most(unsigned blocks_most, CUfunction function, std::int64_t threads,
+                      CUstream stream, Arguments... arguments) const {
+    void* pointers[] = {&arguments...};
+    const auto wanted = static_cast<std::uint64_t>((threads + kThreads - 1) / kThreads);
+    const std::uint64_t blocks =
+        std::min({wanted, std::uint64_t{blocks_max_}, std::uint64_t{blocks_most}});
+    launch_grid(function, {static_cast<unsigned>(blocks), 1, kThreads}, stream, pointers);
+  }
+  // A grid of its own.
+  struct Grid {
+    unsigned x = 1;
+    unsigned y = 1;
+    unsigned threads = 1;  // of a block
+  };
+  void launch_grid(CUfunction function, const Grid& grid, CUstream stream, void** arguments) const;
+
+ private:
+  std::shared_ptr<const CudaContext> context_;
+  CUmodule module_ = nullptr;
+  unsigned blocks_max_ = 0;
+};
+
+// Streams and events of a CUDA device.
+// Threads: device.h. Ownership: each keeps the context alive; a stream may go while its work runs.
+class CudaStream : public Stream {
+ public:
+  explicit CudaStream(std::shared_ptr<const CudaContext> context) : context_(std::move(context)) {}
+
+  virtual CUstream handle() const = 0;
+  std::unique_ptr<Event> record() override;
+  std::unique_ptr<TimedEvent> record_timed() override;
+  void wait_for(Event& event) override;
+  void synchronize() override;
+
+ protected:
+  const CudaContext& context() const { return *context_; }
+
+ private:
+  void mark(CUevent event);
+
+  std::shared_ptr<const CudaContext> context_;
+};
+
+// A stream of the engine's own; no other stream waits for it unless wait_for() says so.
+std::unique_ptr<CudaStream> make_cuda_stream(std::shared_ptr<const CudaContext> context);
+
+// Whatever stream `find` names at each call; null: the default stream.
+std::unique_ptr<CudaStream> make_compute_stream(std::shared_ptr<const CudaContext> context,
+                                                std::function<void*()> find);
 
 }  // namespace strata::device

@@ -1,12 +1,13 @@
-// The kernels of cuda_kernels.cu but for those of the update. Ownership: borrows the module.
+// The kernels of cuda_kernels.cu. Ownership: borrows the module.
 // Threads: calls from any thread; work goes to the stream that is given. Memory: of the device, or
 // pinned. Errors: UsageError for element types that a kernel does not have; DeviceError.
 #pragma once
 
 #include <array>
 #include <memory>
+#include <span>
 
-#include "strata/device/cuda_module.h"
+#include "strata/device/cuda_driver.h"
 #include "strata/kernels/adam.h"
 #include "strata/kernels/grad_stats.h"
 
@@ -38,6 +39,16 @@ class CudaKernels {
                     CUstream stream) const;
   static std::int64_t chunks_of(std::span<const std::span<const float>> arrays);
 
+  // The update and its masters: cuda_adam.cuh.
+  void adam(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
+            CUstream stream) const;
+  void store_remainder(const kernels::MasterRemainder& target, Numel first, const std::byte* source,
+                       DType source_dtype, Numel numel, CUstream stream) const;
+  void join_masters(std::span<float> masters, const std::byte* weights,
+                    const kernels::MasterRemainder& remainder, Numel first, CUstream stream) const;
+  void adopt_written(std::span<float> masters, const std::byte* weights, DType dtype,
+                     CUstream stream) const;
+
  private:
   using ByTypes = std::array<std::array<CUfunction, kKernelTypes>, kKernelTypes>;
 
@@ -51,6 +62,13 @@ class CudaKernels {
   CUfunction totals_ = nullptr;
   CUfunction gradient_factor_ = nullptr;
   CUfunction fingerprints_ = nullptr;
+  std::array<CUfunction, kKernelTypes> adam_{};
+  std::array<CUfunction, kKernelTypes> remainder_{};
+  std::array<CUfunction, kKernelTypes> adopt_{};
+  CUfunction adam_remainder_ = nullptr;
+  CUfunction join_masters_ = nullptr;
+  CUfunction adam_rounded_ = nullptr;
+  CUfunction adam_rounded16_ = nullptr;  // with bf16 moments
 };
 
 }  // namespace strata::device

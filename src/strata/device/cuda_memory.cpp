@@ -1,6 +1,6 @@
 #include "strata/device/cuda_memory.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <thread>

@@ -17,8 +17,8 @@
 
 #include "strata/device/cuda_driver.h"
 #include "strata/device/device.h"
-#include "strata/memory/byte_budget.h"
 #include "strata/memory/host_buffer.h"
+#include "strata/memory/ledger.h"
 
 namespace strata::device {
 

@@ -12,22 +12,74 @@
 // Errors: OutOfMemoryError with the bytes wanted and the bytes that the ledger holds, by kind.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <span>
 #include <string_view>
 #include <vector>
 
 #include "strata/base/dtype.h"
+#include "strata/base/file_descriptor.h"
 #include "strata/base/units.h"
-#include "strata/device/host_waits.h"
-#include "strata/device/shared_memory.h"
 #include "strata/kernels/adam.h"
 #include "strata/kernels/fingerprint.h"
 #include "strata/kernels/grad_stats.h"
 #include "strata/memory/ledger.h"
 
 namespace strata::device {
+
+// How often the host waited for a device: calls that return only when work of it is over, whether
+// or not it was over already, so that a program that does the same counts the same. Those are
+// Event::wait(), Stream::synchronize(), and the freeing of memory where the driver waits for what
+// runs. Not counted: a copy to memory that is not pinned, and what other libraries wait for.
+// Devices of one place may share one. Threads: any. Errors: none.
+class HostWaits {
+ public:
+  void note() { count_.fetch_add(1, std::memory_order_relaxed); }
+  std::int64_t count() const { return count_.load(std::memory_order_relaxed); }
+
+ private:
+  std::atomic<std::int64_t> count_ = 0;
+};
+
+// Ranks of one host reach each other's memory through their devices by three means: pieces of
+// memory that travel as file descriptors, mappings of such pieces in another process, and flags in
+// host memory that streams write and wait for. Threads: a PeerMapping is used by one thread at a
+// time; a Flag is atomic. Ownership: a mapping keeps the memory alive, even when its owner has
+// freed it or has ended. Errors: DeviceError.
+
+// A part of one rank's shared memory: `bytes` of the file, from `offset` on.
+struct SharedHandle {
+  FileDescriptor descriptor;
+  Bytes offset;
+  Bytes bytes;
+};
+
+// A peer's shared memory in this process, to read and to write: its pieces, one behind the other.
+class PeerMapping {
+ public:
+  virtual ~PeerMapping() = default;
+  virtual const std::byte* base() const = 0;
+  virtual Bytes mapped() const = 0;
+  virtual std::size_t pieces() const = 0;
+  virtual void add(SharedHandle piece) = 0;
+};
+
+// Keeps host memory registered with the driver.
+class HostRegistration {
+ public:
+  virtual ~HostRegistration() = default;
+};
+
+// A count that only grows, but for its wrapping around.
+using Flag = std::atomic<std::uint32_t>;
+static_assert(sizeof(Flag) == sizeof(std::uint32_t) && Flag::is_always_lock_free);
+
+inline bool reached(std::uint32_t flag, std::uint32_t value) {
+  return static_cast<std::int32_t>(flag - value) >= 0;
+}
 
 // Memory of the device: aligned to at least 256 bytes, contents undefined. Charged to the ledger.
 class Memory {

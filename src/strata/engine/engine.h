@@ -26,7 +26,7 @@
 #include <string_view>
 #include <vector>
 
-#include "strata/base/first_error.h"
+#include "strata/base/error.h"
 #include "strata/comm/collectives.h"
 #include "strata/device/device.h"
 #include "strata/engine/gather/gatherer.h"

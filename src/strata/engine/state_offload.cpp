@@ -1,6 +1,6 @@
 #include "strata/engine/state_offload.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "strata/base/error.h"
 #include "strata/engine/unit/agreement.h"

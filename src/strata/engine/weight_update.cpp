@@ -4,7 +4,6 @@
 #include <string>
 
 #include "strata/base/error.h"
-#include "strata/base/first_error.h"
 #include "strata/engine/unit/agreement.h"
 #include "strata/engine/unit/unit_numbers.h"
 

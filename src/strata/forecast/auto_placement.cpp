@@ -1,6 +1,6 @@
 #include "strata/forecast/auto_placement.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <string>

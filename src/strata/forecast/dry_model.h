@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "strata/engine/engine.h"
-#include "strata/plan/module_tree.h"
+#include "strata/plan/block_search.h"
 #include "strata/plan/unit_plan.h"
 
 namespace strata::forecast {

@@ -1,6 +1,6 @@
 #include "strata/forecast/job_traits.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 

@@ -1,6 +1,6 @@
 #include "strata/forecast/memory_forecast.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <memory>

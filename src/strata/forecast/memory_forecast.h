@@ -16,7 +16,7 @@
 #include "strata/engine/engine.h"
 #include "strata/forecast/dry_collectives.h"
 #include "strata/memory/ledger.h"
-#include "strata/plan/module_tree.h"
+#include "strata/plan/block_search.h"
 #include "strata/plan/unit_plan.h"
 
 namespace strata::forecast {

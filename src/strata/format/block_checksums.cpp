@@ -1,6 +1,6 @@
 #include "strata/format/block_checksums.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <xxhash.h>
 
 #include <algorithm>

@@ -11,7 +11,6 @@
 #include <system_error>
 #include <utility>
 
-#include "strata/base/errno_text.h"
 #include "strata/base/error.h"
 #include "strata/format/message_text.h"
 #include "strata/io/atomic_file.h"

@@ -5,7 +5,6 @@
 #include <system_error>
 #include <vector>
 
-#include "strata/base/errno_text.h"
 #include "strata/base/error.h"
 #include "strata/format/shard_plan.h"
 #include "strata/io/atomic_file.h"

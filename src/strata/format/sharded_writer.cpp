@@ -7,7 +7,6 @@
 #include <system_error>
 #include <utility>
 
-#include "strata/base/errno_text.h"
 #include "strata/base/error.h"
 #include "strata/format/other_weights.h"
 #include "strata/io/atomic_file.h"

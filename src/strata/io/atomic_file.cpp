@@ -9,7 +9,6 @@
 #include <span>
 #include <utility>
 
-#include "strata/base/errno_text.h"
 #include "strata/base/error.h"
 #include "strata/io/folder_calls.h"
 #include "strata/io/pending_range.h"

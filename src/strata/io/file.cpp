@@ -7,7 +7,6 @@
 #include <cerrno>
 #include <utility>
 
-#include "strata/base/errno_text.h"
 #include "strata/base/error.h"
 
 namespace strata::io {

@@ -1,7 +1,7 @@
 #include "strata/io/folder_calls.h"
 
 #include <fcntl.h>
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
@@ -13,7 +13,6 @@
 #include <fstream>
 #include <system_error>
 
-#include "strata/base/errno_text.h"
 #include "strata/base/error.h"
 #include "strata/base/file_descriptor.h"
 

@@ -9,7 +9,6 @@
 #include <chrono>
 #include <thread>
 
-#include "strata/base/errno_text.h"
 #include "strata/base/error.h"
 #include "strata/base/file_descriptor.h"
 

@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <limits>
 
-#include "strata/base/errno_text.h"
 #include "strata/base/error.h"
 
 namespace strata::io {

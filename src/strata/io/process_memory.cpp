@@ -1,6 +1,6 @@
 #include "strata/io/process_memory.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <sys/prctl.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -11,7 +11,7 @@
 #include <random>
 #include <sstream>
 
-#include "strata/base/errno_text.h"
+#include "strata/base/error.h"
 
 namespace strata::io {
 namespace {

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cerrno>
 
-#include "strata/base/errno_text.h"
+#include "strata/base/error.h"
 
 namespace strata::io {
 namespace {

@@ -1,10 +1,17 @@
 #include "strata/kernels/adam.h"
 
+#include <algorithm>
+#include <array>
 #include <cstring>
 #include <type_traits>
+#include <vector>
 
+#include "strata/base/error.h"
 #include "strata/base/thread_pool.h"
+#include "strata/base/units.h"
 #include "strata/kernels/adam_constants.h"
+#include "strata/kernels/elementwise.h"
+#include "strata/kernels/float16.h"
 #include "strata/kernels/targets.h"
 
 #undef HWY_TARGET_INCLUDE
@@ -194,6 +201,236 @@ void adam_step(const AdamSpans& spans, const AdamScalars& scalars, ThreadPool* p
     HWY_DYNAMIC_DISPATCH(adam_range)
     (part_of(spans, static_cast<std::size_t>(begin), static_cast<std::size_t>(end)), constants);
   });
+}
+
+namespace {
+
+BFloat16 bfloat16_at(const std::byte* array, std::size_t i) {
+  BFloat16 value;
+  std::memcpy(&value, array + 2 * i, sizeof value);
+  return value;
+}
+
+void set_bfloat16(std::byte* array, std::size_t i, float value) {
+  const BFloat16 rounded = bfloat16_from(value);
+  std::memcpy(array + 2 * i, &rounded, sizeof rounded);
+}
+
+// The master, unless the weight beside it was written.
+float followed_master(const AdamSpans& spans, std::size_t i) {
+  const float master = spans.weight[i];
+  std::uint16_t bits = 0;
+  std::memcpy(&bits, spans.weight16 + 2 * i, sizeof bits);
+  const bool is_bfloat16 = spans.weight16_dtype == DType::kBFloat16;
+  const float weight = is_bfloat16 ? to_float(BFloat16{bits}) : to_float(Float16{bits});
+  const float rounded =
+      is_bfloat16 ? to_float(bfloat16_from(master)) : to_float(float16_from(master));
+  return rounded == weight ? master : weight;
+}
+
+float master_at(const AdamSpans& spans, std::size_t i) {
+  if (spans.rounds_weight16) return to_float(bfloat16_at(spans.weight16, i));
+  if (spans.follows_weight16) return followed_master(spans, i);
+  if (!spans.has_remainder()) return spans.weight[i];
+  return joined_master(bfloat16_at(spans.weight16, i), remainder_at(spans.remainder, i));
+}
+
+struct Moments {
+  float first;
+  float second;
+};
+
+Moments moments_at(const AdamSpans& spans, std::size_t i) {
+  if (!spans.has_moments16()) return {spans.exp_avg[i], spans.exp_avg_sq[i]};
+  return {to_float(bfloat16_at(spans.moments16.exp_avg, i)),
+          to_float(bfloat16_at(spans.moments16.exp_avg_sq, i))};
+}
+
+void set_moments(const AdamSpans& spans, std::size_t i, const Moments& moments) {
+  if (spans.has_moments16()) {
+    set_bfloat16(spans.moments16.exp_avg, i, moments.first);
+    set_bfloat16(spans.moments16.exp_avg_sq, i, moments.second);
+  } else {
+    spans.exp_avg[i] = moments.first;
+    spans.exp_avg_sq[i] = moments.second;
+  }
+}
+
+}  // namespace
+
+void check_adam(const AdamSpans& spans, const AdamScalars& scalars) {
+  const std::size_t numel = spans.gradient.size();
+  const bool in_weight16 = spans.has_remainder() || spans.rounds_weight16;
+  STRATA_ASSERT(!spans.has_remainder() || !spans.rounds_weight16);
+  STRATA_ASSERT(!spans.has_moments16() || spans.rounds_weight16);
+  STRATA_ASSERT(!spans.follows_weight16 || !in_weight16);
+  STRATA_ASSERT(!spans.follows_weight16 || numel == 0 || spans.weight16 != nullptr);
+  STRATA_ASSERT(spans.exp_avg.size() == (spans.has_moments16() ? 0 : numel));
+  STRATA_ASSERT(spans.exp_avg_sq.size() == (spans.has_moments16() ? 0 : numel));
+  STRATA_ASSERT(spans.weight.size() == (in_weight16 ? 0 : numel));
+  STRATA_ASSERT(scalars.step >= 1);
+  if (in_weight16 && numel > 0 &&
+      (spans.weight16 == nullptr || spans.weight16_dtype != DType::kBFloat16)) {
+    throw UsageError("Adam finds master weights in bfloat16 weights alone, or with a remainder");
+  }
+  if (spans.weight16 == nullptr) return;
+  if (spans.weight16_dtype != DType::kBFloat16 && spans.weight16_dtype != DType::kFloat16) {
+    throw UsageError(fmt::format(
+        "The copy of the weights that Adam writes is bfloat16 or float16; asked for: {}",
+        name_of(spans.weight16_dtype)));
+  }
+}
+
+AdamSpans part_of(const AdamSpans& spans, std::size_t begin, std::size_t end) {
+  const std::size_t numel = end - begin;
+  AdamSpans part = spans;
+  if (spans.has_remainder()) {
+    STRATA_ASSERT(begin % 8 == 0);
+    part.remainder = spans.remainder.from(begin);
+  } else if (!spans.rounds_weight16) {
+    part.weight = spans.weight.subspan(begin, numel);
+  }
+  if (spans.has_moments16()) {
+    part.moments16.exp_avg += 2 * begin;
+    part.moments16.exp_avg_sq += 2 * begin;
+  } else {
+    part.exp_avg = spans.exp_avg.subspan(begin, numel);
+    part.exp_avg_sq = spans.exp_avg_sq.subspan(begin, numel);
+  }
+  part.gradient = spans.gradient.subspan(begin, numel);
+  if (part.weight16 != nullptr) part.weight16 += 2 * begin;
+  return part;
+}
+
+void adam_scalar_loop(const AdamSpans& spans, const AdamConstants& c) {
+  for (std::size_t i = 0; i < spans.gradient.size(); ++i) {
+    const float before = master_at(spans, i);
+    float gradient = spans.gradient[i] * c.gradient_scale;
+    if (c.l2 != 0.0F) gradient = std::fma(c.l2, before, gradient);
+    auto [m, v] = moments_at(spans, i);
+    m = std::fma(c.lerp_weight, gradient - m, c.lerp_from_gradient ? gradient : m);
+    v = std::fma(c.square_weight * gradient, gradient, v * c.beta2);
+    const float denominator = std::sqrt(v) / c.correction2_root + c.eps;
+    const float weight = before * c.decay + (c.negative_step_size * m) / denominator;
+    set_moments(spans, i, {m, v});
+    if (spans.has_remainder()) {
+      set_remainder(spans.remainder, i, remainder_of(weight));
+    } else if (!spans.rounds_weight16) {
+      spans.weight[i] = weight;
+    }
+    if (spans.weight16 != nullptr) {
+      const std::uint16_t bits = spans.weight16_dtype == DType::kBFloat16
+                                     ? bfloat16_from(weight).bits
+                                     : float16_from(weight).bits;
+      std::memcpy(spans.weight16 + 2 * i, &bits, sizeof bits);
+    }
+  }
+}
+
+void adam_step_reference(const AdamSpans& spans, const AdamScalars& scalars) {
+  check_adam(spans, scalars);
+  adam_scalar_loop(spans, AdamConstants(scalars));
+}
+
+namespace {
+
+// Widened at once: four arrays of them fit the first two caches.
+constexpr std::int64_t kWidened = 4096;
+
+using WidenedPiece = std::array<float, kWidened>;
+
+bool is_narrow(DType dtype) {
+  return dtype != DType::kFloat32;
+}
+
+void require_adam_type(DType dtype, const char* what) {
+  if (dtype == DType::kFloat32 || dtype == DType::kBFloat16 || dtype == DType::kFloat16) return;
+  throw UsageError(fmt::format(
+      "Adam on the host updates float32, bfloat16 and float16; convert the parameter; found {} of "
+      "{}",
+      what, name_of(dtype)));
+}
+
+template <typename Byte>
+Byte* from_element(Byte* array, DType dtype, std::int64_t element) {
+  return array + size_of(dtype).value * element;
+}
+
+// Elements of an array as fp32: its own, or copies of them in `room`.
+std::span<float> in_fp32(std::byte* array, DType dtype, Numel numel, WidenedPiece& room) {
+  if (!is_narrow(dtype)) return {reinterpret_cast<float*>(array), numel.size()};
+  cast(reinterpret_cast<std::byte*>(room.data()), DType::kFloat32, array, dtype, numel, nullptr);
+  return {room.data(), numel.size()};
+}
+
+std::span<const float> in_fp32(const std::byte* array, DType dtype, Numel numel,
+                               WidenedPiece& room) {
+  if (!is_narrow(dtype)) return {reinterpret_cast<const float*>(array), numel.size()};
+  cast(reinterpret_cast<std::byte*>(room.data()), DType::kFloat32, array, dtype, numel, nullptr);
+  return {room.data(), numel.size()};
+}
+
+// At most kWidened elements, unless all are fp32.
+void update_piece(const AdamTensor& tensor, const AdamScalars& scalars, std::int64_t begin,
+                  std::int64_t end) {
+  WidenedPiece weights;  // filled where they are used
+  WidenedPiece first;
+  WidenedPiece second;
+  WidenedPiece gradients;
+  const Numel numel(end - begin);
+  const DType moment = tensor.moment_dtype;
+  std::byte* const weight = from_element(tensor.weight, tensor.weight_dtype, begin);
+  std::byte* const exp_avg = from_element(tensor.exp_avg, moment, begin);
+  std::byte* const exp_avg_sq = from_element(tensor.exp_avg_sq, moment, begin);
+  AdamSpans spans{.weight = in_fp32(weight, tensor.weight_dtype, numel, weights),
+                  .exp_avg = in_fp32(exp_avg, moment, numel, first),
+                  .exp_avg_sq = in_fp32(exp_avg_sq, moment, numel, second),
+                  .gradient = in_fp32(from_element(tensor.gradient, tensor.gradient_dtype, begin),
+                                      tensor.gradient_dtype, numel, gradients)};
+  if (is_narrow(tensor.weight_dtype)) {
+    spans.weight16 = weight;
+    spans.weight16_dtype = tensor.weight_dtype;
+  }
+  adam_step(spans, scalars, nullptr);
+  if (!is_narrow(moment)) return;
+  const auto* const new_first = reinterpret_cast<const std::byte*>(first.data());
+  const auto* const new_second = reinterpret_cast<const std::byte*>(second.data());
+  cast(exp_avg, moment, new_first, DType::kFloat32, numel, nullptr);
+  cast(exp_avg_sq, moment, new_second, DType::kFloat32, numel, nullptr);
+}
+
+void update_chunk(const AdamTensor& tensor, AdamScalars scalars, std::int64_t begin) {
+  scalars.step = tensor.step;
+  const std::int64_t end = std::min(begin + kGrain, tensor.numel.value);
+  const bool widens = is_narrow(tensor.weight_dtype) || is_narrow(tensor.moment_dtype) ||
+                      is_narrow(tensor.gradient_dtype);
+  const std::int64_t piece = widens ? kWidened : kGrain;
+  for (std::int64_t i = begin; i < end; i += piece)
+    update_piece(tensor, scalars, i, std::min(i + piece, end));
+}
+
+}  // namespace
+
+void adam_step(std::span<const AdamTensor> tensors, const AdamScalars& scalars, ThreadPool* pool) {
+  STRATA_ASSERT(scalars.late_scale == nullptr);
+  std::vector<std::int64_t> ends;  // of each tensor's chunks, all counted through
+  std::int64_t chunks = 0;
+  for (const AdamTensor& tensor : tensors) {
+    require_adam_type(tensor.weight_dtype, "a parameter");
+    require_adam_type(tensor.moment_dtype, "a moment");
+    require_adam_type(tensor.gradient_dtype, "a gradient");
+    STRATA_ASSERT(tensor.step >= 1);
+    chunks += (tensor.numel.value + kGrain - 1) / kGrain;
+    ends.push_back(chunks);
+  }
+  const auto run = [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t chunk = first; chunk < last; ++chunk) {
+      const auto i = static_cast<std::size_t>(std::ranges::upper_bound(ends, chunk) - ends.begin());
+      const std::int64_t before = i == 0 ? 0 : ends[i - 1];
+      update_chunk(tensors[i], scalars, (chunk - before) * kGrain);
+    }
+  };
+  pool == nullptr ? run(0, chunks) : pool->parallel_for(chunks, 1, run);
 }
 
 }  // namespace strata::kernels

@@ -4,8 +4,8 @@
 //
 // A master of the bits h:l, 16 each, has the weight w = bf16(master), rounded to nearest even: h
 // or, rounded up, h + 1. The low half l says which: more than 0x8000 is rounded up, less is not. An
-// exact half goes to the even neighbour, so that w does not tell; a bit of its own does. The master
-// is then (w or w - 1):l, the same bits for every number; a NaN stays a NaN.
+// exact half goes to the even neighbour, so that w does not show it; a bit of its own does. The
+// master is then (w or w - 1):l, the same bits for every number; a NaN stays a NaN.
 //
 // If other code writes a weight, it keeps the remainder of the weight before: the master is then
 // within half a unit in the weight's last place. No nonzero master rounds up to zero; so if the

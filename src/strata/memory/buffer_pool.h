@@ -68,13 +68,9 @@ class BufferPool {
     std::span<std::byte> bytes_;
   };
 
-  // Keeps at most `cache_limit` bytes of cached buffers; beyond that, it frees the buffers that
-  // were given back longest ago. `allocate` makes buffers of exactly the bytes that it is asked
-  // for.
-  explicit BufferPool(Allocate allocate, Bytes cache_limit = kUnbounded)
-      : allocate_(std::move(allocate)), state_(std::make_shared<State>()) {
-    set_cache_limit(cache_limit);
-  }
+  // `allocate` makes buffers of exactly the bytes that it is asked for.
+  explicit BufferPool(Allocate allocate)
+      : allocate_(std::move(allocate)), state_(std::make_shared<State>()) {}
 
   Lease acquire(Bytes bytes) {
     const Bytes size = footprint(bytes);
@@ -125,16 +121,9 @@ class BufferPool {
 
   // Frees the cached buffers.
   void trim() { state_->shrink_to(Bytes()); }
-  void set_cache_limit(Bytes limit) {
-    STRATA_ASSERT(limit.value >= 0);
-    {
-      const std::lock_guard lock(state_->mutex);
-      state_->limit = limit;
-    }
-    state_->shrink_to(kUnbounded);
-  }
   // Cached buffers and buffers in use together take at most `limit`: the pool frees cached buffers
-  // before it makes a new one. Buffers in use alone may exceed the limit.
+  // that were given back longest ago before it makes a new one. Buffers in use alone may exceed the
+  // limit.
   void set_total_limit(Bytes limit) {
     STRATA_ASSERT(limit.value >= 0);
     {
@@ -183,7 +172,6 @@ class BufferPool {
   // All members are guarded by the mutex. Buffers are freed while it is not held.
   struct State {
     std::mutex mutex;
-    Bytes limit;
     Bytes total_limit = kUnbounded;
     std::vector<std::unique_ptr<Buffer>> cached;  // in the order they were given back
     std::size_t leases = 0;
@@ -287,7 +275,7 @@ class BufferPool {
 
     std::unique_ptr<Buffer> pop_oldest_beyond(Bytes most, Bytes incoming) {
       const std::lock_guard lock(mutex);
-      const Bytes keep = std::min({most, limit, total_limit - leased_bytes - incoming});
+      const Bytes keep = std::min(most, total_limit - leased_bytes - incoming);
       if (cached.empty() || cached_bytes <= keep) return nullptr;
       std::unique_ptr<Buffer> oldest = std::move(cached.front());
       cached.erase(cached.begin());

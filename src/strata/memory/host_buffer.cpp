@@ -1,20 +1,70 @@
 #include "strata/memory/host_buffer.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <utility>
 
-#include "strata/base/errno_text.h"
 #include "strata/base/error.h"
 #include "strata/base/thread_pool.h"
 
 namespace strata::memory {
+namespace {
+
+// The kernel maps no empty range.
+std::size_t mapped_size(std::size_t bytes) {
+  return std::max<std::size_t>(bytes, 1);
+}
+
+}  // namespace
+
+MappedMemory MappedMemory::map(int protection, int flags, int fd, Bytes offset, Bytes bytes,
+                               std::string_view purpose) {
+  void* address = ::mmap(nullptr, mapped_size(bytes.size()), protection, flags, fd, offset.value);
+  if (address == MAP_FAILED) {
+    throw OutOfMemoryError(
+        fmt::format("cannot map memory for {}: free some, or use more ranks ({} wanted; {})",
+                    purpose, to_string(bytes), errno_text(errno)));
+  }
+  // A hint: fewer page faults where the system allows huge pages.
+  if (bytes >= 2_MiB) ::madvise(address, bytes.size(), MADV_HUGEPAGE);
+  return MappedMemory({static_cast<std::byte*>(address), bytes.size()});
+}
+
+MappedMemory MappedMemory::anonymous(Bytes bytes, std::string_view purpose) {
+  return map(PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, Bytes(0),
+             bytes, purpose);
+}
+
+MappedMemory MappedMemory::of_file(int fd, Bytes offset, Bytes bytes, Access access,
+                                   std::string_view purpose) {
+  const int protection = access == Access::kRead ? PROT_READ : PROT_READ | PROT_WRITE;
+  return map(protection, MAP_SHARED, fd, offset, bytes, purpose);
+}
+
+void MappedMemory::give_back() const {
+  if (!bytes_.empty()) ::madvise(bytes_.data(), bytes_.size(), MADV_DONTNEED);
+}
+
+MappedMemory::MappedMemory(MappedMemory&& other) noexcept
+    : bytes_(std::exchange(other.bytes_, {})) {}
+
+MappedMemory& MappedMemory::operator=(MappedMemory&& other) noexcept {
+  MappedMemory taken(std::move(other));
+  std::swap(bytes_, taken.bytes_);
+  return *this;
+}
+
+MappedMemory::~MappedMemory() {
+  if (bytes_.data() != nullptr) ::munmap(bytes_.data(), mapped_size(bytes_.size()));
+}
+
 namespace {
 
 [[noreturn]] void throw_out_of_memory(Bytes wanted, const HostBufferOptions& options, int error) {
@@ -92,7 +142,7 @@ void give_back_pages(std::span<std::byte> bytes) noexcept {
   }
 }
 
-HostBuffer::HostBuffer(Bytes bytes, const HostBufferOptions& options) : size_(bytes) {
+HostBuffer::HostBuffer(Bytes bytes, const HostBufferOptions& options) {
   STRATA_ASSERT(bytes.value >= 0);
   if (bytes == Bytes()) return;
   // Rounding up, and the page that aligns, must not overflow.
@@ -100,49 +150,24 @@ HostBuffer::HostBuffer(Bytes bytes, const HostBufferOptions& options) : size_(by
     throw_out_of_memory(bytes, options, ENOMEM);
   }
   const bool huge = options.huge_pages && bytes >= kHugePageSize;
-  data_ = huge ? map_huge_pages(whole_pages(bytes)) : map_pages(whole_pages(bytes));
-  if (data_ == nullptr) throw_out_of_memory(bytes, options, errno);
+  std::byte* const mapped =
+      huge ? map_huge_pages(whole_pages(bytes)) : map_pages(whole_pages(bytes));
+  if (mapped == nullptr) throw_out_of_memory(bytes, options, errno);
+  memory_ = MappedMemory({mapped, bytes.size()});
   try {
     if (options.touch != nullptr) touch(*options.touch);
     charge_ = Charge(options.ledger, options.tier, options.kind, bytes);
   } catch (const OutOfMemoryError&) {
-    unmap();
     throw_out_of_memory(bytes, options, ENOMEM);
-  } catch (...) {
-    unmap();
-    throw;
   }
-}
-
-HostBuffer::HostBuffer(HostBuffer&& other) noexcept
-    : data_(std::exchange(other.data_, nullptr)),
-      size_(std::exchange(other.size_, Bytes())),
-      charge_(std::move(other.charge_)) {}
-
-HostBuffer& HostBuffer::operator=(HostBuffer&& other) noexcept {
-  if (this == &other) return *this;
-  unmap();
-  data_ = std::exchange(other.data_, nullptr);
-  size_ = std::exchange(other.size_, Bytes());
-  charge_ = std::move(other.charge_);
-  return *this;
-}
-
-HostBuffer::~HostBuffer() {
-  unmap();
-}
-
-void HostBuffer::unmap() noexcept {
-  if (data_ != nullptr) unmap_pages(data_, whole_pages(size_));
-  data_ = nullptr;
 }
 
 void HostBuffer::touch(ThreadPool& pool) {
   // Chunks of several huge pages: long enough to pay for a call, short enough to share evenly.
   const Bytes grain = kHugePageSize * 8;
-  pool.parallel_for(whole_pages(size_).value, grain.value,
+  pool.parallel_for(whole_pages(size()).value, grain.value,
                     [this](std::int64_t begin, std::int64_t end) {
-                      const int error = populate(data_ + begin, Bytes(end - begin));
+                      const int error = populate(data() + begin, Bytes(end - begin));
                       if (error != 0) throw OutOfMemoryError("pages refused");
                     });
 }

@@ -1,5 +1,5 @@
 // A page-aligned buffer of host memory of its own, zeroed by the kernel: an anonymous mapping.
-// Pages take memory when first touched, unless the buffer is told to touch them all now.
+// Pages take memory when first touched, unless the options touch them all at once.
 // Threads: as a std::vector: const calls from anywhere; the user synchronises the bytes. Ownership:
 // the buffer owns the mapping and frees it on destruction; movable, addresses stay. Units: exactly
 // the requested bytes are charged; the rounding up to whole pages is not. Errors: OutOfMemoryError
@@ -9,8 +9,10 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <span>
+#include <string_view>
 
 #include "strata/base/units.h"
 #include "strata/memory/ledger.h"
@@ -20,6 +22,39 @@ class ThreadPool;
 }
 
 namespace strata::memory {
+
+// One mapping of memory, unmapped by the destructor. Page-aligned; zeroed if it is new. Threads:
+// immutable after construction. Errors: OutOfMemoryError, which names the purpose.
+class MappedMemory {
+ public:
+  enum class Access { kRead, kReadWrite };
+
+  // Private memory of this process. `purpose` is for the error.
+  static MappedMemory anonymous(Bytes bytes, std::string_view purpose);
+  // Shared pages of a file; `offset` is a multiple of the page size.
+  static MappedMemory of_file(int fd, Bytes offset, Bytes bytes, Access access,
+                              std::string_view purpose);
+
+  MappedMemory() = default;  // nothing
+  // Takes over a mapping, which begins at a page.
+  explicit MappedMemory(std::span<std::byte> bytes) : bytes_(bytes) {}
+  MappedMemory(MappedMemory&& other) noexcept;
+  MappedMemory& operator=(MappedMemory&& other) noexcept;
+  MappedMemory(const MappedMemory&) = delete;
+  MappedMemory& operator=(const MappedMemory&) = delete;
+  ~MappedMemory();
+
+  std::span<std::byte> bytes() const { return bytes_; }
+  // Only for anonymous() memory: gives its pages back to the system. A later access gets new,
+  // zeroed pages.
+  void give_back() const;
+
+ private:
+  static MappedMemory map(int protection, int flags, int fd, Bytes offset, Bytes bytes,
+                          std::string_view purpose);
+
+  std::span<std::byte> bytes_;  // data() is null when there is nothing to unmap
+};
 
 // The system's page size. Buffers are aligned to it at least.
 Bytes page_size();
@@ -44,23 +79,18 @@ class HostBuffer {
  public:
   HostBuffer() = default;  // 0 bytes
   explicit HostBuffer(Bytes bytes, const HostBufferOptions& options = {});
-  HostBuffer(HostBuffer&& other) noexcept;
-  HostBuffer& operator=(HostBuffer&& other) noexcept;
-  ~HostBuffer();
 
-  std::byte* data() { return data_; }
-  const std::byte* data() const { return data_; }
-  Bytes size() const { return size_; }
-  std::span<std::byte> bytes() { return {data_, size_.size()}; }
-  std::span<const std::byte> bytes() const { return {data_, size_.size()}; }
+  std::byte* data() { return memory_.bytes().data(); }
+  const std::byte* data() const { return memory_.bytes().data(); }
+  Bytes size() const { return Bytes(memory_.bytes().size()); }
+  std::span<std::byte> bytes() { return memory_.bytes(); }
+  std::span<const std::byte> bytes() const { return memory_.bytes(); }
 
  private:
-  void unmap() noexcept;
   void touch(ThreadPool& pool);
 
-  std::byte* data_ = nullptr;  // null when size_ is 0
-  Bytes size_;
   Charge charge_;
+  MappedMemory memory_;  // nothing when the size is 0
 };
 
 }  // namespace strata::memory

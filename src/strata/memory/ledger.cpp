@@ -1,8 +1,9 @@
 #include "strata/memory/ledger.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
+#include <array>
 #include <utility>
 
 #include "strata/base/error.h"
@@ -20,37 +21,15 @@ std::size_t index_of(Kind kind) {
 }  // namespace
 
 std::string_view name_of(Tier tier) {
-  switch (tier) {
-    case Tier::kDevice:
-      return "device";
-    case Tier::kHost:
-      return "host";
-    case Tier::kNvme:
-      return "nvme";
-  }
-  STRATA_ASSERT(false);
+  constexpr std::array<std::string_view, kTierCount> kNames{"device", "host", "nvme"};
+  return kNames.at(index_of(tier));
 }
 
 std::string_view name_of(Kind kind) {
-  switch (kind) {
-    case Kind::kWeights:
-      return "weights";
-    case Kind::kGathered:
-      return "gathered weights";
-    case Kind::kGradients:
-      return "gradients";
-    case Kind::kGradientShards:
-      return "gradient shards";
-    case Kind::kMasterWeights:
-      return "master weights";
-    case Kind::kOptimizerState:
-      return "optimizer state";
-    case Kind::kStaging:
-      return "staging";
-    case Kind::kWorkspace:
-      return "workspace";
-  }
-  STRATA_ASSERT(false);
+  constexpr std::array<std::string_view, kKindCount> kNames{
+      "weights",        "gathered weights", "gradients", "gradient shards",
+      "master weights", "optimizer state",  "staging",   "workspace"};
+  return kNames.at(index_of(kind));
 }
 
 Charge::Charge(std::shared_ptr<Ledger> ledger, Tier tier, Kind kind, Bytes bytes)
@@ -152,6 +131,21 @@ void Ledger::remove(Tier tier, Kind kind, Bytes bytes) noexcept {
   const std::lock_guard lock(mutex_);
   by_kind_[index_of(tier)][index_of(kind)].held -= bytes;
   by_tier_[index_of(tier)].held -= bytes;
+}
+
+std::optional<ByteBudget::Hold> ByteBudget::take(Bytes bytes) {
+  STRATA_ASSERT(bytes.value >= 0);
+  // Made first: from here on nothing throws.
+  auto give_back = [budget = shared_from_this(), bytes](ByteBudget*) {
+    const std::lock_guard lock(budget->mutex_);
+    budget->left_ += bytes;
+  };
+  Hold hold(nullptr, std::move(give_back));
+  const std::lock_guard lock(mutex_);
+  if (bytes > left_) return std::nullopt;
+  left_ -= bytes;
+  hold.reset(this);
+  return hold;
 }
 
 }  // namespace strata::memory

@@ -5,8 +5,10 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -79,6 +81,32 @@ class Ledger {
   std::array<std::array<Count, kKindCount>, kTierCount> by_kind_{};  // guarded by mutex_
   std::array<Count, kTierCount> by_tier_{};                          // guarded by mutex_
   std::array<std::int64_t, kTierCount> charges_{};                   // guarded by mutex_
+};
+
+// A number of bytes that holders share: each takes a part, and the destructor of its Hold gives it
+// back. Bounds the bytes of a device, even if the system has more. Threads: internally
+// synchronised. Ownership: a Hold keeps its budget alive. Errors: none; take() returns nullopt if
+// the bytes do not fit, and the caller writes the message.
+class ByteBudget : public std::enable_shared_from_this<ByteBudget> {
+ public:
+  using Hold = std::unique_ptr<ByteBudget, std::function<void(ByteBudget*)>>;
+
+  explicit ByteBudget(Bytes limit) : limit_(limit), left_(limit) {}
+  static std::shared_ptr<ByteBudget> create(Bytes limit) {
+    return std::make_shared<ByteBudget>(limit);
+  }
+
+  std::optional<Hold> take(Bytes bytes);
+  Bytes limit() const { return limit_; }
+  Bytes left() const {
+    const std::lock_guard lock(mutex_);
+    return left_;
+  }
+
+ private:
+  const Bytes limit_;
+  mutable std::mutex mutex_;
+  Bytes left_;  // guarded by mutex_
 };
 
 }  // namespace strata::memory

@@ -1,6 +1,6 @@
 #include "strata/offload/block_file.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <utility>
 

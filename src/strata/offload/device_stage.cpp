@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "strata/base/error.h"
-#include "strata/base/first_error.h"
 
 namespace strata::offload {
 namespace {

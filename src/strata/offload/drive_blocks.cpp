@@ -1,6 +1,6 @@
 #include "strata/offload/drive_blocks.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <cstring>

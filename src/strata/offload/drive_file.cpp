@@ -1,7 +1,7 @@
 #include "strata/offload/drive_file.h"
 
 #include <fcntl.h>
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
 
@@ -10,7 +10,6 @@
 #include <chrono>
 #include <filesystem>
 
-#include "strata/base/errno_text.h"
 #include "strata/base/error.h"
 #include "strata/memory/host_buffer.h"
 

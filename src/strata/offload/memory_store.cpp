@@ -1,14 +1,14 @@
 #include "strata/offload/memory_store.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <map>
 #include <set>
 #include <utility>
 
 #include "strata/base/error.h"
-#include "strata/memory/byte_budget.h"
 #include "strata/memory/host_buffer.h"
+#include "strata/memory/ledger.h"
 #include "strata/offload/offloaded_copy.h"
 #include "strata/offload/pinned_memory.h"
 

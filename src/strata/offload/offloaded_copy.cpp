@@ -1,6 +1,6 @@
 #include "strata/offload/offloaded_copy.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <utility>
 

@@ -1,6 +1,6 @@
 #include "strata/offload/part_cache.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <chrono>

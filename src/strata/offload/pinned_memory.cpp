@@ -1,6 +1,6 @@
 #include "strata/offload/pinned_memory.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include "strata/base/error.h"
 

@@ -1,6 +1,6 @@
 #include "strata/offload/staging_arena.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <utility>

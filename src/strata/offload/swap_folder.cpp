@@ -1,7 +1,7 @@
 #include "strata/offload/swap_folder.h"
 
 #include <fcntl.h>
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <stdlib.h>
 #include <sys/stat.h>
 #include <sys/vfs.h>
@@ -14,7 +14,6 @@
 #include <system_error>
 #include <utility>
 
-#include "strata/base/errno_text.h"
 #include "strata/base/error.h"
 
 namespace strata::offload {

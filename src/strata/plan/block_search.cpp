@@ -1,5 +1,7 @@
 #include "strata/plan/block_search.h"
 
+#include <fmt/ranges.h>
+
 #include <algorithm>
 #include <map>
 #include <set>

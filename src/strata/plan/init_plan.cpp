@@ -1,6 +1,6 @@
 #include "strata/plan/init_plan.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <array>

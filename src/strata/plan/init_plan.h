@@ -19,7 +19,6 @@
 #include <vector>
 
 #include "strata/base/units.h"
-#include "strata/plan/master_form.h"
 #include "strata/plan/param_spec.h"
 #include "strata/plan/unit_plan.h"
 
@@ -45,7 +44,7 @@ struct OptimizerNeeds {
 // The bytes that the engine will hold on one rank's device when it is ready.
 struct InitDemand {
   Bytes weights;    // shards, or whole units
-  Bytes masters;    // what is kept of the trainable shards' fp32 masters: master_form.h
+  Bytes masters;    // what is kept of the trainable shards' fp32 masters: unit_plan.h
   Bytes optimizer;  // exp_avg and exp_avg_sq
   Bytes largest_unit;
   Bytes total() const { return weights + masters + optimizer; }

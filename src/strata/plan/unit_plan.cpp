@@ -117,7 +117,7 @@ class Planner {
     }
   }
 
-  // Appends those parameters that no unit has yet (a tied one is met several times). Tiles get
+  // Appends those parameters that no unit has yet (a tied one comes several times). Tiles get
   // units of their own at once.
   void take(const std::vector<int>& from, std::vector<int>& to) {
     for (const int param : from) {

@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "strata/comm/host/local_collectives.h"
+#include "strata/comm/host/host_collectives.h"
 #include "strata/device/cpu_device.h"
 #include "strata/engine/checkpoint/shard_states.h"
 #include "strata/engine/engine.h"

@@ -9,7 +9,6 @@
 #include "engine/checkpoint/saving_ways.h"
 #include "io/forwarding_calls.h"
 #include "io/temporary_folder.h"
-#include "strata/base/errno_text.h"
 #include "strata/base/error.h"
 #include "strata/engine/checkpoint/training_loader.h"
 

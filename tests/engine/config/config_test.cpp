@@ -1,10 +1,11 @@
 #include "strata/engine/config/config.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <limits>
+#include <nlohmann/json.hpp>
 
 #include "engine/config/parsing.h"
 #include "strata/engine/config/value_check.h"

@@ -1,5 +1,5 @@
 // Settings that are still "auto": some have a default, for others the user has to choose.
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

@@ -15,7 +15,7 @@
 #include "comm/split_ranks.h"
 #include "engine/core/fake_model.h"
 #include "engine/core/reference_step.h"
-#include "strata/comm/combined/joint_gathers.h"
+#include "strata/comm/combined/combined_collectives.h"
 #include "strata/comm/peer/peer_collectives.h"
 
 namespace strata::engine::fake {

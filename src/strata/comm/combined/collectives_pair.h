@@ -82,4 +82,46 @@ inline std::unique_ptr<Work> pair_work(std::shared_ptr<CollectivesPair> pair,
   return std::make_unique<PairWork>(std::move(pair), std::move(work));
 }
 
+// Collectives that are made of a pair, as far as all such are alike: `owner`, one of the pair,
+// allocates the memory, and the first one gathers.
+class PairedCollectives : public Collectives {
+ public:
+  std::unique_ptr<SharedBuffer> allocate(std::string name, Bytes bytes) override {
+    return pair_->guarded([&] { return owner_.allocate(std::move(name), bytes); });
+  }
+  std::unique_ptr<SharedBuffer> allocate_growing(std::string name, Bytes bytes) override {
+    return pair_->guarded([&] { return owner_.allocate_growing(std::move(name), bytes); });
+  }
+  void unmap_freed() override {
+    pair_->guarded([&] { owner_.unmap_freed(); });
+  }
+  std::unique_ptr<Work> finish_gathers() override {
+    return pair_->guarded([&]() -> std::unique_ptr<Work> {
+      return pair_work(pair_, pair_->first().finish_gathers());
+    });
+  }
+  void announce_departure(std::string_view words) override {
+    Collectives::announce_departure(words);
+    pair_->announce_departure(words);
+  }
+  void all_left() noexcept override { pair_->all_left(); }
+  void require_usable() override {
+    pair_->guarded([&] {
+      pair_->first().require_usable();
+      pair_->second().require_usable();
+    });
+  }
+  void end(Ending ending, std::string_view reason) noexcept override { pair_->end(ending, reason); }
+
+ protected:
+  PairedCollectives(int rank, const Traits& traits, std::shared_ptr<CollectivesPair> pair,
+                    Collectives& owner)
+      : Collectives(rank, traits), pair_(std::move(pair)), owner_(owner) {}
+
+  const std::shared_ptr<CollectivesPair> pair_;
+
+ private:
+  Collectives& owner_;
+};
+
 }  // namespace strata::comm

@@ -1,11 +1,9 @@
-#include "strata/comm/combined/joint_gathers.h"
-
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <utility>
 
 #include "strata/comm/agreement.h"
-#include "strata/comm/bulk_operation.h"
+#include "strata/comm/combined/combined_collectives.h"
 
 namespace strata::comm {
 namespace {
@@ -14,12 +12,6 @@ Traits joint(Traits traits) {
   traits.one_sided = false;
   return traits;
 }
-
-class CompleteWork final : public Work {
- public:
-  bool done() override { return true; }
-  void wait() override {}
-};
 
 class JointGathers final : public Collectives {
  public:
@@ -43,9 +35,9 @@ class JointGathers final : public Collectives {
                                    std::string_view tag) override {
     if (slices.buffer != nullptr) return inner_->all_gather(slices, flat, tag);
     const BulkOperation gather = describe_gather(slices, flat, rank(), world_size(), tag);
-    if (gather.source.empty()) return std::make_unique<CompleteWork>();
+    if (gather.source.empty()) return std::make_unique<CompletedWork>();
     make_room(slices.slice_bytes);
-    // The other half was read by all ranks when they met last; this one, when they met before.
+    // All ranks had read the other half at the last sync point, and this one at the point before.
     turn_ = 1 - turn_;
     const Bytes offset = slice_room_ * turn_;
     device::Stream& stream = slices.writer != nullptr ? *slices.writer : device_->compute_stream();
@@ -55,7 +47,7 @@ class JointGathers final : public Collectives {
     agree_on_operation(*inner_, gather.what, names_);
     inner_->all_gather({staging_.get(), offset, Bytes(), slices.slice_bytes}, flat, tag)->wait();
     device_->compute_stream().synchronize();
-    return std::make_unique<CompleteWork>();
+    return std::make_unique<CompletedWork>();
   }
 
   std::unique_ptr<Work> finish_gathers() override { return inner_->finish_gathers(); }

@@ -1,35 +1,25 @@
-#include "strata/comm/combined/split_collectives.h"
-
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <utility>
 #include <vector>
 
 #include "strata/base/error.h"
 #include "strata/comm/combined/collectives_pair.h"
+#include "strata/comm/combined/combined_collectives.h"
 
 namespace strata::comm {
 namespace {
 
-class SplitCollectives final : public Collectives {
+class SplitCollectives final : public PairedCollectives {
  public:
-  SplitCollectives(std::shared_ptr<Collectives> gathers, std::shared_ptr<Collectives> reductions)
-      : Collectives(gathers->rank(), split_traits(gathers->traits(), reductions->traits())),
-        name_(fmt::format("{}/{}", gathers->name(), reductions->name())),
-        pair_(std::make_shared<CollectivesPair>(std::move(gathers), std::move(reductions))) {}
+  explicit SplitCollectives(std::shared_ptr<CollectivesPair> pair)
+      : PairedCollectives(pair->first().rank(),
+                          split_traits(pair->first().traits(), pair->second().traits()), pair,
+                          pair->second().traits().one_sided ? pair->second() : pair->first()),
+        name_(fmt::format("{}/{}", pair->first().name(), pair->second().name())) {}
 
   std::string_view name() const override { return name_; }
   device::Stream* contribution_stream() override { return reductions().contribution_stream(); }
-
-  std::unique_ptr<SharedBuffer> allocate(std::string name, Bytes bytes) override {
-    return pair_->guarded([&] { return owner().allocate(std::move(name), bytes); });
-  }
-  std::unique_ptr<SharedBuffer> allocate_growing(std::string name, Bytes bytes) override {
-    return pair_->guarded([&] { return owner().allocate_growing(std::move(name), bytes); });
-  }
-  void unmap_freed() override {
-    pair_->guarded([&] { owner().unmap_freed(); });
-  }
 
   std::unique_ptr<Work> all_gather(const SliceMap& slices, std::span<std::byte> flat,
                                    std::string_view tag) override {
@@ -41,11 +31,6 @@ class SplitCollectives final : public Collectives {
       }
       return std::make_unique<PairWork>(pair_, std::move(work));
     });
-  }
-
-  std::unique_ptr<Work> finish_gathers() override {
-    return pair_->guarded(
-        [&]() -> std::unique_ptr<Work> { return pair_work(pair_, gathers().finish_gathers()); });
   }
 
   std::unique_ptr<Work> reduce_scatter(const Reduction& reduction, std::string_view tag) override {
@@ -89,28 +74,11 @@ class SplitCollectives final : public Collectives {
     });
   }
 
-  void announce_departure(std::string_view words) override {
-    Collectives::announce_departure(words);
-    pair_->announce_departure(words);
-  }
-  void all_left() noexcept override { pair_->all_left(); }
-
-  void require_usable() override {
-    pair_->guarded([&] {
-      gathers().require_usable();
-      reductions().require_usable();
-    });
-  }
-
-  void end(Ending ending, std::string_view reason) noexcept override { pair_->end(ending, reason); }
-
  private:
   Collectives& gathers() const { return pair_->first(); }
   Collectives& reductions() const { return pair_->second(); }
-  Collectives& owner() const { return reductions().traits().one_sided ? reductions() : gathers(); }
 
   std::string name_;
-  std::shared_ptr<CollectivesPair> pair_;
   std::vector<std::weak_ptr<Work>> started_;  // gathers that an exchange has to wait for
 };
 
@@ -122,7 +90,8 @@ std::unique_ptr<Collectives> make_split_collectives(std::shared_ptr<Collectives>
   STRATA_ASSERT(gathers->rank() == reductions->rank() &&
                 gathers->world_size() == reductions->world_size());
   STRATA_ASSERT(gathers->shard_position().groups == 1 && gathers->shard_position().parts == 1);
-  return std::make_unique<SplitCollectives>(std::move(gathers), std::move(reductions));
+  return std::make_unique<SplitCollectives>(
+      std::make_shared<CollectivesPair>(std::move(gathers), std::move(reductions)));
 }
 
 }  // namespace strata::comm

@@ -10,17 +10,65 @@
 // publish round n-1, and a peer publishes that only when it has read round n-2.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <string>
 #include <string_view>
 
-#include "strata/comm/host/doorbell.h"
-#include "strata/comm/host/shared_text.h"
-
 namespace strata::comm {
+
+// A short text that one thread writes while others may read it, in memory that processes share. A
+// reader may see a mixture of two texts: good enough for saying in an error what a rank is doing.
+// Longer texts are cut. Zeroed memory is the empty text.
+template <std::size_t kChars>
+class SharedText {
+  static_assert(kChars % sizeof(std::uint64_t) == 0);
+
+ public:
+  void store(std::string_view text) noexcept {
+    std::array<std::uint64_t, kChars / 8> words{};
+    std::memcpy(words.data(), text.data(), std::min(text.size(), kChars));
+    for (std::size_t i = 0; i < words.size(); ++i) {
+      words_[i].store(words[i], std::memory_order_relaxed);
+      if (words[i] == 0) break;  // the end of the text
+    }
+  }
+
+  std::string load() const {
+    std::array<char, kChars> chars{};
+    for (std::size_t i = 0; i < words_.size(); ++i) {
+      const std::uint64_t word = words_[i].load(std::memory_order_relaxed);
+      std::memcpy(chars.data() + i * sizeof(word), &word, sizeof(word));
+    }
+    return {chars.begin(), std::find(chars.begin(), chars.end(), '\0')};
+  }
+
+ private:
+  std::array<std::atomic<std::uint64_t>, kChars / 8> words_{};
+};
+
+// A counter that sleepers can wait on, in memory that several threads or processes share. A thread
+// that changes a state for which a rank may wait rings that rank's bell afterwards.
+// Protocol of the owner: heard = bell.count(); look at the state; if it is not there,
+// bell.wait(heard). A ring after count() makes wait() return at once, so no change is missed.
+// Threads: any number ring, one waits. Zeroed memory is a valid bell.
+class Doorbell {
+ public:
+  std::uint32_t count() const { return rings_.load(std::memory_order_acquire); }
+  void ring() noexcept;
+  // Returns when the count is no longer `heard`, or after about `period`, or without a reason.
+  // Spins `spins` times before it sleeps.
+  void wait(std::uint32_t heard, std::chrono::milliseconds period, int spins);
+
+ private:
+  std::atomic<std::uint32_t> rings_{0};
+  std::atomic<std::uint32_t> sleeping_{0};
+};
 
 constexpr std::size_t kRingSlots = 64;
 constexpr std::size_t kTagChars = 64;

@@ -1,6 +1,4 @@
-#include "strata/comm/host/local_collectives.h"
-
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <mutex>
 #include <unordered_map>
@@ -8,9 +6,9 @@
 #include <vector>
 
 #include "strata/base/error.h"
-#include "strata/comm/host/pull_collectives.h"
-#include "strata/comm/host/rank_memory.h"
-#include "strata/memory/mapped_memory.h"
+#include "strata/comm/host/host_collectives.h"
+#include "strata/comm/host/rank_link.h"
+#include "strata/memory/host_buffer.h"
 
 namespace strata::comm {
 namespace {

@@ -1,6 +1,4 @@
-#include "strata/comm/host/pull_collectives.h"
-
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <array>
@@ -9,9 +7,9 @@
 
 #include "strata/base/error.h"
 #include "strata/comm/host/bulk_copy.h"
-#include "strata/comm/host/message_rounds.h"
+#include "strata/comm/host/host_collectives.h"
 #include "strata/comm/host/rank_link.h"
-#include "strata/comm/host/reduction_queue.h"
+#include "strata/comm/host/rank_operations.h"
 
 namespace strata::comm {
 namespace {
@@ -21,8 +19,8 @@ namespace {
 constexpr std::size_t kPastCachesFrom = std::size_t{16} << 20;
 
 // Shared by the Collectives and its Works, which may outlive it.
-struct Core {
-  Core(std::unique_ptr<RankMemory> memory, const CommOptions& options)
+struct PullCore {
+  PullCore(std::unique_ptr<RankMemory> memory, const CommOptions& options)
       : link(std::move(memory), options),
         reductions(link, options.pool),
         messages(link, reductions),
@@ -36,22 +34,16 @@ struct Core {
   ThreadPool* pool;
 };
 
-class CompletedWork final : public Work {
+class PullReduction final : public Work {
  public:
-  bool done() override { return true; }
-  void wait() override {}
-};
-
-class ReductionWork final : public Work {
- public:
-  ReductionWork(std::shared_ptr<Core> core, std::uint64_t number)
+  PullReduction(std::shared_ptr<PullCore> core, std::uint64_t number)
       : core_(std::move(core)), number_(number) {}
 
-  ~ReductionWork() override {
+  ~PullReduction() override {
     try {
       wait();
     } catch (const std::exception&) {
-      return;  // who wants the error calls wait()
+      return;  // wait() reports the error
     }
   }
 
@@ -71,7 +63,7 @@ class ReductionWork final : public Work {
   }
 
  private:
-  std::shared_ptr<Core> core_;
+  std::shared_ptr<PullCore> core_;
   std::uint64_t number_;
   bool complete_ = false;
 };
@@ -80,7 +72,7 @@ class PullCollectives final : public Collectives {
  public:
   PullCollectives(std::unique_ptr<RankMemory> memory, const CommOptions& options)
       : Collectives(memory->rank(), among(kHostMemoryTraits, memory->rank(), memory->world_size())),
-        core_(std::make_shared<Core>(std::move(memory), options)) {}
+        core_(std::make_shared<PullCore>(std::move(memory), options)) {}
   ~PullCollectives() override { core_->link.destroyed(); }
 
   std::string_view name() const override { return core_->link.memory().name(); }
@@ -98,7 +90,7 @@ class PullCollectives final : public Collectives {
   std::unique_ptr<Work> reduce_scatter(const Reduction& reduction, std::string_view tag) override {
     begin("reduce_scatter", tag);
     const std::uint64_t number = core_->reductions.start(reduction, tag);
-    auto work = std::make_unique<ReductionWork>(core_, number);
+    auto work = std::make_unique<PullReduction>(core_, number);
     core_->reductions.pull_next();
     return work;
   }
@@ -155,7 +147,7 @@ class PullCollectives final : public Collectives {
                   std::string_view tag);
   BufferView wait_for_buffer(int from, const SharedBuffer& mine, std::string_view tag);
 
-  std::shared_ptr<Core> core_;
+  std::shared_ptr<PullCore> core_;
 };
 
 std::unique_ptr<Work> PullCollectives::all_gather(const SliceMap& slices, std::span<std::byte> flat,

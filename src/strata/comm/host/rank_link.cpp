@@ -1,6 +1,6 @@
 #include "strata/comm/host/rank_link.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <fmt/ranges.h>
 
 #include <algorithm>
@@ -17,7 +17,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr std::chrono::milliseconds kLivenessPeriod{100};
-// About 20 microseconds: a peer that is nearly there is met without a system call.
+// About 20 microseconds: a peer that is nearly there costs no system call.
 constexpr int kSpins = 500;
 
 std::string join_ranks(const std::vector<int>& ranks) {

@@ -6,19 +6,46 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
 
 #include "strata/comm/collectives.h"
-#include "strata/comm/comm_options.h"
 #include "strata/comm/host/control_block.h"
-#include "strata/comm/host/rank_memory.h"
 
 namespace strata::comm {
+
+// Bytes of some rank's buffer; they stay mapped while keep_alive lives, even if the buffer is
+// freed.
+struct BufferView {
+  std::shared_ptr<const void> keep_alive;
+  std::span<const std::byte> bytes;
+};
+
+// How the ranks of one host reach each other's memory: the one thing in which ranks that are
+// threads and ranks that are processes differ. PullCollectives does the rest. Threads: used by one
+// thread of its rank at a time. Errors: CommError where peers' memory cannot be reached,
+// OutOfMemoryError from allocate().
+class RankMemory {
+ public:
+  virtual ~RankMemory() = default;
+  virtual std::string_view name() const = 0;
+  virtual int rank() const = 0;
+  virtual int world_size() const = 0;
+  // Lives as long as this object.
+  virtual ControlBlock& control(int rank) = 0;
+  virtual std::unique_ptr<SharedBuffer> allocate(std::string name, Bytes bytes) = 0;
+  // The living buffer whose name has this id_of(); nothing where the rank has none (yet).
+  virtual std::optional<BufferView> find(int rank, std::uint64_t buffer_id) = 0;
+  // "process 123 has ended", or empty while the rank lives.
+  virtual std::string why_gone(int rank) = 0;
+};
 
 class RankLink {
  public:
@@ -55,7 +82,7 @@ class RankLink {
   void wait_until(const Missing& missing, const std::function<std::string()>& what);
   void ring_peers() noexcept;
 
-  // Breaks this object for good, tells the peers, and throws.
+  // Breaks this object for good, notifies the peers, and throws.
   [[noreturn]] void fail(const std::string& message);
   bool broken() const { return !broken_.empty(); }
   void end(Ending ending, std::string_view reason) noexcept;
@@ -71,7 +98,7 @@ class RankLink {
   std::string gone_peer(bool ask_system);
   // ": its program ended", what a peer has announced; empty: nothing.
   std::string departure_of(int rank);
-  // Breaks this object without telling the peers, who know it as well.
+  // Breaks this object without notifying the peers, which know it, too.
   [[noreturn]] void fail_quietly(std::string message);
   [[noreturn]] void fail_by_timeout(int missing, const std::string& what);
   void stop(Ending ending, std::string_view reason) noexcept;

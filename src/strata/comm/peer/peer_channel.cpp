@@ -1,6 +1,6 @@
 #include "strata/comm/peer/peer_channel.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <poll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
@@ -11,17 +11,16 @@
 #include <limits>
 #include <span>
 
-#include "strata/base/errno_text.h"
 #include "strata/base/error.h"
 #include "strata/comm/agreement.h"
-#include "strata/comm/peer/descriptor_socket.h"
+#include "strata/comm/peer/peer_messages.h"
 
 namespace strata::comm {
 namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// How often a failure is told again, to streams whose flags late peers still write.
+// The period at which a failure is reported again: late peers may still write flags of streams.
 constexpr std::chrono::milliseconds kRemind(20);
 // The system closes all sockets of a rank that ended; the bound is for a rank that only closed one.
 constexpr std::chrono::seconds kLastWords(5);

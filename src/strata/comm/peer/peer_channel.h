@@ -24,8 +24,7 @@
 
 #include "strata/base/file_descriptor.h"
 #include "strata/comm/collectives.h"
-#include "strata/comm/comm_options.h"
-#include "strata/comm/peer/flag_watch.h"
+#include "strata/comm/peer/peer_flags.h"
 #include "strata/comm/peer/peer_messages.h"
 
 namespace strata::comm {
@@ -57,8 +56,8 @@ class PeerChannel {
   // Where the rank has ended, its last words have come to the Service before this throws. A rank
   // that did not answer within the timeout is not asked again: every later call throws at once.
   std::optional<SharedParts> ask(int rank, const std::string& key, std::size_t first);
-  // Tells the peers that this rank has failed, and how: they read "rank 1 <told>". They answer it
-  // no more: a question on its way ends in an error, as later ones do.
+  // Notifies the peers that this rank has failed, and how: they read "rank 1 <told>". They answer
+  // it no more: a question on its way ends in an error, as later ones do.
   void fail(std::string_view told) noexcept;
   // Ends a question on its way in an error, and every later one.
   void stop_asking() noexcept;
@@ -68,7 +67,7 @@ class PeerChannel {
     FileDescriptor socket;  // that it asks through
     int rank = 0;
     bool gone = false;
-    std::string failure;  // what it told, or what became of it; empty: nothing
+    std::string failure;  // its own words, or its fate; empty: none
   };
   void connect_to_peers(const std::vector<std::string>& addresses);
   void accept_peers(int listener);

@@ -1,6 +1,6 @@
 #include "strata/comm/peer/peer_collectives.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -9,11 +9,8 @@
 
 #include "strata/base/error.h"
 #include "strata/comm/agreement.h"
-#include "strata/comm/bulk_operation.h"
-#include "strata/comm/peer/peer_inbox.h"
 #include "strata/comm/peer/peer_link.h"
 #include "strata/comm/peer/peer_reduction.h"
-#include "strata/comm/peer/peer_work.h"
 
 namespace strata::comm {
 namespace {
@@ -69,8 +66,7 @@ class PeerCollectives final : public Collectives {
     link_->require_usable();
     WorkTimes times;
     auto started = reductions_->start(reduction, tag, *records_times_ ? &times : nullptr);
-    return std::make_unique<ReductionWork>(link_, reductions_, std::move(started),
-                                           std::move(times));
+    return std::make_unique<PeerWork>(link_, reductions_, std::move(started), std::move(times));
   }
   device::Stream* contribution_stream() override { return &link_->transfers(); }
   std::unique_ptr<Inbox> make_inbox(std::string name, Bytes bytes) override {
@@ -152,7 +148,7 @@ std::unique_ptr<Work> PeerCollectives::all_gather(const SliceMap& slices, std::s
                     slices.buffer->name(), tag));
   }
   const std::size_t bytes = slices.slice_bytes.size();
-  if (bytes == 0) return std::make_unique<StreamWork>(link_, nullptr);
+  if (bytes == 0) return std::make_unique<PeerWork>(link_, nullptr);
   const std::string key = PeerBuffers::key_of_name(slices.buffer->name());
   std::vector<const std::byte*> sources;
   for (int turn = 0; turn < link_->peers(); ++turn) {
@@ -176,7 +172,7 @@ std::unique_ptr<Work> PeerCollectives::all_gather(const SliceMap& slices, std::s
   if (target(rank()).data() != gather.source.data())
     device.copy(target(rank()), gather.source, stream);
   if (*records_times_) times.end = stream.record_timed();
-  return std::make_unique<StreamWork>(link_, stream.record(), std::move(times));
+  return std::make_unique<PeerWork>(link_, stream.record(), std::move(times));
 }
 
 // Piece by piece through shared memory of the root.

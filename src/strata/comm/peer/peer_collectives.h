@@ -6,7 +6,7 @@
 // same bits in every run, from contributions of 16 bits, too. Contributions that go through an
 // inbox lie in this rank's memory already; all others it reads where their ranks have them, over
 // the link. Streams of different ranks wait for each other by flags in host memory; no kernel
-// waits. Texts, numbers and the meeting before each reduction go through `control`.
+// waits. Texts, numbers and the sync point before each reduction go through `control`.
 //
 // Threads, errors: collectives.h. A rank that dies is noticed at once by a thread of this object;
 // streams that wait for it go on then, with invalid values: every later call throws.
@@ -16,7 +16,6 @@
 #include <memory>
 
 #include "strata/comm/collectives.h"
-#include "strata/comm/comm_options.h"
 #include "strata/device/device.h"
 
 namespace strata::comm {

@@ -9,7 +9,6 @@
 #include <thread>
 #include <utility>
 
-#include "strata/base/errno_text.h"
 #include "strata/base/error.h"
 #include "strata/comm/agreement.h"
 #include "strata/memory/host_buffer.h"

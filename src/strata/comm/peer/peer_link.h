@@ -4,7 +4,7 @@
 // and the works that they started. Errors: CommError, the same at every later call.
 #pragma once
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <atomic>
 #include <memory>
@@ -14,13 +14,11 @@
 #include <vector>
 
 #include "strata/base/error.h"
-#include "strata/comm/peer/flag_watch.h"
 #include "strata/comm/peer/peer_buffers.h"
 #include "strata/comm/peer/peer_channel.h"
 #include "strata/comm/peer/peer_collectives.h"
 #include "strata/comm/peer/peer_flags.h"
-#include "strata/comm/peer/peer_mapper.h"
-#include "strata/memory/mapped_memory.h"
+#include "strata/memory/host_buffer.h"
 
 namespace strata::comm {
 
@@ -94,8 +92,8 @@ class PeerLink final : public PeerChannel::Service {
   std::optional<LatePeer> late_peer() override { return watch_.look(); }
 
  private:
-  FileDescriptor make_flags_file();     // rank 0, who gives it to the others
-  FileDescriptor ask_for_flags_file();  // they
+  FileDescriptor make_flags_file();     // of rank 0, which gives it to the others
+  FileDescriptor ask_for_flags_file();  // of the other ranks
   void map_flags(FileDescriptor file);
   Bytes flags_bytes() const;
   // The first one counts. `told`: what peers hear after this rank's name.

@@ -1,12 +1,139 @@
 #include "strata/comm/peer/peer_messages.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
 
+#include <array>
+#include <cerrno>
 #include <charconv>
+#include <cstddef>
+#include <cstring>
+#include <random>
 #include <sstream>
 #include <utility>
 
+#include "strata/base/error.h"
+
 namespace strata::comm {
+namespace {
+
+constexpr std::size_t kTextMax = 4096;
+constexpr std::size_t kDescriptorsMax = 64;
+
+FileDescriptor new_socket() {
+  FileDescriptor socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  if (socket.valid()) return socket;
+  throw CommError(fmt::format("the system has no local socket to give: {}", errno_text(errno)));
+}
+
+// In the namespace of names without files: its first byte is zero.
+socklen_t fill(sockaddr_un& target, const std::string& address) {
+  target = {};
+  target.sun_family = AF_UNIX;
+  STRATA_ASSERT(address.size() + 1 < sizeof(target.sun_path));
+  std::memcpy(target.sun_path + 1, address.data(), address.size());
+  return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + address.size());
+}
+
+struct alignas(cmsghdr) Control {
+  std::array<std::byte, CMSG_SPACE(sizeof(int) * kDescriptorsMax)> bytes;
+};
+
+}  // namespace
+
+FileDescriptor listen_at_new_address(std::string& address) {
+  FileDescriptor socket = new_socket();
+  std::random_device random;
+  address = fmt::format("strata.{}.{:08x}{:08x}", ::getpid(), random(), random());
+  sockaddr_un name{};
+  const socklen_t length = fill(name, address);
+  if (::bind(socket.get(), reinterpret_cast<const sockaddr*>(&name), length) != 0 ||
+      ::listen(socket.get(), SOMAXCONN) != 0) {
+    throw CommError(fmt::format("a local socket cannot listen: {}", errno_text(errno)));
+  }
+  return socket;
+}
+
+FileDescriptor connect_to(const std::string& address) {
+  FileDescriptor socket = new_socket();
+  sockaddr_un name{};
+  const socklen_t length = fill(name, address);
+  while (::connect(socket.get(), reinterpret_cast<const sockaddr*>(&name), length) != 0) {
+    if (errno == EINTR) continue;
+    throw CommError(fmt::format("a rank of this host cannot be reached by a local socket ({}): {}",
+                                address, errno_text(errno)));
+  }
+  return socket;
+}
+
+FileDescriptor accept_from(int listener) {
+  FileDescriptor socket(::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC));
+  if (!socket.valid()) {
+    if (errno == ECONNABORTED || errno == EINTR || errno == EAGAIN) return socket;
+    throw CommError(
+        fmt::format("a connection of another rank cannot be accepted: {}", errno_text(errno)));
+  }
+  ucred other{};
+  socklen_t length = sizeof other;
+  if (::getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &other, &length) != 0 ||
+      other.uid != ::getuid()) {
+    return {};
+  }
+  return socket;
+}
+
+bool send_message(int socket, std::string_view text, std::span<const int> descriptors) noexcept {
+  if (text.empty() || text.size() > kTextMax || descriptors.size() > kDescriptorsMax) return false;
+  iovec part{const_cast<char*>(text.data()), text.size()};
+  msghdr message{};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  Control control{};
+  if (!descriptors.empty()) {
+    message.msg_control = control.bytes.data();
+    message.msg_controllen = CMSG_SPACE(descriptors.size_bytes());
+    cmsghdr* const header = CMSG_FIRSTHDR(&message);
+    header->cmsg_level = SOL_SOCKET;
+    header->cmsg_type = SCM_RIGHTS;
+    header->cmsg_len = CMSG_LEN(descriptors.size_bytes());
+    std::memcpy(CMSG_DATA(header), descriptors.data(), descriptors.size_bytes());
+  }
+  for (;;) {
+    if (::sendmsg(socket, &message, MSG_NOSIGNAL) >= 0) return true;
+    if (errno != EINTR) return false;
+  }
+}
+
+SocketMessage receive_message(int socket) {
+  SocketMessage result;
+  result.text.resize(kTextMax);
+  iovec part{result.text.data(), result.text.size()};
+  Control control{};
+  msghdr message{};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  message.msg_control = control.bytes.data();
+  message.msg_controllen = control.bytes.size();
+  ssize_t got = -1;
+  do {
+    got = ::recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
+  } while (got < 0 && errno == EINTR);
+  result.text.resize(got > 0 ? static_cast<std::size_t>(got) : 0);
+  for (cmsghdr* header = CMSG_FIRSTHDR(&message); got > 0 && header != nullptr;
+       header = CMSG_NXTHDR(&message, header)) {
+    if (header->cmsg_level != SOL_SOCKET || header->cmsg_type != SCM_RIGHTS) continue;
+    const std::size_t count = (header->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+    for (std::size_t i = 0; i < count; ++i) {
+      int descriptor = -1;
+      std::memcpy(&descriptor, CMSG_DATA(header) + i * sizeof descriptor, sizeof descriptor);
+      result.descriptors.emplace_back(descriptor);
+    }
+  }
+  return result;
+}
+
 namespace {
 
 // Each line begins with its letter, and a space where more follows.

@@ -1,20 +1,39 @@
-// The lines that ranks send each other through a PeerChannel, made and read. Every reader takes any
-// text and gives nothing where it is another line, or none that this version knows.
-// Pure; any thread. Units: bytes. Errors: none.
+// Messages between the ranks of one host beside their operations: sockets that keep messages apart
+// and carry file descriptors, and the lines that travel on them. Every reader of a line takes
+// any text, and gives nothing for another line or one that this version does not know.
+// Threads: a socket's end is used by one thread at a time; lines are pure functions. Units: bytes.
+// Errors: CommError where a socket cannot be made; a peer that has ended shows in results.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "strata/base/file_descriptor.h"
 #include "strata/base/units.h"
-#include "strata/comm/peer/descriptor_socket.h"
-#include "strata/device/shared_memory.h"
+#include "strata/device/device.h"
 
 namespace strata::comm {
+
+struct SocketMessage {
+  std::string text;  // empty: the other end is closed
+  std::vector<FileDescriptor> descriptors;
+};
+
+// `address`: what connect_to() takes, in this or another process.
+FileDescriptor listen_at_new_address(std::string& address);
+FileDescriptor connect_to(const std::string& address);
+// A connection of a process of the same user; nothing where it was another's, or is gone again.
+// CommError where the system has no descriptor for it.
+FileDescriptor accept_from(int listener);
+
+// At most 4 KiB of text, not empty, and 64 descriptors. False: the other end is closed.
+bool send_message(int socket, std::string_view text, std::span<const int> descriptors) noexcept;
+SocketMessage receive_message(int socket);
 
 // One of a rank's buffers, as it describes it to its peers.
 struct SharedParts {
@@ -40,7 +59,7 @@ std::optional<int> rank_in_hello(std::string_view line);
 std::string question_line(const Question& question);
 std::optional<Question> question_in(std::string_view line);
 
-// `told`: what became of the rank, as it follows the rank's name. Long ones are cut.
+// `told`: the fate of the rank, as it follows the rank's name. Long texts are cut.
 std::string failure_line(std::string_view told);
 std::optional<std::string> failure_in(std::string_view line);
 

@@ -1,6 +1,6 @@
 #include "strata/engine/checkpoint/saved_shards.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <map>

@@ -1,6 +1,6 @@
 #include "strata/engine/checkpoint/training_saver.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <chrono>

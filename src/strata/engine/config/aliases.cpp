@@ -1,7 +1,8 @@
 #include "strata/engine/config/aliases.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
+#include <nlohmann/json.hpp>
 #include <string>
 #include <string_view>
 #include <utility>

@@ -3,7 +3,7 @@
 // which became sections. Pure. Errors: ConfigError when an old and its new key are both given.
 #pragma once
 
-#include <nlohmann/json.hpp>
+#include <nlohmann/json_fwd.hpp>
 #include <string_view>
 
 #include "strata/engine/config/remarks.h"

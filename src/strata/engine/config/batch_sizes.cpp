@@ -1,6 +1,6 @@
 #include "strata/engine/config/batch_sizes.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <string>
 

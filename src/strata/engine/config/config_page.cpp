@@ -1,6 +1,6 @@
 #include "strata/engine/config/config_page.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <array>
 #include <span>

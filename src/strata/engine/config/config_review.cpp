@@ -1,9 +1,10 @@
 #include "strata/engine/config/config_review.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <cmath>
+#include <nlohmann/json.hpp>
 
 #include "strata/base/error.h"
 #include "strata/engine/config/aliases.h"

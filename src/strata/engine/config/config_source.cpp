@@ -1,6 +1,6 @@
 #include "strata/engine/config/config_source.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <cstdint>
 #include <filesystem>

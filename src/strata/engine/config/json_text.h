@@ -3,7 +3,7 @@
 // Pure functions. Errors: ConfigError with the line, or with the JSON path of the second key.
 #pragma once
 
-#include <nlohmann/json.hpp>
+#include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <string_view>
 

@@ -1,6 +1,6 @@
 #include "strata/engine/config/key.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <array>

@@ -9,7 +9,7 @@
 // Pure functions.
 #pragma once
 
-#include <nlohmann/json.hpp>
+#include <nlohmann/json_fwd.hpp>
 
 #include "strata/engine/config/key.h"
 

@@ -1,6 +1,6 @@
 #include "strata/engine/config/placement.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <fnmatch.h>
 
 #include <algorithm>

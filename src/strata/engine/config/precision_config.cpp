@@ -1,6 +1,6 @@
 #include "strata/engine/config/precision_config.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <cmath>
 #include <string>

@@ -1,6 +1,6 @@
 #include "strata/engine/config/scheduler_config.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <array>

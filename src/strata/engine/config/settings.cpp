@@ -1,9 +1,10 @@
 #include "strata/engine/config/settings.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <array>
+#include <nlohmann/json.hpp>
 
 #include "strata/base/error.h"
 #include "strata/engine/config/json_text.h"

@@ -1,6 +1,6 @@
 #include "strata/engine/gather/shard_gather.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <utility>
 

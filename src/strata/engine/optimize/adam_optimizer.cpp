@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "strata/base/error.h"
-#include "strata/plan/master_form.h"
+#include "strata/plan/unit_plan.h"
 
 namespace strata::engine {
 AdamOptimizer::AdamOptimizer(OptimizerShards& shards, device::Device& device,

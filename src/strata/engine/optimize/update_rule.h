@@ -4,7 +4,7 @@
 
 #include "strata/base/error.h"
 #include "strata/engine/unit/engine_options.h"
-#include "strata/plan/master_form.h"
+#include "strata/plan/unit_plan.h"
 
 namespace strata::engine {
 

@@ -69,7 +69,7 @@ struct StepCounts {
   std::int64_t prefetch_hits = 0;
   std::int64_t late_fetches = 0;
   std::int64_t device_allocations = 0;  // by the engine
-  std::int64_t host_waits = 0;          // of the engine for the device (device/host_waits.h)
+  std::int64_t host_waits = 0;          // of the engine for the device (device/device.h)
   Bytes uploaded;                       // copied from the host to a device that is apart from it
   Bytes downloaded;
   offload::StoreCounts stores;  // of all stores: weights and optimizer states

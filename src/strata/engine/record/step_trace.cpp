@@ -1,6 +1,6 @@
 #include "strata/engine/record/step_trace.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <array>

@@ -1,6 +1,6 @@
 #include "strata/engine/reduce/gradient_inbox.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <utility>

@@ -25,7 +25,7 @@
 #include <string>
 #include <vector>
 
-#include "strata/base/first_error.h"
+#include "strata/base/error.h"
 #include "strata/comm/collectives.h"
 #include "strata/device/device.h"
 #include "strata/engine/reduce/gradient_buffers.h"

@@ -1,6 +1,6 @@
 #include "strata/engine/schedule/loss_scaler.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 

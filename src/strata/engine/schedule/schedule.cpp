@@ -1,6 +1,6 @@
 #include "strata/engine/schedule/schedule.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <cmath>
 

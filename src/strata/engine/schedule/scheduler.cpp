@@ -1,6 +1,6 @@
 #include "strata/engine/schedule/scheduler.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <utility>
 

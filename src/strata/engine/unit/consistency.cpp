@@ -1,5 +1,7 @@
 #include "strata/engine/unit/consistency.h"
 
+#include <fmt/ranges.h>
+
 #include <algorithm>
 #include <span>
 #include <sstream>

@@ -1,5 +1,5 @@
 // The fp32 master weights of this rank's shards, in the form that suits weights and optimizer
-// (plan/master_form.h): the values that the StateStore keeps beside the weights. Threads: one
+// (plan/unit_plan.h): the values that the StateStore keeps beside the weights. Threads: one
 // thread at a time. Ownership: borrows the units, the device and the store; keeps the leases of
 // held masters. Errors: those of the store.
 #pragma once
@@ -14,7 +14,7 @@
 #include "strata/engine/unit/unit.h"
 #include "strata/engine/unit/weight_shards.h"
 #include "strata/kernels/master_remainder.h"
-#include "strata/plan/master_form.h"
+#include "strata/plan/unit_plan.h"
 
 namespace strata::engine {
 

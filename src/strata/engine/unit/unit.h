@@ -7,7 +7,7 @@
 //   whole               F of weights, of which this rank owns slice `rank`
 //   parked              0; on the host what was on the device
 // and, when trainable, from the engine's other parts: one fp32 gradient shard, what is kept of the
-// fp32 masters beside the weights (plan/master_form.h), the optimizer's states.
+// fp32 masters beside the weights (plan/unit_plan.h), the optimizer's states.
 #pragma once
 
 #include <algorithm>

@@ -1,7 +1,7 @@
 // The weights of a model as this rank holds them: one SharedBuffer with every unit's shard (and its
 // neighbours that this rank holds for others, ShardPosition::parts), or, for units that stay whole,
 // the unit's whole flat buffer; and the fp32 master weights of the trainable shards, in the form
-// that suits the weights and the optimizer (plan/master_form.h).
+// that suits the weights and the optimizer (plan/unit_plan.h).
 //
 // Values enter by store(), a range of one parameter at a time, in any dtype. A rank keeps the
 // values of its own shard, rounded once to the weight's dtype; the master takes the unrounded
@@ -21,7 +21,7 @@
 #include "strata/memory/ledger.h"
 #include "strata/offload/offloaded_copy.h"
 #include "strata/offload/state_store.h"
-#include "strata/plan/master_form.h"
+#include "strata/plan/unit_plan.h"
 
 namespace strata::engine {
 

@@ -6,10 +6,9 @@
 #include <c10/core/StorageImpl.h>
 #include <sys/mman.h>
 
-#include "strata/base/errno_text.h"
 #include "strata/base/error.h"
 #include "strata/base/units.h"
-#include "strata/memory/available_memory.h"
+#include "strata/memory/system_memory.h"
 
 namespace strata::torch {
 namespace {

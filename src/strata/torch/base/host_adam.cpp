@@ -7,7 +7,7 @@
 #include <algorithm>
 
 #include "strata/base/error.h"
-#include "strata/kernels/tensor_adam.h"
+#include "strata/kernels/adam.h"
 #include "strata/torch/base/dtype.h"
 #include "strata/torch/base/host_threads.h"
 

@@ -8,7 +8,7 @@
 #include <limits>
 #include <string_view>
 
-#include "strata/base/rank_cores.h"
+#include "strata/base/thread_pool.h"
 
 namespace strata::torch {
 namespace {

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "strata/base/units.h"
-#include "strata/plan/module_tree.h"
+#include "strata/plan/block_search.h"
 #include "strata/plan/param_spec.h"
 
 namespace strata::torch {

@@ -9,7 +9,7 @@
 #include "strata/forecast/auto_placement.h"
 #include "strata/forecast/job_traits.h"
 #include "strata/forecast/memory_forecast.h"
-#include "strata/plan/module_tree.h"
+#include "strata/plan/block_search.h"
 #include "strata/plan/unit_plan.h"
 #include "strata/torch/model/model_input.h"
 

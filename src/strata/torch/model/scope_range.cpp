@@ -1,6 +1,6 @@
 #include "strata/torch/model/scope_range.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <utility>
 

@@ -29,7 +29,7 @@
 #include <string>
 #include <vector>
 
-#include "strata/base/first_error.h"
+#include "strata/base/error.h"
 #include "strata/engine/engine.h"
 
 namespace strata::torch {

@@ -8,7 +8,6 @@
 
 #include "strata/base/error.h"
 #include "strata/comm/agreement.h"
-#include "strata/comm/bulk_operation.h"
 #include "strata/memory/host_buffer.h"
 #include "strata/torch/base/dtype.h"
 #include "strata/torch/ranks/group_failure.h"

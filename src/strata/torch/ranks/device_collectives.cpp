@@ -9,7 +9,6 @@
 
 #include "strata/base/error.h"
 #include "strata/comm/agreement.h"
-#include "strata/comm/bulk_operation.h"
 #include "strata/torch/base/dtype.h"
 #include "strata/torch/base/placement.h"
 #include "strata/torch/ranks/group_clock.h"

@@ -19,7 +19,6 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "strata/comm/collectives.h"
-#include "strata/comm/comm_options.h"
 #include "strata/device/device.h"
 #include "strata/torch/ranks/group_backend.h"
 

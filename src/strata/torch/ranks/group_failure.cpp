@@ -1,6 +1,6 @@
 #include "strata/torch/ranks/group_failure.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <utility>
 

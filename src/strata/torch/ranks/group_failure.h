@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "strata/comm/collectives.h"
-#include "strata/comm/comm_options.h"
 #include "strata/torch/ranks/peer_notes.h"
 
 namespace strata::torch {

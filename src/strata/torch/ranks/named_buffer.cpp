@@ -1,6 +1,6 @@
 #include "strata/torch/ranks/named_buffer.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <utility>
 

@@ -1,6 +1,6 @@
 #include "strata/torch/ranks/peer_notes.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <thread>

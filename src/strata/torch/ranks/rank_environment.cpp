@@ -8,7 +8,7 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "strata/base/error.h"
-#include "strata/comm/host/local_collectives.h"
+#include "strata/comm/host/host_collectives.h"
 #include "strata/comm/transports.h"
 #include "strata/torch/base/placement.h"
 #include "strata/torch/ranks/device_collectives.h"

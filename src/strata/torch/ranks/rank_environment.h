@@ -11,7 +11,7 @@
 #include <string>
 
 #include "strata/comm/collectives.h"
-#include "strata/device/host_waits.h"
+#include "strata/device/device.h"
 #include "strata/engine/config/config.h"
 
 namespace strata::torch {

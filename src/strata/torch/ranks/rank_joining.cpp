@@ -14,9 +14,8 @@
 #include <utility>
 
 #include "strata/base/error.h"
-#include "strata/comm/combined/grouped_collectives.h"
-#include "strata/comm/combined/joint_gathers.h"
-#include "strata/comm/host/shm_collectives.h"
+#include "strata/comm/combined/combined_collectives.h"
+#include "strata/comm/host/host_collectives.h"
 #include "strata/comm/peer/peer_collectives.h"
 #include "strata/torch/base/placement.h"
 #include "strata/torch/ranks/c10d_collectives.h"

@@ -20,7 +20,7 @@
 
 #include "strata/comm/collectives.h"
 #include "strata/comm/combined/transport_join.h"
-#include "strata/device/host_waits.h"
+#include "strata/device/device.h"
 #include "strata/engine/config/config.h"
 #include "strata/torch/ranks/group_backend.h"
 

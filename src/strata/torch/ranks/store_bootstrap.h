@@ -7,7 +7,7 @@
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include "strata/comm/bootstrap.h"
+#include "strata/comm/collectives.h"
 
 namespace strata::torch {
 

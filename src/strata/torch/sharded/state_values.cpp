@@ -1,7 +1,7 @@
 #include "strata/torch/sharded/state_values.h"
 
 #include <ATen/ops/empty.h>
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <string_view>

@@ -1,12 +1,12 @@
 #include "strata/torch/start/init_choice.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <sstream>
 
 #include "strata/base/error.h"
-#include "strata/memory/available_memory.h"
+#include "strata/memory/system_memory.h"
 #include "strata/torch/base/host_threads.h"
 #include "strata/torch/base/placement.h"
 

@@ -9,7 +9,7 @@
 #include "strata/engine/optimize/staging_need.h"
 #include "strata/engine/unit/agreement.h"
 #include "strata/engine/unit/consistency.h"
-#include "strata/memory/available_memory.h"
+#include "strata/memory/system_memory.h"
 #include "strata/torch/base/host_threads.h"
 #include "strata/torch/base/placement.h"
 #include "strata/torch/start/adoption.h"

@@ -1,6 +1,6 @@
 #include "strata/torch/start/rank_0_values.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <memory>
@@ -16,7 +16,7 @@
 #include "strata/engine/checkpoint/joint_loading.h"
 #include "strata/io/process_memory.h"
 #include "strata/io/thread_engine.h"
-#include "strata/memory/page_sharing.h"
+#include "strata/memory/system_memory.h"
 #include "strata/torch/base/dtype.h"
 #include "strata/torch/base/host_threads.h"
 

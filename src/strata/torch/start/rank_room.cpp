@@ -1,6 +1,6 @@
 #include "strata/torch/start/rank_room.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <sstream>
@@ -8,7 +8,7 @@
 
 #include "strata/base/error.h"
 #include "strata/engine/unit/consistency.h"
-#include "strata/memory/available_memory.h"
+#include "strata/memory/system_memory.h"
 #include "strata/torch/base/host_threads.h"
 #include "strata/torch/base/placement.h"
 

@@ -1,3 +1,32 @@
+// Collectives that are made of other collectives. Threads, ownership, errors: collectives.h; a
+// failure of one part ends all.
+#pragma once
+
+#include <memory>
+
+#include "strata/comm/collectives.h"
+#include "strata/device/device.h"
+
+namespace strata::comm {
+
+// Collectives of one group of ranks of which one carries gathers and another one reductions: copy
+// engines and NCCL, say, whichever is faster at each.
+//
+// At most one of the two is one-sided. It allocates the memory, since it reads no other; the other
+// one carries any memory, and goes on by itself while this rank waits for a peer's buffer. A
+// barrier is one of both. all_reduce, after which slices may change, goes through the gathers'
+// collectives. An exchange on the device goes through the one that has it, and waits for gathers of
+// the other. traits.h says what the pair promises.
+//
+// Both compare what ranks do over one control plane (agreement.h), so a rank that gathers while
+// another reduces gets an error that names both, without one more sync point.
+// Threads, ownership: collectives.h. Errors: collectives.h; a failure of either part ends both.
+
+// Both are of the same ranks and share a control plane; the caller uses neither afterwards. The
+// world must be one shard group.
+std::unique_ptr<Collectives> make_split_collectives(std::shared_ptr<Collectives> gathers,
+                                                    std::shared_ptr<Collectives> reductions);
+
 // Collectives of ranks in shard groups: things are sharded inside a group of consecutive ranks, and
 // every group holds all of them. Made of two Collectives of each rank: `inside`, of its group, and
 // `across`, of the ranks at the same place in all groups, its replicas. Past one host: fast links
@@ -20,15 +49,6 @@
 // replicas read each other's; allocated by `across`, uncharged, kept.
 // Threads, ownership: collectives.h. Errors: collectives.h; a failure of either part ends both.
 // `inside` and `across` name ranks in errors by CommOptions::names.
-#pragma once
-
-#include <memory>
-
-#include "strata/comm/collectives.h"
-#include "strata/comm/comm_options.h"
-#include "strata/device/device.h"
-
-namespace strata::comm {
 
 // The members of each group: group g is ranks [g * size, (g + 1) * size).
 struct ShardGroups {
@@ -47,5 +67,19 @@ std::unique_ptr<Collectives> make_grouped_collectives(std::shared_ptr<Collective
                                                       std::shared_ptr<Collectives> across,
                                                       std::shared_ptr<device::Device> device,
                                                       Slices slices = Slices::kReplicated);
+
+// Collectives whose gathers need the calls of all ranks, made from collectives whose gathers do not
+// (Traits::one_sided): for slices in memory that no peer can read, or on a drive. A gather in place
+// (SliceMap without a buffer) copies this rank's slice to memory that peers reach, waits for the
+// others, and reads their slices. All other operations are those of the collectives underneath.
+//
+// For devices that do not run ahead: a gather is complete when all_gather() returns. Holds two
+// slices of the largest size that was gathered in place. Threads, ownership, errors: collectives.h.
+// If ranks gather different things, the error names them.
+
+// `inner` is not used otherwise afterwards; one shard group.
+std::shared_ptr<Collectives> make_joint_gathers(std::shared_ptr<Collectives> inner,
+                                                std::shared_ptr<device::Device> device,
+                                                RankNames names = {});
 
 }  // namespace strata::comm

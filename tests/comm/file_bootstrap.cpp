@@ -1,6 +1,6 @@
-#include "strata/comm/host/file_bootstrap.h"
+#include "comm/file_bootstrap.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 #include <fmt/ranges.h>
 #include <unistd.h>
 
@@ -13,7 +13,6 @@
 #include <thread>
 #include <utility>
 
-#include "strata/base/errno_text.h"
 #include "strata/base/error.h"
 #include "strata/io/atomic_file.h"
 #include "strata/io/pending_range.h"

@@ -1,6 +1,6 @@
-#include "strata/comm/peer/flag_watch.h"
+#include "strata/comm/peer/peer_flags.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <string_view>
 

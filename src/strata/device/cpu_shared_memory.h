@@ -1,3 +1,16 @@
+// Memory of the CPU device that grows, and memory of peers that it maps.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "strata/device/device.h"
+#include "strata/memory/ledger.h"
+
+namespace strata::device {
+
 // GrowableMemory of the CPU device: an address range reserved without access, of which a prefix is
 // made readable and writable, page by page. The kernel backs pages with zeroes when they are first
 // touched. Shared pages belong to an anonymous file, which peers map.
@@ -5,17 +18,6 @@
 // Units: the granule is the page; whole pages are charged.
 // Errors: OutOfMemoryError when the system or the budget refuses, UsageError for growth beyond the
 // range.
-#pragma once
-
-#include <cstddef>
-#include <memory>
-#include <vector>
-
-#include "strata/device/device.h"
-#include "strata/memory/byte_budget.h"
-
-namespace strata::device {
-
 class CpuGrowableMemory final : public GrowableMemory {
  public:
   enum class Pages { kPrivate, kShared };
@@ -52,6 +54,26 @@ class CpuGrowableMemory final : public GrowableMemory {
   memory::Charge charge_;
   FileDescriptor file_;        // of shared pages
   std::vector<Piece> pieces_;  // one a growth
+};
+
+// A peer's shared memory on the CPU device: pages of its file, mapped one behind the other.
+// Threads, ownership: device.h. Errors: DeviceError.
+class CpuPeerMapping final : public PeerMapping {
+ public:
+  explicit CpuPeerMapping(Bytes bytes);
+  ~CpuPeerMapping() override;
+  CpuPeerMapping(const CpuPeerMapping&) = delete;
+  CpuPeerMapping& operator=(const CpuPeerMapping&) = delete;
+
+  const std::byte* base() const override { return range_.data(); }
+  Bytes mapped() const override { return mapped_; }
+  std::size_t pieces() const override { return pieces_; }
+  void add(SharedHandle piece) override;
+
+ private:
+  std::span<std::byte> range_;  // reserved without access
+  Bytes mapped_;
+  std::size_t pieces_ = 0;
 };
 
 }  // namespace strata::device

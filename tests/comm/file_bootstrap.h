@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "strata/comm/bootstrap.h"
+#include "strata/comm/collectives.h"
 
 namespace strata::comm {
 
