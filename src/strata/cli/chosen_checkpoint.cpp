@@ -4,8 +4,8 @@
 #include <system_error>
 
 #include "strata/base/error.h"
-#include "strata/format/checkpoint_folder.h"
-#include "strata/format/message_text.h"
+#include "strata/checkpoint/folder.h"
+#include "strata/format/safetensors.h"
 
 namespace strata::cli {
 namespace {
@@ -30,7 +30,8 @@ bool has_manifest(const std::string& folder) {
 bool holds_checkpoints(const std::string& path) {
   std::error_code error;
   if (!fs::is_directory(path, error)) return false;
-  return has_manifest(path) || format::latest_tag(path) || !format::whole_checkpoints(path).empty();
+  return has_manifest(path) || checkpoint::latest_tag(path) ||
+         !checkpoint::whole_checkpoints(path).empty();
 }
 
 ChosenCheckpoint choose_checkpoint(const std::string& path) {
@@ -42,15 +43,15 @@ ChosenCheckpoint choose_checkpoint(const std::string& path) {
   }
   if (has_manifest(path)) return {path, {}, ""};
   ChosenCheckpoint chosen;
-  chosen.tags = format::whole_checkpoints(path);
-  chosen.latest = format::latest_tag(path).value_or("");
+  chosen.tags = checkpoint::whole_checkpoints(path);
+  chosen.latest = checkpoint::latest_tag(path).value_or("");
   if (chosen.latest.empty()) {
     throw FormatError(fmt::format(
         "a folder is no training checkpoint of Strata: there is neither {} nor 'latest' in it (a "
         "save that did not end has neither); checkpoints in it: {}: path={}",
         format::kManifestName, listed(chosen.tags), path));
   }
-  const auto found = format::find_checkpoint(path, chosen.latest);
+  const auto found = checkpoint::find_checkpoint(path, chosen.latest);
   if (!found) {
     throw FormatError(fmt::format(
         "'latest' names {}, which holds no {}: it was not saved by Strata, or is gone; "

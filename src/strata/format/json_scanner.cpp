@@ -4,7 +4,7 @@
 #include <nlohmann/json.hpp>
 
 #include "strata/base/error.h"
-#include "strata/format/message_text.h"
+#include "strata/format/safetensors.h"
 
 namespace strata::format {
 namespace {

@@ -15,7 +15,7 @@
 
 #include "strata/base/errno_text.h"
 #include "strata/base/error.h"
-#include "strata/io/atomic_file.h"
+#include "strata/io/folder_calls.h"
 #include "strata/io/pending_range.h"
 
 namespace strata::comm {

@@ -12,7 +12,7 @@
 #include "strata/base/error.h"
 #include "strata/checkpoint/writer.h"
 #include "strata/engine/unit/agreement.h"
-#include "strata/format/message_text.h"
+#include "strata/format/safetensors.h"
 
 namespace strata::engine {
 namespace {
@@ -76,8 +76,8 @@ void require_room(comm::Collectives& collectives, const SavedShards& saved,
 struct SaveJob {
   SaveRequest request;
   SavedShards saved;
-  std::string folder;                               // of the checkpoint to be
-  std::optional<format::NewCheckpoint> checkpoint;  // of rank 0
+  std::string folder;                                   // of the checkpoint to be
+  std::optional<checkpoint::NewCheckpoint> checkpoint;  // of rank 0
   std::size_t rank = 0;
   std::size_t ranks = 1;
   int stage = 0;
@@ -91,7 +91,7 @@ void begin_save(SaveJob& job, Engine& engine, ShardStates& states, const SaveReq
   agree_after(collectives, kSavingTraining, [&] {
     engine.require_intact_weights();
     engine.parking().require_all("saving a checkpoint");
-    format::require_tag(request.tag);
+    checkpoint::require_tag(request.tag);
     if (collectives.rank() == 0) job.checkpoint.emplace(request.folder, request.tag, calls);
   });
   job.request = request;

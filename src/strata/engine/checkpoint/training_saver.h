@@ -20,10 +20,10 @@
 #include <utility>
 #include <vector>
 
+#include "strata/checkpoint/folder.h"
 #include "strata/checkpoint/ring.h"
 #include "strata/engine/checkpoint/saved_shards.h"
 #include "strata/engine/engine.h"
-#include "strata/format/checkpoint_folder.h"
 #include "strata/io/folder_calls.h"
 #include "strata/io/io_engine.h"
 
@@ -36,7 +36,7 @@ struct SaveRequest {
   std::string training = "{}";
   SavedContent content;
   std::vector<std::pair<std::string, std::string>> texts;  // small files beside it: name, content
-  format::NewCheckpointOptions publish;
+  checkpoint::NewCheckpointOptions publish;
 };
 
 // Collective.

@@ -1,15 +1,21 @@
-#include "strata/format/safetensors_header.h"
+#include "strata/format/safetensors.h"
 
 #include <algorithm>
+#include <nlohmann/json.hpp>
+#include <numeric>
 #include <optional>
+#include <set>
+#include <string_view>
 #include <utility>
 
 #include "strata/base/error.h"
 #include "strata/format/json_scanner.h"
-#include "strata/format/message_text.h"
 
 namespace strata::format {
 namespace {
+
+constexpr std::size_t kShownBytesMax = 160;
+constexpr std::size_t kShownItemsMax = 10;
 
 constexpr JsonSubject kHeader{"the header of a safetensors file", "is broken", "header"};
 constexpr std::string_view kMetadataKey = "__metadata__";
@@ -168,7 +174,127 @@ void demand_full_cover(const std::vector<TensorInfo>& tensors, Bytes data_begin,
   }
 }
 
+constexpr Bytes kDataAlignment = 64_B;
+
+TensorInfo info_of(const TensorSpec& spec) {
+  const auto numel = checked_numel(spec.shape);
+  const auto bytes = numel ? checked_bytes(*numel, spec.dtype) : std::nullopt;
+  if (!bytes) {
+    throw UsageError(fmt::format(
+        "cannot write a tensor whose size does not fit 63 bits or is negative: tensor={} shape={}",
+        in_quotes(spec.name), shape_text(spec.shape)));
+  }
+  return TensorInfo{.name = spec.name,
+                    .dtype = spec.dtype,
+                    .shape = spec.shape,
+                    .numel = *numel,
+                    .offset = {},
+                    .bytes = *bytes};
+}
+
+void check_names(std::span<const TensorSpec> tensors) {
+  std::set<std::string_view> names{"__metadata__"};
+  for (const TensorSpec& tensor : tensors) {
+    if (!names.insert(tensor.name).second) {
+      throw UsageError(fmt::format(
+          "cannot write two tensors of one name, nor one called '__metadata__': tensor={}",
+          in_quotes(tensor.name)));
+    }
+  }
+}
+
+// JSON of a string; a name that is not UTF-8 cannot be written.
+std::string json_string(const std::string& text) {
+  try {
+    return nlohmann::json(text).dump();
+  } catch (const nlohmann::json::exception&) {
+    throw UsageError(
+        fmt::format("cannot write text that is not valid UTF-8: length={}", text.size()));
+  }
+}
+
+// The offset still counts from the start of the data.
+std::string entry_text(const TensorInfo& tensor) {
+  return fmt::format("{}:{{\"dtype\":\"{}\",\"shape\":[{}],\"data_offsets\":[{},{}]}}",
+                     json_string(tensor.name), safetensors_name_of(tensor.dtype),
+                     fmt::join(tensor.shape, ","), tensor.offset.value,
+                     (tensor.offset + tensor.bytes).value);
+}
+
+std::string metadata_text(const Metadata& metadata) {
+  std::string text = "\"__metadata__\":{";
+  for (const auto& [key, value] : metadata) {
+    if (text.back() != '{') text += ',';
+    text += json_string(key) + ':' + json_string(value);
+  }
+  return text + '}';
+}
+
+std::string length_prefix(std::size_t bytes) {
+  std::string prefix;
+  for (int i = 0; i < 8; ++i) prefix += static_cast<char>((bytes >> (8 * i)) & 0xFFU);
+  return prefix;
+}
+
 }  // namespace
+
+std::optional<Numel> checked_numel(std::span<const std::int64_t> shape) {
+  std::int64_t product = 1;
+  bool empty = false;
+  for (const std::int64_t dimension : shape) {
+    if (dimension < 0) return std::nullopt;
+    if (dimension == 0) {
+      empty = true;
+    } else if (__builtin_mul_overflow(product, dimension, &product)) {
+      return std::nullopt;
+    }
+  }
+  return Numel(empty ? 0 : product);
+}
+
+std::optional<Bytes> checked_bytes(Numel numel, DType dtype) {
+  std::int64_t bytes = 0;
+  if (__builtin_mul_overflow(numel.value, size_of(dtype).value, &bytes)) return std::nullopt;
+  return Bytes(bytes);
+}
+
+std::string in_quotes(std::string_view text) {
+  std::size_t cut = std::min(text.size(), kShownBytesMax);
+  // Not within a UTF-8 sequence: messages must stay valid UTF-8.
+  while (cut < text.size() && cut > 0 && (static_cast<unsigned char>(text[cut]) & 0xC0U) == 0x80) {
+    --cut;
+  }
+  std::string shown = "'";
+  for (const char c : text.substr(0, cut)) {
+    const auto byte = static_cast<unsigned char>(c);
+    if (byte < 0x20 || byte == 0x7f) {
+      shown += fmt::format("\\x{:02x}", static_cast<unsigned>(byte));
+    } else {
+      shown += c;
+    }
+  }
+  shown += cut < text.size() ? fmt::format("...' ({} bytes)", text.size()) : "'";
+  return shown;
+}
+
+std::string shape_text(std::span<const std::int64_t> shape) {
+  std::string shown = "[";
+  for (std::size_t i = 0; i < shape.size(); ++i) {
+    shown += fmt::format("{}{}", i == 0 ? "" : ", ", shape[i]);
+  }
+  return shown + "]";
+}
+
+std::string first_ten(std::span<const std::string> items) {
+  std::string shown;
+  const std::size_t count = std::min(items.size(), kShownItemsMax);
+  for (std::size_t i = 0; i < count; ++i) {
+    if (i != 0) shown += ", ";
+    shown += items[i];
+  }
+  if (items.size() > count) shown += fmt::format(" and {} more", items.size() - count);
+  return shown;
+}
 
 Bytes safetensors_header_bytes(std::span<const std::byte> start, Bytes file_bytes,
                                std::string_view path) {
@@ -235,6 +361,44 @@ SafetensorsHeader parse_safetensors_header(std::string_view json, Bytes file_byt
                    });
   demand_full_cover(header.tensors, data_begin, file_bytes, path);
   return header;
+}
+
+SafetensorsLayout lay_out_safetensors(std::span<const TensorSpec> tensors,
+                                      const Metadata& metadata) {
+  check_names(tensors);
+  SafetensorsLayout layout;
+  for (const TensorSpec& tensor : tensors) layout.tensors.push_back(info_of(tensor));
+  std::vector<std::size_t> order(tensors.size());
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
+    return size_of(tensors[a].dtype) > size_of(tensors[b].dtype);
+  });
+  std::string json = "{";
+  if (!metadata.empty()) json += metadata_text(metadata);
+  Bytes reached;
+  for (const std::size_t i : order) {
+    TensorInfo& tensor = layout.tensors[i];
+    tensor.offset = reached;
+    if (__builtin_add_overflow(reached.value, tensor.bytes.value, &reached.value)) {
+      throw UsageError("cannot write tensors whose bytes together do not fit 63 bits");
+    }
+    if (json.size() > 1) json += ',';
+    json += entry_text(tensor);
+  }
+  json += '}';
+  const Bytes data_begin = align_up(kHeaderLengthBytes + Bytes(json.size()), kDataAlignment);
+  json.resize((data_begin - kHeaderLengthBytes).size(), ' ');
+  if (Bytes(json.size()) > kHeaderBytesMax) {
+    throw UsageError(
+        fmt::format("the header of a safetensors file would be longer than any may be; write fewer "
+                    "tensors a file: "
+                    "wanted={} max={} tensors={}",
+                    json.size(), kHeaderBytesMax.value, tensors.size()));
+  }
+  for (TensorInfo& tensor : layout.tensors) tensor.offset += data_begin;
+  layout.head = length_prefix(json.size()) + json;
+  layout.file_bytes = data_begin + reached;
+  return layout;
 }
 
 }  // namespace strata::format

@@ -1,4 +1,4 @@
-#include "strata/format/checkpoint_folder.h"
+#include "strata/checkpoint/folder.h"
 
 #include <fcntl.h>
 #include <sys/stat.h>
@@ -13,14 +13,18 @@
 
 #include "strata/base/errno_text.h"
 #include "strata/base/error.h"
-#include "strata/format/message_text.h"
-#include "strata/io/atomic_file.h"
+#include "strata/format/safetensors.h"
+#include "strata/io/folder_calls.h"
 #include "strata/io/pending_range.h"
 
-namespace strata::format {
+namespace strata::checkpoint {
 namespace {
 
 namespace fs = std::filesystem;
+
+using format::in_quotes;
+using format::is_plain_file_name;
+using format::kManifestName;
 
 constexpr std::string_view kLatest = "latest";
 constexpr std::string_view kLock = ".strata.lock";
@@ -224,7 +228,7 @@ void NewCheckpoint::write_text(const std::string& name, std::string_view text, i
   put_text(joined(staging_, name), text, io);
 }
 
-void NewCheckpoint::publish(const Manifest& manifest, const NewCheckpointOptions& options,
+void NewCheckpoint::publish(const format::Manifest& manifest, const NewCheckpointOptions& options,
                             io::IoEngine& io) {
   write_text(std::string(kManifestName), to_text(manifest), io);
   calls_.sync_folder(staging_);
@@ -287,4 +291,4 @@ void NewCheckpoint::remove_old(int keep) noexcept {
   }
 }
 
-}  // namespace strata::format
+}  // namespace strata::checkpoint

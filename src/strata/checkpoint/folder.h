@@ -21,11 +21,11 @@
 #include <vector>
 
 #include "strata/format/manifest.h"
-#include "strata/io/file_lock.h"
+#include "strata/io/file.h"
 #include "strata/io/folder_calls.h"
 #include "strata/io/io_engine.h"
 
-namespace strata::format {
+namespace strata::checkpoint {
 
 // A tag is a plain file name, so that it stays in its folder. UsageError.
 void require_tag(std::string_view tag);
@@ -62,7 +62,8 @@ class NewCheckpoint {
   void write_text(const std::string& name, std::string_view text, io::IoEngine& io);
   // The files are on disk: writes the manifest and gives all files their names. An old checkpoint
   // that cannot be removed afterwards is no error: the next save tries again.
-  void publish(const Manifest& manifest, const NewCheckpointOptions& options, io::IoEngine& io);
+  void publish(const format::Manifest& manifest, const NewCheckpointOptions& options,
+               io::IoEngine& io);
 
  private:
   void lock();
@@ -81,4 +82,4 @@ class NewCheckpoint {
   std::string staging_;
 };
 
-}  // namespace strata::format
+}  // namespace strata::checkpoint
