@@ -57,7 +57,7 @@ class UringKernel : public ::testing::Test {
  protected:
   void SetUp() override {
     try {
-      io::KernelRing ring(1);
+      io::make_kernel_ring(1);
     } catch (const IoError& error) {
       GTEST_SKIP() << error.what();
     }

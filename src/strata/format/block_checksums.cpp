@@ -14,10 +14,6 @@ namespace {
 constexpr std::int64_t kBlocksMax = 65'536;
 constexpr std::size_t kDigits = 16;
 
-struct Free {
-  void operator()(XXH3_state_t* state) const { XXH3_freeState(state); }
-};
-
 }  // namespace
 
 std::uint64_t checksum_of(std::span<const std::byte> bytes) {
@@ -79,27 +75,25 @@ bool parse_sums(std::string_view text, std::vector<std::uint64_t>& sums) {
   return true;
 }
 
-struct RunningChecksum::State {
-  std::unique_ptr<XXH3_state_t, Free> xxh3{XXH3_createState()};
-};
+void RunningChecksum::Free::operator()(XXH3_state_s* state) const {
+  XXH3_freeState(state);
+}
 
-RunningChecksum::RunningChecksum() : state_(std::make_unique<State>()) {
-  STRATA_ASSERT(state_->xxh3 != nullptr);
+RunningChecksum::RunningChecksum() : state_(XXH3_createState()) {
+  STRATA_ASSERT(state_ != nullptr);
   restart();
 }
 
-RunningChecksum::~RunningChecksum() = default;
-
 void RunningChecksum::restart() {
-  XXH3_64bits_reset(state_->xxh3.get());
+  XXH3_64bits_reset(state_.get());
 }
 
 void RunningChecksum::add(std::span<const std::byte> bytes) {
-  XXH3_64bits_update(state_->xxh3.get(), bytes.data(), bytes.size());
+  XXH3_64bits_update(state_.get(), bytes.data(), bytes.size());
 }
 
 std::uint64_t RunningChecksum::value() const {
-  return XXH3_64bits_digest(state_->xxh3.get());
+  return XXH3_64bits_digest(state_.get());
 }
 
 }  // namespace strata::format

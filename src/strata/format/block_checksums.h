@@ -14,6 +14,8 @@
 
 #include "strata/base/units.h"
 
+struct XXH3_state_s;  // of xxhash.h
+
 namespace strata::format {
 
 std::uint64_t checksum_of(std::span<const std::byte> bytes);
@@ -55,9 +57,6 @@ bool parse_sums(std::string_view text, std::vector<std::uint64_t>& sums);
 class RunningChecksum {
  public:
   RunningChecksum();
-  ~RunningChecksum();
-  RunningChecksum(const RunningChecksum&) = delete;
-  RunningChecksum& operator=(const RunningChecksum&) = delete;
 
   void restart();
   void add(std::span<const std::byte> bytes);
@@ -65,8 +64,10 @@ class RunningChecksum {
   std::uint64_t value() const;
 
  private:
-  struct State;
-  std::unique_ptr<State> state_;
+  struct Free {
+    void operator()(XXH3_state_s* state) const;
+  };
+  std::unique_ptr<XXH3_state_s, Free> state_;
 };
 
 }  // namespace strata::format

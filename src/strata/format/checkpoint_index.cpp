@@ -14,7 +14,7 @@
 
 #include "strata/base/error.h"
 #include "strata/base/thread_pool.h"
-#include "strata/format/json_scanner.h"
+#include "strata/format/json.h"
 #include "strata/format/safetensors.h"
 #include "strata/format/sharded_writer.h"
 #include "strata/io/file.h"
@@ -68,74 +68,59 @@ bool stays_in_folder(const std::string& file) {
                   path));
 }
 
-// Takes the map out of the text while it is scanned: with tens of thousands of tensors a tree, and
-// a set of its keys, would take longer than all headers of the files.
-class MapReader {
- public:
-  MapReader(std::string_view text, const std::string& path)
-      : path_(path), scanner_(text, path, kIndex) {}
-
-  WeightFiles run() {
-    bool found = false;
-    if (scanner_.kind() == "object") {
-      scanner_.distinct_object("an object", [&](const std::string& key) {
-        const bool map = key == "weight_map" && scanner_.kind() == "object";
-        found = found || map;
-        if (map) {
-          scanner_.object("an object", [&](std::string tensor) { add(std::move(tensor)); });
-        } else {
-          scanner_.skip_value();
-        }
-      });
-    } else {
-      scanner_.skip_value();
-    }
-    scanner_.end();
-    if (!found) fail_without_map(path_);
-    if (files_.tensors.empty()) {
-      throw FormatError(fmt::format(
-          "an index of a checkpoint is empty: its 'weight_map' names no tensor: path={}", path_));
-    }
-    put_in_order();
-    return std::move(files_);
-  }
-
- private:
-  void add(std::string tensor) {
-    if (const std::string_view kind = scanner_.kind(); kind != "string") {
-      throw FormatError(
-          fmt::format("an index of a checkpoint names no file for a tensor: path={} tensor={} "
-                      "wanted=a string found={}",
-                      path_, in_quotes(tensor), kind));
-    }
-    const std::string file = scanner_.string("a file");
-    const auto [known, is_new] = number_of_file_.emplace(file, number_of_file_.size());
+// Takes the map out of the text while it is read: with tens of thousands of tensors a tree, and a
+// set of its keys, would take longer than all headers of the files.
+WeightFiles take_map(std::string_view text, const std::string& path) {
+  WeightFiles files;
+  std::map<std::string, std::size_t> number_of_file;  // in the order of their first tensors
+  JsonPlace file_of_tensor{.what = "a file"};
+  file_of_tensor.text = [&](const std::string& file) {
+    WeightFiles::Entry& entry = files.tensors.back();
+    const auto [known, is_new] = number_of_file.emplace(file, number_of_file.size());
     if (is_new && !stays_in_folder(file)) {
       throw FormatError(fmt::format(
           "an index of a checkpoint names a file outside of its folder: path={} tensor={} file={}",
-          path_, in_quotes(tensor), in_quotes(file)));
+          path, in_quotes(entry.tensor), in_quotes(file)));
     }
-    files_.tensors.push_back({std::move(tensor), known->second});
+    entry.file = known->second;
+  };
+  file_of_tensor.other = [&](std::string_view kind) {
+    throw FormatError(
+        fmt::format("an index of a checkpoint names no file for a tensor: path={} tensor={} "
+                    "wanted=a string found={}",
+                    path, in_quotes(files.tensors.back().tensor), kind));
+  };
+  bool found = false;
+  JsonPlace map{.what = "an object"};
+  map.member = [&](std::string& tensor) -> const JsonPlace& {
+    files.tensors.push_back({std::move(tensor)});
+    return file_of_tensor;
+  };
+  map.end = [&] { found = true; };
+  map.other = JsonReader::kSkipped.other;
+  JsonPlace top = JsonReader::kSkipped;
+  top.member = [&](const std::string& key) -> const JsonPlace& {
+    return key == "weight_map" ? map : JsonReader::kSkipped;
+  };
+  JsonReader reader(text, path, kIndex);
+  reader.read(top);
+  if (!found) fail_without_map(path);
+  if (files.tensors.empty()) {
+    throw FormatError(fmt::format(
+        "an index of a checkpoint is empty: its 'weight_map' names no tensor: path={}", path));
   }
-
-  void put_in_order() {
-    if (!std::ranges::is_sorted(files_.tensors, {}, &WeightFiles::Entry::tensor))
-      std::ranges::sort(files_.tensors, {}, &WeightFiles::Entry::tensor);
-    const auto twice = std::ranges::adjacent_find(files_.tensors, {}, &WeightFiles::Entry::tensor);
-    if (twice != files_.tensors.end()) scanner_.fail_twice(twice->tensor);
-    std::vector<std::size_t> place(number_of_file_.size());
-    for (const auto& [file, number] : number_of_file_) {
-      place[number] = files_.files.size();
-      files_.files.push_back(file);
-    }
-    for (WeightFiles::Entry& entry : files_.tensors) entry.file = place[entry.file];
+  if (!std::ranges::is_sorted(files.tensors, {}, &WeightFiles::Entry::tensor))
+    std::ranges::sort(files.tensors, {}, &WeightFiles::Entry::tensor);
+  const auto twice = std::ranges::adjacent_find(files.tensors, {}, &WeightFiles::Entry::tensor);
+  if (twice != files.tensors.end()) reader.fail_twice(twice->tensor);
+  std::vector<std::size_t> place(number_of_file.size());
+  for (const auto& [file, number] : number_of_file) {
+    place[number] = files.files.size();
+    files.files.push_back(file);
   }
-
-  const std::string& path_;
-  JsonScanner scanner_;
-  WeightFiles files_;
-  std::map<std::string, std::size_t> number_of_file_;  // in the order of their first tensors
-};
+  for (WeightFiles::Entry& entry : files.tensors) entry.file = place[entry.file];
+  return files;
+}
 
 SafetensorsHeader read_header(const io::File& file) {
   const Bytes file_bytes = file.size();
@@ -173,7 +158,7 @@ const CheckpointTensor& find_or_throw(const CheckpointIndex& checkpoint, std::st
 // lead out of the folder.
 WeightFiles read_weight_map_json(const std::string& path) {
   const std::string text = read_text(path);
-  return MapReader(text, path).run();
+  return take_map(text, path);
 }
 
 }  // namespace

@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "strata/base/error.h"
+#include "strata/format/json.h"
 #include "strata/format/safetensors.h"
 #include "strata/io/file.h"
 #include "strata/io/pending_range.h"
@@ -150,69 +151,14 @@ std::string checksum_of_text(const Json& manifest) {
   return checksum_text(checksum_of(std::as_bytes(std::span(text))));
 }
 
-// Members of one object, each asked for by its name and kind.
-class Reader {
- public:
-  Reader(const Json& json, std::string where, std::string_view path)
-      : json_(json), where_(std::move(where)), path_(path) {
-    if (!json.is_object()) fail("is no object");
-  }
+constexpr int kNestingMax = 256;
 
-  const Json& member(const char* name) const {
-    const auto found = json_.find(name);
-    if (found == json_.end()) fail(fmt::format("lacks '{}'", name));
-    return *found;
-  }
-  const Json& array(const char* name) const {
-    const Json& found = member(name);
-    if (!found.is_array()) fail(fmt::format("has no list '{}'", name));
-    return found;
-  }
-  std::string text(const char* name) const {
-    const Json& found = member(name);
-    if (!found.is_string()) fail(fmt::format("has no text '{}'", name));
-    return found.get<std::string>();
-  }
-  std::int64_t number(const char* name) const { return as_number(member(name), name); }
-  bool flag(const char* name) const {
-    const Json& found = member(name);
-    if (!found.is_boolean()) fail(fmt::format("has no true or false as '{}'", name));
-    return found.get<bool>();
-  }
-  std::vector<std::string> texts(const char* name) const {
-    std::vector<std::string> result;
-    for (const Json& entry : array(name)) {
-      if (!entry.is_string()) fail(fmt::format("has something else than text in '{}'", name));
-      result.push_back(entry.get<std::string>());
-    }
-    return result;
-  }
-  std::int64_t as_number(const Json& json, const char* name) const {
-    const bool fits = json.is_number_integer() &&
-                      !(json.is_number_unsigned() && json.get<std::uint64_t>() > kLargest);
-    if (!fits) fail(fmt::format("has no whole number as '{}'", name));
-    return json.get<std::int64_t>();
-  }
-  DType dtype(const Json& json) const {
-    const auto found =
-        json.is_string() ? dtype_from_safetensors(json.get<std::string>()) : std::nullopt;
-    if (!found) fail("has an unknown dtype");
-    return *found;
-  }
-  [[noreturn]] void fail(const std::string& what) const {
-    throw FormatError(fmt::format("the manifest of a checkpoint is damaged: {} {}: path={}", where_,
-                                  what, path_));
-  }
-
- private:
-  static constexpr std::uint64_t kLargest = INT64_MAX;
-  const Json& json_;
-  std::string where_;
-  std::string_view path_;
-};
+JsonMembers members_of(const Json& json, const char* where, std::string_view path) {
+  return {json, fmt::format("the manifest of a checkpoint is damaged: {}", where), path};
+}
 
 ManifestTensor tensor_from(const Json& json, std::string_view path) {
-  const Reader reader(json, "a tensor", path);
+  const JsonMembers reader = members_of(json, "a tensor", path);
   ManifestTensor tensor;
   tensor.name = reader.text("name");
   const std::string role = reader.text("role");
@@ -230,14 +176,14 @@ ManifestTensor tensor_from(const Json& json, std::string_view path) {
 }
 
 ManifestFile file_from(const Json& json, std::string_view path) {
-  const Reader reader(json, "a file", path);
+  const JsonMembers reader = members_of(json, "a file", path);
   std::vector<std::uint64_t> sums;
   if (!parse_sums(reader.text("xxh3"), sums)) reader.fail("has no hexadecimal digits as 'xxh3'");
   return {reader.text("name"), Bytes(reader.number("bytes")),
           BlockChecksums(Bytes(reader.number("block_bytes")), std::move(sums))};
 }
 
-ManifestRange extent_from(const Json& row, const Reader& reader) {
+ManifestRange extent_from(const Json& row, const JsonMembers& reader) {
   constexpr std::size_t kColumns = 7;
   if (!row.is_array() || row.size() != kColumns) reader.fail("has an extent that is no row of 7");
   const auto number = [&](std::size_t i) { return reader.as_number(row[i], "extents"); };
@@ -246,44 +192,21 @@ ManifestRange extent_from(const Json& row, const Reader& reader) {
           Bytes(number(4)), Numel(number(5)), Numel(number(6))};
 }
 
-// Functions that walk JSON call themselves at every level, and the stack is finite.
-constexpr int kNestingMax = 256;
-
-bool nests_too_deeply(std::string_view json) {
-  int depth = 0;
-  bool in_string = false;
-  for (std::size_t i = 0; i < json.size(); ++i) {
-    const char c = json[i];
-    if (in_string) {
-      if (c == '\\') ++i;
-      in_string = c != '"';
-    } else if (c == '"') {
-      in_string = true;
-    } else if (c == '[' || c == '{') {
-      if (++depth > kNestingMax) return true;
-    } else if (c == ']' || c == '}') {
-      --depth;
-    }
-  }
-  return false;
-}
-
 // Before anything else of it is believed.
 Json checked_json(std::string_view text, std::string_view path) {
-  if (nests_too_deeply(text)) {
+  Json json = parse_json_tree(text, kNestingMax, [&] {
     throw FormatError(
         fmt::format("the manifest of a checkpoint is damaged: its lists and objects nest deeper "
                     "than {}: path={}",
                     kNestingMax, path));
-  }
-  Json json = Json::parse(text, nullptr, /*allow_exceptions=*/false);
+  });
   if (json.is_discarded() || !json.is_object()) {
     throw FormatError(
         fmt::format("the manifest of a checkpoint is not valid JSON (cut off, or not written by "
                     "Strata): path={}",
                     path));
   }
-  const Reader reader(json, "it", path);
+  const JsonMembers reader = members_of(json, "it", path);
   if (reader.text("format") != kFormat) reader.fail("is of another format");
   const std::int64_t version = reader.number("version");
   if (version != Manifest::kVersion) {
@@ -394,7 +317,7 @@ std::string to_text(const RankManifest& part) {
 
 RankManifest parse_manifest_part(std::string_view text) {
   const Json json = Json::parse(text);
-  const Reader reader(json, "a rank's part", "");
+  const JsonMembers reader = members_of(json, "a rank's part", "");
   RankManifest part;
   for (const Json& entry : reader.array("files")) part.files.push_back(file_from(entry, ""));
   for (const Json& row : reader.array("extents")) part.extents.push_back(extent_from(row, reader));
@@ -402,18 +325,19 @@ RankManifest parse_manifest_part(std::string_view text) {
 }
 
 std::string to_text(const Manifest& manifest) {
-  if (nests_too_deeply("{" + manifest.training)) {
+  Json training = parse_json_tree(manifest.training, kNestingMax - 1, [] {
     throw UsageError(fmt::format(
         "what a checkpoint saves of the training nests deeper than {} lists and objects; flatten "
         "the state that the script gives",
         kNestingMax));
-  }
+  });
+  if (training.is_discarded()) training = Json::parse(manifest.training);  // says why it is no JSON
   Json json = {{"format", kFormat},
                {"version", Manifest::kVersion},
                {"tag", manifest.tag},
                {"world_size", manifest.world_size},
                {"stage", manifest.stage},
-               {"training", Json::parse(manifest.training)},
+               {"training", std::move(training)},
                {"kinds", manifest.kinds},
                {"tensors", Json::array()},
                {"files", files_json(manifest.files)},
@@ -426,7 +350,7 @@ std::string to_text(const Manifest& manifest) {
 
 Manifest parse_manifest(std::string_view text, std::string_view path) {
   const Json json = checked_json(text, path);
-  const Reader reader(json, "it", path);
+  const JsonMembers reader = members_of(json, "it", path);
   Manifest manifest;
   manifest.tag = reader.text("tag");
   const auto small = [&](const char* name) {
@@ -434,7 +358,7 @@ Manifest parse_manifest(std::string_view text, std::string_view path) {
   };
   manifest.world_size = small("world_size");
   manifest.stage = small("stage");
-  const Reader training(reader.member("training"), "'training'", path);
+  const JsonMembers training = members_of(reader.member("training"), "'training'", path);
   manifest.training = reader.member("training").dump();
   manifest.kinds = reader.texts("kinds");
   for (const Json& entry : reader.array("tensors"))

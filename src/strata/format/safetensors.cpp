@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "strata/base/error.h"
-#include "strata/format/json_scanner.h"
+#include "strata/format/json.h"
 
 namespace strata::format {
 namespace {
@@ -23,10 +23,9 @@ constexpr std::string_view kMetadataKey = "__metadata__";
 // An entry as the header has it: offsets count from the start of the data.
 struct Entry {
   std::string name;
-  DType dtype = DType::kFloat32;
-  std::vector<std::int64_t> shape;
-  std::int64_t begin = 0;
-  std::int64_t end = 0;
+  std::optional<DType> dtype = {};
+  std::optional<std::vector<std::int64_t>> shape = {};
+  std::optional<std::vector<std::int64_t>> offsets = {};
 };
 
 template <typename... Args>
@@ -37,8 +36,7 @@ template <typename... Args>
                                 fmt::format(problem, std::forward<Args>(args)...), path));
 }
 
-DType read_dtype(JsonScanner& scanner, const Entry& entry, std::string_view path) {
-  const std::string name = scanner.string("a dtype in quotes");
+DType dtype_of(const std::string& name, const Entry& entry, std::string_view path) {
   const std::optional<DType> dtype = dtype_from_safetensors(name);
   if (!dtype) {
     fail(path, entry.name,
@@ -49,89 +47,107 @@ DType read_dtype(JsonScanner& scanner, const Entry& entry, std::string_view path
   return *dtype;
 }
 
-std::vector<std::int64_t> read_shape(JsonScanner& scanner, const Entry& entry,
-                                     std::string_view path) {
-  std::vector<std::int64_t> shape;
-  scanner.array("a shape in brackets", [&] {
-    if (shape.size() == kRankMax) {
-      fail(path, entry.name, "its shape has more than {} dimensions", kRankMax);
-    }
-    shape.push_back(scanner.integer("a dimension (an integer >= 0)"));
-  });
-  return shape;
-}
-
-void read_offsets(JsonScanner& scanner, Entry& entry, std::string_view path) {
-  std::size_t count = 0;
-  scanner.array("data_offsets in brackets", [&] {
-    if (count == 2) fail(path, entry.name, "data_offsets has more than two numbers");
-    (count++ == 0 ? entry.begin : entry.end) = scanner.integer("an offset (an integer >= 0)");
-  });
-  if (count != 2) {
-    fail(path, entry.name, "data_offsets has {} numbers, wanted two: begin and end", count);
-  }
-}
-
-Entry read_entry(JsonScanner& scanner, std::string name, std::string_view path) {
-  Entry entry;
-  entry.name = std::move(name);
-  bool dtype_seen = false;
-  bool shape_seen = false;
-  bool offsets_seen = false;
-  const auto first_time = [&](bool& seen, std::string_view key) {
-    if (std::exchange(seen, true)) fail(path, entry.name, "its entry has the key '{}' twice", key);
+// The entries of a header, in its order, each with all that it needs.
+std::vector<Entry> read_entries(JsonReader& reader, std::string_view path, Metadata& metadata) {
+  using Place = const JsonPlace&;
+  std::vector<Entry> entries;
+  const auto entry = [&]() -> Entry& { return entries.back(); };
+  JsonPlace dtype{.what = "a dtype in quotes"};
+  dtype.text = [&](const std::string& text) { entry().dtype = dtype_of(text, entry(), path); };
+  JsonPlace dimension{.what = "a dimension (an integer >= 0)"};
+  dimension.integer = [&](std::int64_t number) { entry().shape->push_back(number); };
+  JsonPlace shape{.what = "a shape in brackets"};
+  shape.element = [&]() -> Place {
+    if (entry().shape->size() == kRankMax)
+      fail(path, entry().name, "its shape has more than {} dimensions", kRankMax);
+    return dimension;
   };
-  scanner.object("a tensor's entry in braces", [&](const std::string& key) {
-    if (key == "dtype") {
-      first_time(dtype_seen, key);
-      entry.dtype = read_dtype(scanner, entry, path);
-    } else if (key == "shape") {
-      first_time(shape_seen, key);
-      entry.shape = read_shape(scanner, entry, path);
-    } else if (key == "data_offsets") {
-      first_time(offsets_seen, key);
-      read_offsets(scanner, entry, path);
-    } else {  // the reference reader ignores it, too
-      scanner.skip_value();
-    }
-  });
-  if (!dtype_seen) fail(path, entry.name, "its entry has no 'dtype'");
-  if (!shape_seen) fail(path, entry.name, "its entry has no 'shape'");
-  if (!offsets_seen) fail(path, entry.name, "its entry has no 'data_offsets'");
-  return entry;
+  JsonPlace offset{.what = "an offset (an integer >= 0)"};
+  offset.integer = [&](std::int64_t number) { entry().offsets->push_back(number); };
+  JsonPlace offsets{.what = "data_offsets in brackets"};
+  offsets.element = [&]() -> Place {
+    if (entry().offsets->size() == 2)
+      fail(path, entry().name, "data_offsets has more than two numbers");
+    return offset;
+  };
+  offsets.end = [&] {
+    const std::size_t count = entry().offsets->size();
+    if (count != 2)
+      fail(path, entry().name, "data_offsets has {} numbers, wanted two: begin and end", count);
+  };
+  JsonPlace tensor{.what = "a tensor's entry in braces"};
+  tensor.member = [&](const std::string& key) -> Place {
+    const auto once = [&](auto& field, Place place) -> Place {
+      if (field) fail(path, entry().name, "its entry has the key '{}' twice", key);
+      field.emplace();
+      return place;
+    };
+    if (key == "dtype") return once(entry().dtype, dtype);
+    if (key == "shape") return once(entry().shape, shape);
+    if (key == "data_offsets") return once(entry().offsets, offsets);
+    return JsonReader::kSkipped;  // the reference reader ignores it, too
+  };
+  tensor.end = [&] {
+    if (!entry().dtype) fail(path, entry().name, "its entry has no 'dtype'");
+    if (!entry().shape) fail(path, entry().name, "its entry has no 'shape'");
+    if (!entry().offsets) fail(path, entry().name, "its entry has no 'data_offsets'");
+  };
+  std::string key_of_value;
+  JsonPlace value{.what = "a string as value of __metadata__"};
+  value.text = [&](std::string& text) {
+    if (!metadata.emplace(key_of_value, std::move(text)).second)
+      reader.fail(fmt::format("__metadata__ has the key {} twice", in_quotes(key_of_value)));
+  };
+  JsonPlace kept{.what = "metadata in braces"};
+  kept.member = [&](const std::string& key) -> Place { return key_of_value = key, value; };
+  bool metadata_seen = false;
+  JsonPlace top{.what = "an object"};
+  top.member = [&](std::string& key) -> Place {
+    const bool is_metadata = key == kMetadataKey;
+    if (is_metadata && std::exchange(metadata_seen, true))
+      reader.fail("__metadata__ is there twice");
+    if (!is_metadata) entries.push_back({std::move(key)});
+    return is_metadata ? kept : tensor;
+  };
+  reader.read(top);
+  return entries;
 }
 
 // The entry's tensor, checked by itself: the size fits dtype and shape, the range fits the data.
 TensorInfo explain(Entry entry, Bytes data_begin, Bytes data_bytes, std::string_view path) {
   const std::string& name = entry.name;
-  const std::optional<Numel> numel = checked_numel(entry.shape);
+  const DType dtype = *entry.dtype;
+  std::vector<std::int64_t>& shape = *entry.shape;
+  const std::int64_t begin = entry.offsets->front();
+  const std::int64_t end = entry.offsets->back();
+  const std::optional<Numel> numel = checked_numel(shape);
   if (!numel) {
-    fail(path, name, "its shape {} has more elements than 63 bits count", shape_text(entry.shape));
+    fail(path, name, "its shape {} has more elements than 63 bits count", shape_text(shape));
   }
-  const std::optional<Bytes> bytes = checked_bytes(*numel, entry.dtype);
+  const std::optional<Bytes> bytes = checked_bytes(*numel, dtype);
   if (!bytes) {
-    fail(path, name, "its shape {} of {} has more bytes than 63 bits count",
-         shape_text(entry.shape), name_of(entry.dtype));
+    fail(path, name, "its shape {} of {} has more bytes than 63 bits count", shape_text(shape),
+         name_of(dtype));
   }
-  if (entry.begin > entry.end) {
-    fail(path, name, "it ends before it begins: begin={} end={}", entry.begin, entry.end);
+  if (begin > end) {
+    fail(path, name, "it ends before it begins: begin={} end={}", begin, end);
   }
-  if (entry.end > data_bytes.value) {
+  if (end > data_bytes.value) {
     fail(
         path, name,
         "its data ends beyond the file, which is truncated or was not written to its end: begin={} "
         "end={} data_bytes={}",
-        entry.begin, entry.end, data_bytes.value);
+        begin, end, data_bytes.value);
   }
-  if (entry.end - entry.begin != bytes->value) {
+  if (end - begin != bytes->value) {
     fail(path, name, "its size does not fit its shape {} of {}: wanted={} found={}",
-         shape_text(entry.shape), name_of(entry.dtype), bytes->value, entry.end - entry.begin);
+         shape_text(shape), name_of(dtype), bytes->value, end - begin);
   }
   return TensorInfo{.name = std::move(entry.name),
-                    .dtype = entry.dtype,
-                    .shape = std::move(entry.shape),
+                    .dtype = dtype,
+                    .shape = std::move(shape),
                     .numel = *numel,
-                    .offset = data_begin + Bytes(entry.begin),
+                    .offset = data_begin + Bytes(begin),
                     .bytes = *bytes};
 }
 
@@ -230,12 +246,6 @@ std::string metadata_text(const Metadata& metadata) {
   return text + '}';
 }
 
-std::string length_prefix(std::size_t bytes) {
-  std::string prefix;
-  for (int i = 0; i < 8; ++i) prefix += static_cast<char>((bytes >> (8 * i)) & 0xFFU);
-  return prefix;
-}
-
 }  // namespace
 
 std::optional<Numel> checked_numel(std::span<const std::int64_t> shape) {
@@ -330,25 +340,10 @@ SafetensorsHeader parse_safetensors_header(std::string_view json, Bytes file_byt
                                            std::string_view path) {
   const Bytes data_begin = kHeaderLengthBytes + Bytes(json.size());
   STRATA_ASSERT(data_begin <= file_bytes);
-  JsonScanner scanner(json, path, kHeader);
-  if (json.empty() || json.front() != '{') scanner.fail("it does not begin with '{'");
+  JsonReader reader(json, path, kHeader);
+  if (json.empty() || json.front() != '{') reader.fail("it does not begin with '{'");
   SafetensorsHeader header;
-  std::vector<Entry> entries;
-  bool metadata_seen = false;
-  scanner.object("an object", [&](std::string name) {
-    if (name != kMetadataKey) {
-      entries.push_back(read_entry(scanner, std::move(name), path));
-      return;
-    }
-    if (std::exchange(metadata_seen, true)) scanner.fail("__metadata__ is there twice");
-    scanner.object("metadata in braces", [&](std::string key) {
-      std::string value = scanner.string("a string as value of __metadata__");
-      if (!header.metadata.emplace(key, std::move(value)).second) {
-        scanner.fail(fmt::format("__metadata__ has the key {} twice", in_quotes(key)));
-      }
-    });
-  });
-  scanner.end();
+  std::vector<Entry> entries = read_entries(reader, path, header.metadata);
   refuse_duplicate_names(entries, path);
   header.tensors.reserve(entries.size());
   for (Entry& entry : entries) {
@@ -396,7 +391,8 @@ SafetensorsLayout lay_out_safetensors(std::span<const TensorSpec> tensors,
                     json.size(), kHeaderBytesMax.value, tensors.size()));
   }
   for (TensorInfo& tensor : layout.tensors) tensor.offset += data_begin;
-  layout.head = length_prefix(json.size()) + json;
+  for (int i = 0; i < 8; ++i) layout.head += static_cast<char>((json.size() >> (8 * i)) & 0xFFU);
+  layout.head += json;
   layout.file_bytes = data_begin + reached;
   return layout;
 }

@@ -63,21 +63,19 @@ std::string refusal(int code, std::size_t bytes) {
       bytes, limit.rlim_cur, errno_text(code));
 }
 
-}  // namespace
-
-class KernelRing::Queue {
+class KernelRing final : public RequestRing {
  public:
-  explicit Queue(int depth) : wakes_(::eventfd(0, EFD_CLOEXEC)) {
+  explicit KernelRing(int depth) : wakes_(::eventfd(0, EFD_CLOEXEC)) {
     if (!wakes_.valid()) refuse(errno);
     const int code = open(entries_for(depth));
     if (code != 0) refuse(code);
     has_regions_ = ::io_uring_register_buffers_sparse(&ring_, kRegions) == 0;
   }
-  ~Queue() { ::io_uring_queue_exit(&ring_); }
-  Queue(const Queue&) = delete;
-  Queue& operator=(const Queue&) = delete;
+  ~KernelRing() override { ::io_uring_queue_exit(&ring_); }
+  KernelRing(const KernelRing&) = delete;
+  KernelRing& operator=(const KernelRing&) = delete;
 
-  void begin() {
+  void begin() override {
     int code = ::io_uring_enable_rings(&ring_);
     if (code < 0) refuse(-code);
     read_wakes();
@@ -85,13 +83,26 @@ class KernelRing::Queue {
     if (code < 0) refuse(-code);
   }
 
-  io_uring_sqe& next() {
-    io_uring_sqe* const entry = ::io_uring_get_sqe(&ring_);
-    STRATA_ASSERT(entry != nullptr);
-    return *entry;
+  void push(const Request& request) override {
+    io_uring_sqe& entry = next();
+    const auto bytes = static_cast<unsigned>(request.bytes);
+    const auto offset = static_cast<std::uint64_t>(request.offset.value);
+    if (request.target != nullptr && request.region >= 0) {
+      ::io_uring_prep_read_fixed(&entry, request.fd, request.target, bytes, offset, request.region);
+    } else if (request.target != nullptr) {
+      ::io_uring_prep_read(&entry, request.fd, request.target, bytes, offset);
+    } else if (request.region >= 0) {
+      ::io_uring_prep_write_fixed(&entry, request.fd, request.source, bytes, offset,
+                                  request.region);
+    } else {
+      ::io_uring_prep_write(&entry, request.fd, request.source, bytes, offset);
+    }
+    ::io_uring_sqe_set_data64(&entry, request.id);
+    if (request.may_block) ::io_uring_sqe_set_flags(&entry, IOSQE_ASYNC);
+    ++pushed_;
   }
 
-  void wait(std::vector<Result>& results) {
+  void wait(std::vector<Result>& results) override {
     for (int pauses = 0; pauses < kPausesMax;) {
       const int code = ::io_uring_submit_and_wait(&ring_, 1);
       if (reap(results)) return;
@@ -105,16 +116,7 @@ class KernelRing::Queue {
     fail(EAGAIN);
   }
 
-  // Requests on a file that the kernel has, and has not told the end of.
-  unsigned under_way() const {
-    unsigned waiting = 0;  // in the queue, of which the kernel knows nothing
-    for (unsigned at = *ring_.sq.khead; at != ring_.sq.sqe_tail; ++at) {
-      if (ring_.sq.sqes[at & *ring_.sq.kring_mask].user_data != kWakeId) ++waiting;
-    }
-    return pushed_ - waiting;
-  }
-
-  void withdraw() {
+  void withdraw() noexcept override {
     io_uring_sync_cancel_reg all{};
     all.flags = IORING_ASYNC_CANCEL_ALL | IORING_ASYNC_CANCEL_ANY;
     all.timeout.tv_sec = all.timeout.tv_nsec = -1;
@@ -135,12 +137,32 @@ class KernelRing::Queue {
     }
   }
 
-  void pushed() { ++pushed_; }
-
-  void wake() const {
+  void wake() override {
     const std::uint64_t one = 1;
     while (::write(wakes_.get(), &one, sizeof one) < 0 && errno == EINTR) {
     }
+  }
+
+  int register_region(int region, std::span<std::byte> memory) override {
+    return set_region(region, memory);
+  }
+  void unregister_region(int region) override { set_region(region, {}); }
+  int regions_max() const override { return has_regions_ ? kRegions : 0; }
+
+ private:
+  io_uring_sqe& next() {
+    io_uring_sqe* const entry = ::io_uring_get_sqe(&ring_);
+    STRATA_ASSERT(entry != nullptr);
+    return *entry;
+  }
+
+  // Requests on a file that the kernel has, and has not told the end of.
+  unsigned under_way() const {
+    unsigned waiting = 0;  // in the queue, of which the kernel knows nothing
+    for (unsigned at = *ring_.sq.khead; at != ring_.sq.sqe_tail; ++at) {
+      if (ring_.sq.sqes[at & *ring_.sq.kring_mask].user_data != kWakeId) ++waiting;
+    }
+    return pushed_ - waiting;
   }
 
   // Returns 0 or an errno.
@@ -150,9 +172,7 @@ class KernelRing::Queue {
                                                             &place, nullptr, 1);
     return code < 0 ? -code : 0;
   }
-  bool has_regions() const { return has_regions_; }
 
- private:
   // Returns 0 or an errno. Older kernels know fewer flags.
   int open(unsigned entries) {
     constexpr unsigned kDisabled = IORING_SETUP_R_DISABLED;  // until the thread that uses it begins
@@ -206,54 +226,10 @@ class KernelRing::Queue {
   bool has_regions_ = false;
 };
 
-KernelRing::KernelRing(int depth) : queue_(std::make_unique<Queue>(depth)) {}
+}  // namespace
 
-KernelRing::~KernelRing() = default;
-
-void KernelRing::begin() {
-  queue_->begin();
-}
-
-void KernelRing::push(const Request& request) {
-  io_uring_sqe& entry = queue_->next();
-  const auto bytes = static_cast<unsigned>(request.bytes);
-  const auto offset = static_cast<std::uint64_t>(request.offset.value);
-  if (request.target != nullptr && request.region >= 0) {
-    ::io_uring_prep_read_fixed(&entry, request.fd, request.target, bytes, offset, request.region);
-  } else if (request.target != nullptr) {
-    ::io_uring_prep_read(&entry, request.fd, request.target, bytes, offset);
-  } else if (request.region >= 0) {
-    ::io_uring_prep_write_fixed(&entry, request.fd, request.source, bytes, offset, request.region);
-  } else {
-    ::io_uring_prep_write(&entry, request.fd, request.source, bytes, offset);
-  }
-  ::io_uring_sqe_set_data64(&entry, request.id);
-  if (request.may_block) ::io_uring_sqe_set_flags(&entry, IOSQE_ASYNC);
-  queue_->pushed();
-}
-
-void KernelRing::wait(std::vector<Result>& results) {
-  queue_->wait(results);
-}
-
-void KernelRing::withdraw() noexcept {
-  queue_->withdraw();
-}
-
-void KernelRing::wake() {
-  queue_->wake();
-}
-
-int KernelRing::register_region(int region, std::span<std::byte> memory) {
-  return queue_->set_region(region, memory);
-}
-
-void KernelRing::unregister_region(int region) {
-  queue_->set_region(region, {});
-}
-
-int KernelRing::regions_max() const {
-  return queue_->has_regions() ? kRegions : 0;
+std::unique_ptr<RequestRing> make_kernel_ring(int depth) {
+  return std::make_unique<KernelRing>(depth);
 }
 
 RegisteredRegions::RegisteredRegions(RequestRing& ring) : ring_(ring) {

@@ -1,8 +1,8 @@
 // Seam: a queue of requests to read and write, and their results, like io_uring's: requests are
 // pushed, submitted to the system together, and end in any order. It judges no result; the engine
-// does (pending_range.h). Implementations: KernelRing; tests have one that misbehaves. Threads:
-// only the engine's calls it, except wake(), which any thread may call. Ownership: borrows the
-// memory and the descriptors of requests until they have ended, and registered memory. Errors:
+// does (pending_range.h). Implementations: make_kernel_ring(); tests have one that misbehaves.
+// Threads: only the engine's calls it, except wake(), which any thread may call. Ownership: borrows
+// the memory and the descriptors of requests until they have ended, and registered memory. Errors:
 // results of requests; begin() and wait() throw IoError if the system does not serve the queue (any
 // more), and then only withdraw() and the destructor may be called.
 #pragma once
@@ -57,35 +57,15 @@ class RequestRing {
   virtual int regions_max() const = 0;
 };
 
-// RequestRing on the kernel's io_uring, through liburing. One thread alone queues requests, submits
+// A ring on the kernel's io_uring, through liburing. One thread alone queues requests, submits
 // them and reaps their results, so the kernel needs no lock and interrupts no other thread
 // (SINGLE_ISSUER, DEFER_TASKRUN, where it has them). A request that may block goes to a thread of
 // the kernel's at once. wake() writes to an eventfd that a request always reads, so waiting is one
 // system call. Files are not registered: that would only save counting their users, which takes
 // nanoseconds of a request that moves a MiB. Threads, ownership: as for RequestRing. Errors: also
-// IoError from the constructor where the kernel refuses io_uring, with the likely reason.
-
-class KernelRing final : public RequestRing {
- public:
-  // At most `depth` requests are under way at once.
-  explicit KernelRing(int depth);
-  ~KernelRing() override;
-  KernelRing(const KernelRing&) = delete;
-  KernelRing& operator=(const KernelRing&) = delete;
-
-  void begin() override;
-  void push(const Request& request) override;
-  void wait(std::vector<Result>& results) override;
-  void withdraw() noexcept override;
-  void wake() override;
-  int register_region(int region, std::span<std::byte> memory) override;
-  void unregister_region(int region) override;
-  int regions_max() const override;
-
- private:
-  class Queue;
-  std::unique_ptr<Queue> queue_;
-};
+// IoError here where the kernel refuses io_uring, with the likely reason.
+// At most `depth` requests are under way at once.
+std::unique_ptr<RequestRing> make_kernel_ring(int depth);
 
 // The memory that an engine has registered with its ring: spans, cut into regions of the size that
 // a ring takes. Finds the region in which a request lies. Threads: one, the ring's. Ownership:

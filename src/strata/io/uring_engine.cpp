@@ -237,7 +237,7 @@ class UringEngine::Registration final : public MemoryRegistration {
 };
 
 UringEngine::UringEngine(const UringEngineOptions& options)
-    : UringEngine(options, [](int depth) { return std::make_unique<KernelRing>(depth); }) {}
+    : UringEngine(options, make_kernel_ring) {}
 
 UringEngine::UringEngine(const UringEngineOptions& options, const RingMaker& make_ring)
     : options_(checked(options)),
@@ -279,7 +279,7 @@ std::optional<EngineKind> engine_kind_from(std::string_view name) {
 }
 
 ChosenEngine make_io_engine(const EngineOptions& options) {
-  return make_io_engine(options, [](int depth) { return std::make_unique<KernelRing>(depth); });
+  return make_io_engine(options, make_kernel_ring);
 }
 
 ChosenEngine make_io_engine(const EngineOptions& options, const RingMaker& make_ring) {

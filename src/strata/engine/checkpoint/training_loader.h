@@ -43,7 +43,7 @@ struct LoadRequest {
 };
 
 // Collective: values, and the optimizer's states where they are asked for. The caller restores
-// progress (training_progress.h) afterwards.
+// progress (restore_progress()) afterwards.
 void load_training(Engine& engine, const TrainingCheckpoint& checkpoint, const LoadRequest& request,
                    io::IoEngine& io, const checkpoint::RingOptions& staging = {});
 

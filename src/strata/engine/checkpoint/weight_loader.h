@@ -1,7 +1,7 @@
 // Loads weights from a checkpoint, or from what is read like one: each rank reads the ranges of the
 // files that its own shards hold, in the order of the files, and casts them where the dtypes
-// differ; through the page cache or past it, whichever is faster here (checkpoint/read_choice.h).
-// Not a collective, that choice included; engine/checkpoint/joint_loading.h is what all ranks do
+// differ; through the page cache or past it, whichever is faster here (checkpoint/reader.h).
+// Not a collective, that choice included; load_weights_together() below is what all ranks do
 // together. Threads: the engine's. Memory: a TransferRing, whatever the model's size, its own or
 // one that is lent, and a few words a range.
 // Errors: IoError (the shards hold a mixture then: load again or give the engine up), UsageError
