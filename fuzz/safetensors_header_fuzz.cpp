@@ -7,7 +7,7 @@
 #include <string_view>
 
 #include "strata/base/error.h"
-#include "strata/format/safetensors_header.h"
+#include "strata/format/safetensors.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   using namespace strata;

@@ -3,10 +3,10 @@
 #include <ATen/ops/empty.h>
 
 #include "bindings.h"
-#include "strata/engine/checkpoint/joint_loading.h"
+#include "strata/engine/checkpoint/weight_loader.h"
 #include "strata/engine/checkpoint/weight_saver.h"
 #include "strata/engine/unit/agreement.h"
-#include "strata/format/same_tensor.h"
+#include "strata/format/checkpoint_index.h"
 #include "strata/io/thread_engine.h"
 #include "strata/torch/base/dtype.h"
 #include "strata/torch/base/host_threads.h"

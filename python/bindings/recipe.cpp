@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "bindings.h"
-#include "strata/engine/checkpoint/weight_replay.h"
+#include "strata/engine/checkpoint/weight_loader.h"
 #include "strata/torch/base/deferred_tensor.h"
 #include "strata/torch/base/dtype.h"
 #include "strata/torch/base/host_threads.h"

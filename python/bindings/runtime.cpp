@@ -6,7 +6,7 @@
 #include "bindings.h"
 #include "strata/checkpoint/ring.h"
 #include "strata/engine/step_control.h"
-#include "strata/io/atomic_file.h"
+#include "strata/io/folder_calls.h"
 #include "strata/offload/make_store.h"
 #include "strata/torch/base/host_threads.h"
 #include "strata/torch/base/placement.h"

@@ -2,10 +2,9 @@
 #include <ATen/ops/empty.h>
 
 #include "bindings.h"
+#include "strata/checkpoint/folder.h"
 #include "strata/engine/checkpoint/training_loader.h"
-#include "strata/engine/checkpoint/training_progress.h"
 #include "strata/engine/checkpoint/training_saver.h"
-#include "strata/format/checkpoint_folder.h"
 #include "strata/io/thread_engine.h"
 #include "strata/torch/base/dtype.h"
 #include "strata/torch/base/host_threads.h"
@@ -230,9 +229,9 @@ void bind_training(py::module_& module) {
       "loading_failed",
       [](ShardedModel& model, const std::string& cause) { model.engine().loading_failed(cause); },
       py::arg("model"), py::arg("cause"));
-  module.def("latest_tag", &format::latest_tag, py::arg("folder"));
-  module.def("find_checkpoint", &format::find_checkpoint, py::arg("folder"), py::arg("tag"));
-  module.def("whole_checkpoints", &format::whole_checkpoints, py::arg("folder"));
+  module.def("latest_tag", &checkpoint::latest_tag, py::arg("folder"));
+  module.def("find_checkpoint", &checkpoint::find_checkpoint, py::arg("folder"), py::arg("tag"));
+  module.def("whole_checkpoints", &checkpoint::whole_checkpoints, py::arg("folder"));
   py::class_<Opened>(module, "TrainingCheckpoint")
       .def(py::init<comm::Collectives&, const std::string&>(), py::arg("collectives"),
            py::arg("path"), unlocked)

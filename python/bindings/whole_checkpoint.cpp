@@ -2,7 +2,6 @@
 // and checkpoints of weights alone.
 #include "bindings.h"
 #include "strata/checkpoint/writer.h"
-#include "strata/format/other_weights.h"
 #include "strata/format/sharded_writer.h"
 #include "strata/io/thread_engine.h"
 #include "strata/torch/base/dtype.h"

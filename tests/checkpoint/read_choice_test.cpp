@@ -5,7 +5,7 @@
 #include "io/direct_transfers.h"
 #include "io/temporary_folder.h"
 #include "strata/checkpoint/reader.h"
-#include "strata/io/page_cache.h"
+#include "strata/io/file.h"
 #include "strata/io/pending_range.h"
 #include "strata/io/thread_engine.h"
 

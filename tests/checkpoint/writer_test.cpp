@@ -10,7 +10,7 @@
 
 #include "io/temporary_folder.h"
 #include "strata/base/error.h"
-#include "strata/format/safetensors_file.h"
+#include "strata/format/checkpoint_index.h"
 #include "strata/io/pending_range.h"
 #include "strata/io/thread_engine.h"
 

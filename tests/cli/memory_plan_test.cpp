@@ -10,7 +10,7 @@
 #include "cli/command_run.h"
 #include "cli/saved_checkpoint.h"
 #include "strata/base/error.h"
-#include "strata/format/safetensors_layout.h"
+#include "strata/format/safetensors.h"
 #include "strata/plan/block_search.h"
 
 namespace strata::cli {

@@ -8,7 +8,7 @@
 
 #include "cli/saved_checkpoint.h"
 #include "strata/base/error.h"
-#include "strata/format/safetensors_layout.h"
+#include "strata/format/safetensors.h"
 
 namespace strata::cli {
 namespace {

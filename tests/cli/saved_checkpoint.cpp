@@ -7,7 +7,7 @@
 #include <sstream>
 
 #include "strata/base/error.h"
-#include "strata/format/safetensors_layout.h"
+#include "strata/format/safetensors.h"
 #include "strata/kernels/elementwise.h"
 
 namespace strata::cli {

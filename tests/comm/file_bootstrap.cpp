@@ -14,7 +14,7 @@
 #include <utility>
 
 #include "strata/base/error.h"
-#include "strata/io/atomic_file.h"
+#include "strata/io/folder_calls.h"
 #include "strata/io/pending_range.h"
 
 namespace strata::comm {

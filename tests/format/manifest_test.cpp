@@ -9,7 +9,7 @@
 #include <string>
 
 #include "strata/base/error.h"
-#include "strata/format/running_checksum.h"
+#include "strata/format/block_checksums.h"
 
 namespace strata::format {
 namespace {

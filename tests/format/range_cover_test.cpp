@@ -1,9 +1,9 @@
-#include "strata/format/range_cover.h"
-
 #include <gtest/gtest.h>
 
 #include <random>
 #include <vector>
+
+#include "strata/format/sharded_writer.h"
 
 namespace strata::testing {
 namespace {

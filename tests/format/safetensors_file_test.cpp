@@ -1,5 +1,3 @@
-#include "strata/format/safetensors_file.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -8,6 +6,7 @@
 
 #include "format/raw_safetensors.h"
 #include "io/temporary_folder.h"
+#include "strata/format/checkpoint_index.h"
 
 namespace strata::testing {
 namespace {

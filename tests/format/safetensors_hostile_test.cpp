@@ -5,7 +5,7 @@
 
 #include "format/raw_safetensors.h"
 #include "io/temporary_folder.h"
-#include "strata/format/safetensors_file.h"
+#include "strata/format/checkpoint_index.h"
 
 namespace strata::testing {
 namespace {

@@ -1,5 +1,3 @@
-#include "strata/format/safetensors_writer.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -8,8 +6,9 @@
 
 #include "io/faulty_calls.h"
 #include "io/temporary_folder.h"
-#include "strata/format/safetensors_file.h"
-#include "strata/format/safetensors_layout.h"
+#include "strata/format/checkpoint_index.h"
+#include "strata/format/safetensors.h"
+#include "strata/format/sharded_writer.h"
 #include "strata/io/pending_range.h"
 #include "strata/io/thread_engine.h"
 

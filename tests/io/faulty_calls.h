@@ -13,7 +13,7 @@
 #include <optional>
 #include <random>
 
-#include "strata/io/system_calls.h"
+#include "strata/io/pending_range.h"
 
 namespace strata::testing {
 

@@ -6,7 +6,7 @@
 #include <unistd.h>
 
 #include "io/temporary_folder.h"
-#include "strata/io/atomic_file.h"
+#include "strata/io/folder_calls.h"
 #include "strata/io/pending_range.h"
 
 namespace strata::testing {

@@ -18,8 +18,8 @@
 #include <utility>
 
 #include "strata/base/error.h"
+#include "strata/io/pending_range.h"
 #include "strata/io/request_ring.h"
-#include "strata/io/system_calls.h"
 
 namespace strata::testing {
 

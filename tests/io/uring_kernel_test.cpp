@@ -11,8 +11,8 @@
 
 #include "io/direct_transfers.h"
 #include "io/io_engine_conformance.h"
-#include "strata/io/engine_choice.h"
-#include "strata/io/kernel_ring.h"
+#include "strata/io/io_engine.h"
+#include "strata/io/request_ring.h"
 #include "strata/io/uring_engine.h"
 
 namespace strata::testing {
@@ -57,7 +57,7 @@ class UringKernel : public ::testing::Test {
  protected:
   void SetUp() override {
     try {
-      io::KernelRing ring(1);
+      io::make_kernel_ring(1);
     } catch (const IoError& error) {
       GTEST_SKIP() << error.what();
     }

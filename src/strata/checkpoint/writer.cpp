@@ -6,8 +6,7 @@
 #include <optional>
 
 #include "strata/base/error.h"
-#include "strata/format/message_text.h"
-#include "strata/format/safetensors_layout.h"
+#include "strata/format/safetensors.h"
 
 namespace strata::checkpoint {
 namespace {
@@ -211,7 +210,7 @@ std::vector<FileLayout> layouts_of(std::span<const WholeTensor> tensors) {
 
 void write_whole(const WholeCheckpoint& checkpoint, const ReadWhole& read, io::IoEngine& io,
                  io::FolderCalls& calls) {
-  format::require_tag(checkpoint.tag);
+  checkpoint::require_tag(checkpoint.tag);
   format::Manifest manifest;
   manifest.tag = checkpoint.tag;
   manifest.training = checkpoint.training;
@@ -226,7 +225,7 @@ void write_whole(const WholeCheckpoint& checkpoint, const ReadWhole& read, io::I
         manifest.kinds.push_back(kind);
     }
   }
-  format::NewCheckpoint made(checkpoint.folder, checkpoint.tag, calls);
+  checkpoint::NewCheckpoint made(checkpoint.folder, checkpoint.tag, calls);
   const std::vector<FileLayout> layouts = layouts_of(checkpoint.tensors);
   std::vector<const FileLayout*> files;
   for (const FileLayout& layout : layouts) files.push_back(&layout);

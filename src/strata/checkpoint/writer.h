@@ -17,8 +17,8 @@
 #include <utility>
 #include <vector>
 
+#include "strata/checkpoint/folder.h"
 #include "strata/checkpoint/pipeline.h"
-#include "strata/format/checkpoint_folder.h"
 #include "strata/format/manifest.h"
 #include "strata/io/folder_calls.h"
 #include "strata/io/io_engine.h"
@@ -116,7 +116,7 @@ struct WholeCheckpoint {
   std::string training = "{}";  // JSON, as Manifest has it
   int world_size = 1;           // of the run that the tensors come from, and its stage
   int stage = 0;
-  format::NewCheckpointOptions publish;
+  checkpoint::NewCheckpointOptions publish;
 };
 
 // All bytes of tensors[tensor].kinds[kind], on the host; they stay until the next call.

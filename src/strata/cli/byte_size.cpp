@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "strata/base/error.h"
-#include "strata/format/message_text.h"
+#include "strata/format/safetensors.h"
 
 namespace strata::cli {
 namespace {

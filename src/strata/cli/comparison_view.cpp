@@ -7,7 +7,7 @@
 
 #include "strata/cli/comparison.h"
 #include "strata/cli/text_table.h"
-#include "strata/format/message_text.h"
+#include "strata/format/safetensors.h"
 
 namespace strata::cli {
 namespace {

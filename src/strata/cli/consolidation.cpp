@@ -13,7 +13,7 @@
 #include "strata/cli/inspection.h"
 #include "strata/cli/model_files.h"
 #include "strata/cli/text_table.h"
-#include "strata/format/message_text.h"
+#include "strata/format/safetensors.h"
 #include "strata/kernels/elementwise.h"
 
 namespace strata::cli {

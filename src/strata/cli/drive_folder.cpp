@@ -11,8 +11,8 @@
 #include <utility>
 
 #include "strata/base/error.h"
-#include "strata/format/message_text.h"
-#include "strata/io/atomic_file.h"
+#include "strata/format/safetensors.h"
+#include "strata/io/folder_calls.h"
 
 namespace strata::cli {
 namespace {

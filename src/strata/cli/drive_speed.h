@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "strata/cli/progress.h"
-#include "strata/io/engine_choice.h"
+#include "strata/io/io_engine.h"
 #include "strata/memory/ledger.h"
 
 namespace strata::cli {

@@ -10,8 +10,7 @@
 #include "strata/base/error.h"
 #include "strata/checkpoint/reader.h"
 #include "strata/cli/text_table.h"
-#include "strata/format/message_text.h"
-#include "strata/format/tensor_info.h"
+#include "strata/format/safetensors.h"
 
 namespace strata::cli {
 namespace {

@@ -7,8 +7,8 @@
 
 #include "strata/base/error.h"
 #include "strata/format/manifest.h"
-#include "strata/format/shard_plan.h"
-#include "strata/io/atomic_file.h"
+#include "strata/format/sharded_writer.h"
+#include "strata/io/folder_calls.h"
 #include "strata/io/pending_range.h"
 
 namespace strata::cli {

@@ -75,4 +75,25 @@ bool parse_sums(std::string_view text, std::vector<std::uint64_t>& sums) {
   return true;
 }
 
+void RunningChecksum::Free::operator()(XXH3_state_s* state) const {
+  XXH3_freeState(state);
+}
+
+RunningChecksum::RunningChecksum() : state_(XXH3_createState()) {
+  STRATA_ASSERT(state_ != nullptr);
+  restart();
+}
+
+void RunningChecksum::restart() {
+  XXH3_64bits_reset(state_.get());
+}
+
+void RunningChecksum::add(std::span<const std::byte> bytes) {
+  XXH3_64bits_update(state_.get(), bytes.data(), bytes.size());
+}
+
+std::uint64_t RunningChecksum::value() const {
+  return XXH3_64bits_digest(state_.get());
+}
+
 }  // namespace strata::format

@@ -6,12 +6,15 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "strata/base/units.h"
+
+struct XXH3_state_s;  // of xxhash.h
 
 namespace strata::format {
 
@@ -47,5 +50,24 @@ class BlockChecksums {
 // A file's sums as hexadecimal digits, 16 a block, and back; empty where the text is no such thing.
 std::string sums_text(std::span<const std::uint64_t> sums);
 bool parse_sums(std::string_view text, std::vector<std::uint64_t>& sums);
+
+// The checksum of bytes that come in parts, as checksum_of() says it of all of them at once: so
+// that a block larger than any buffer can be checked. Threads: one. Errors: none.
+
+class RunningChecksum {
+ public:
+  RunningChecksum();
+
+  void restart();
+  void add(std::span<const std::byte> bytes);
+  // The checksum of the bytes added since the last restart().
+  std::uint64_t value() const;
+
+ private:
+  struct Free {
+    void operator()(XXH3_state_s* state) const;
+  };
+  std::unique_ptr<XXH3_state_s, Free> state_;
+};
 
 }  // namespace strata::format

@@ -1,22 +1,137 @@
 #include "strata/format/checkpoint_index.h"
 
 #include <algorithm>
+#include <array>
+#include <cstddef>
 #include <filesystem>
+#include <map>
 #include <numeric>
 #include <optional>
+#include <span>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "strata/base/error.h"
 #include "strata/base/thread_pool.h"
-#include "strata/format/message_text.h"
-#include "strata/format/shard_plan.h"
-#include "strata/format/weight_map_json.h"
+#include "strata/format/json.h"
+#include "strata/format/safetensors.h"
+#include "strata/format/sharded_writer.h"
+#include "strata/io/file.h"
+#include "strata/io/pending_range.h"
 
 namespace strata::format {
+namespace {
+
 namespace fs = std::filesystem;
 
-namespace {
+constexpr Bytes kIndexBytesMax = 100'000'000_B;
+
+struct WeightFiles {
+  struct Entry {
+    std::string tensor;
+    std::size_t file = 0;  // of `files`
+  };
+  std::vector<std::string> files;  // names, each once, in order
+  std::vector<Entry> tensors;      // each once, in the order of their names
+};
+
+constexpr JsonSubject kIndex{"an index of a checkpoint", "is not valid JSON", "index"};
+
+std::string read_text(const std::string& path) {
+  const io::File file(path, io::File::Mode::kRead);
+  const Bytes bytes = file.size();
+  if (bytes > kIndexBytesMax) {
+    throw FormatError(
+        fmt::format("an index of a checkpoint is larger than any may be: path={} found={} max={}",
+                    path, bytes.value, kIndexBytesMax.value));
+  }
+  std::string text(bytes.size(), '\0');
+  io::read_fully(file, Bytes(0), std::as_writable_bytes(std::span(text)));
+  return text;
+}
+
+bool stays_in_folder(const std::string& file) {
+  if (file.empty() || file.find('\0') != std::string::npos) return false;
+  const std::filesystem::path path(file);
+  if (path.is_absolute() || !path.has_filename()) return false;
+  for (const auto& component : path) {
+    if (component == ".." || component == ".") return false;
+  }
+  return true;
+}
+
+[[noreturn]] void fail_without_map(const std::string& path) {
+  throw FormatError(
+      fmt::format("an index of a checkpoint has no object 'weight_map' that names each tensor's "
+                  "file: path={}",
+                  path));
+}
+
+// Takes the map out of the text while it is read: with tens of thousands of tensors a tree, and a
+// set of its keys, would take longer than all headers of the files.
+WeightFiles take_map(std::string_view text, const std::string& path) {
+  WeightFiles files;
+  std::map<std::string, std::size_t> number_of_file;  // in the order of their first tensors
+  JsonPlace file_of_tensor{.what = "a file"};
+  file_of_tensor.text = [&](const std::string& file) {
+    WeightFiles::Entry& entry = files.tensors.back();
+    const auto [known, is_new] = number_of_file.emplace(file, number_of_file.size());
+    if (is_new && !stays_in_folder(file)) {
+      throw FormatError(fmt::format(
+          "an index of a checkpoint names a file outside of its folder: path={} tensor={} file={}",
+          path, in_quotes(entry.tensor), in_quotes(file)));
+    }
+    entry.file = known->second;
+  };
+  file_of_tensor.other = [&](std::string_view kind) {
+    throw FormatError(
+        fmt::format("an index of a checkpoint names no file for a tensor: path={} tensor={} "
+                    "wanted=a string found={}",
+                    path, in_quotes(files.tensors.back().tensor), kind));
+  };
+  bool found = false;
+  JsonPlace map{.what = "an object"};
+  map.member = [&](std::string& tensor) -> const JsonPlace& {
+    files.tensors.push_back({std::move(tensor)});
+    return file_of_tensor;
+  };
+  map.end = [&] { found = true; };
+  map.other = JsonReader::kSkipped.other;
+  JsonPlace top = JsonReader::kSkipped;
+  top.member = [&](const std::string& key) -> const JsonPlace& {
+    return key == "weight_map" ? map : JsonReader::kSkipped;
+  };
+  JsonReader reader(text, path, kIndex);
+  reader.read(top);
+  if (!found) fail_without_map(path);
+  if (files.tensors.empty()) {
+    throw FormatError(fmt::format(
+        "an index of a checkpoint is empty: its 'weight_map' names no tensor: path={}", path));
+  }
+  if (!std::ranges::is_sorted(files.tensors, {}, &WeightFiles::Entry::tensor))
+    std::ranges::sort(files.tensors, {}, &WeightFiles::Entry::tensor);
+  const auto twice = std::ranges::adjacent_find(files.tensors, {}, &WeightFiles::Entry::tensor);
+  if (twice != files.tensors.end()) reader.fail_twice(twice->tensor);
+  std::vector<std::size_t> place(number_of_file.size());
+  for (const auto& [file, number] : number_of_file) {
+    place[number] = files.files.size();
+    files.files.push_back(file);
+  }
+  for (WeightFiles::Entry& entry : files.tensors) entry.file = place[entry.file];
+  return files;
+}
+
+SafetensorsHeader read_header(const io::File& file) {
+  const Bytes file_bytes = file.size();
+  std::array<std::byte, kHeaderLengthBytes.size()> start{};
+  const std::span<std::byte> there =
+      std::span(start).first(std::min(start.size(), file_bytes.size()));
+  io::read_fully(file, Bytes(0), there);
+  std::string json(safetensors_header_bytes(there, file_bytes, file.path()).size(), '\0');
+  io::read_fully(file, kHeaderLengthBytes, std::as_writable_bytes(std::span(json)));
+  return parse_safetensors_header(json, file_bytes, file.path());
+}
 
 // Headers that one rank reads at once: every rank of a host reads all of them.
 constexpr unsigned kReadersMax = 8;
@@ -28,7 +143,45 @@ bool is_there(const std::string& path) {
   return fs::status(path, error).type() != fs::file_type::not_found;
 }
 
+constexpr Bytes kPiece = 1_MiB;
+
+const CheckpointTensor& find_or_throw(const CheckpointIndex& checkpoint, std::string_view name) {
+  const CheckpointTensor* tensor = checkpoint.find(name);
+  if (tensor == nullptr) {
+    throw FormatError(fmt::format("{}: there is no tensor {}", checkpoint.path(), in_quotes(name)));
+  }
+  return *tensor;
+}
+
+// Reads model.safetensors.index.json: the name of the file that holds each tensor. Bounded and
+// checked: the file's size, the kinds of its values, keys that are there twice, names of files that
+// lead out of the folder.
+WeightFiles read_weight_map_json(const std::string& path) {
+  const std::string text = read_text(path);
+  return take_map(text, path);
+}
+
 }  // namespace
+
+SafetensorsFile::SafetensorsFile(std::string path)
+    : file_(std::move(path), io::File::Mode::kRead),
+      header_(read_header(file_)),
+      by_name_(header_.tensors.size()) {
+  std::iota(by_name_.begin(), by_name_.end(), std::size_t{0});
+  const auto before = [this](std::size_t a, std::size_t b) {
+    return header_.tensors[a].name < header_.tensors[b].name;
+  };
+  if (!std::is_sorted(by_name_.begin(), by_name_.end(), before))
+    std::sort(by_name_.begin(), by_name_.end(), before);
+}
+
+const TensorInfo* SafetensorsFile::find(std::string_view name) const {
+  const auto found = std::lower_bound(
+      by_name_.begin(), by_name_.end(), name,
+      [this](std::size_t i, std::string_view wanted) { return header_.tensors[i].name < wanted; });
+  if (found == by_name_.end() || header_.tensors[*found].name != name) return nullptr;
+  return &header_.tensors[*found];
+}
 
 CheckpointIndex::CheckpointIndex(const std::string& path) : path_(path) {
   std::error_code error;
@@ -144,6 +297,26 @@ const CheckpointTensor* CheckpointIndex::find(std::string_view name) const {
       [this](std::size_t i, std::string_view wanted) { return tensors_[i].info.name < wanted; });
   if (found == by_name_.end() || tensors_[*found].info.name != name) return nullptr;
   return &tensors_[*found];
+}
+
+bool same_tensor(const CheckpointIndex& checkpoint, std::string_view one, std::string_view other) {
+  const CheckpointTensor& a = find_or_throw(checkpoint, one);
+  const CheckpointTensor& b = find_or_throw(checkpoint, other);
+  if (a.info.dtype != b.info.dtype || a.info.shape != b.info.shape) return false;
+  std::vector<std::byte> first(std::min(kPiece, a.info.bytes).size());
+  std::vector<std::byte> second(first.size());
+  for (Bytes at; at < a.info.bytes; at += kPiece) {
+    const std::size_t count = std::min(kPiece, a.info.bytes - at).size();
+    io::read_fully(checkpoint.files()[a.file].file(), a.info.offset + at,
+                   std::span(first).first(count));
+    io::read_fully(checkpoint.files()[b.file].file(), b.info.offset + at,
+                   std::span(second).first(count));
+    if (!std::equal(first.begin(), first.begin() + static_cast<std::ptrdiff_t>(count),
+                    second.begin())) {
+      return false;
+    }
+  }
+  return true;
 }
 
 }  // namespace strata::format

@@ -12,9 +12,33 @@
 #include <string_view>
 #include <vector>
 
-#include "strata/format/safetensors_file.h"
+#include "strata/base/units.h"
+#include "strata/format/safetensors.h"
+#include "strata/io/file.h"
 
 namespace strata::format {
+
+// A safetensors file opened for reading: its header is read and checked at once; callers read its
+// data at TensorInfo::offset, through an IoEngine or io::read_fully. Threads:
+// immutable after construction; safe everywhere. Ownership: holds the open file. Errors: IoError if
+// it cannot be read, FormatError if its header lies.
+
+class SafetensorsFile {
+ public:
+  explicit SafetensorsFile(std::string path);
+
+  const io::File& file() const { return file_; }
+  const std::string& path() const { return file_.path(); }
+  const std::vector<TensorInfo>& tensors() const { return header_.tensors; }  // by offset
+  const Metadata& metadata() const { return header_.metadata; }
+  // Null if there is none of that name. Valid as long as this object, also after a move of it.
+  const TensorInfo* find(std::string_view name) const;
+
+ private:
+  io::File file_;
+  SafetensorsHeader header_;
+  std::vector<std::size_t> by_name_;  // indices of tensors, in the order of their names
+};
 
 // A tensor of a checkpoint: what its file says of it, and which of the checkpoint's files that is.
 struct CheckpointTensor {
@@ -46,5 +70,12 @@ class CheckpointIndex {
   std::vector<CheckpointTensor> tensors_;
   std::vector<std::size_t> by_name_;  // indices of tensors_, in the order of their names
 };
+
+// Whether two tensors of a checkpoint hold the same bytes, which decides whether parameters that a
+// model may tie are one or two. Reads pieces of bounded size on the calling thread. Safe
+// everywhere. Errors: FormatError for a name that is not there; IoError.
+
+// False, without reading, where dtype or shape differ.
+bool same_tensor(const CheckpointIndex& checkpoint, std::string_view one, std::string_view other);
 
 }  // namespace strata::format

@@ -1,16 +1,247 @@
 #include "strata/format/manifest.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <set>
+#include <span>
+#include <string>
+#include <system_error>
 #include <utility>
 
 #include "strata/base/error.h"
-#include "strata/format/inside_folder.h"
-#include "strata/format/manifest_check.h"
-#include "strata/format/message_text.h"
+#include "strata/format/json.h"
+#include "strata/format/safetensors.h"
 #include "strata/io/file.h"
 #include "strata/io/pending_range.h"
 
 namespace strata::format {
+namespace {
+
+[[noreturn]] void fail(std::string_view path, const std::string& what) {
+  throw FormatError(
+      fmt::format("the manifest of a checkpoint is damaged: {}: path={}", what, path));
+}
+
+void check_names(const Manifest& manifest, std::string_view path) {
+  std::set<std::string_view> kinds;
+  for (const std::string& kind : manifest.kinds) {
+    if (kind.empty() || !kinds.insert(kind).second)
+      fail(path, fmt::format("the kind {} is empty or there twice", in_quotes(kind)));
+  }
+  if (manifest.kinds.empty() || manifest.kinds.front() != kValue)
+    fail(path, "its first kind is not 'value'");
+  std::set<std::pair<TensorRole, std::string_view>> names;
+  for (const ManifestTensor& tensor : manifest.tensors) {
+    if (!names.emplace(tensor.role, tensor.name).second)
+      fail(path, fmt::format("tensor {} is there twice", in_quotes(tensor.name)));
+    if (!checked_numel(tensor.shape))
+      fail(path, fmt::format("tensor {} has no possible shape", in_quotes(tensor.name)));
+  }
+  std::set<std::string_view> files;
+  for (const ManifestFile& file : manifest.files) {
+    if (!is_plain_file_name(file.name) || !files.insert(file.name).second)
+      fail(path, fmt::format("file {} lies outside of the folder or is there twice",
+                             in_quotes(file.name)));
+    if (!file.checksums.fits(file.bytes))
+      fail(path, fmt::format("file {} of {} bytes has {} checksums of {} bytes each",
+                             in_quotes(file.name), file.bytes.value, file.checksums.sums().size(),
+                             file.checksums.block().value));
+  }
+}
+
+void check_extent(const Manifest& manifest, const ManifestRange& extent, std::string_view path) {
+  if (extent.tensor >= manifest.tensors.size() || extent.kind >= manifest.kinds.size() ||
+      extent.file >= manifest.files.size()) {
+    fail(path, "an extent is of a tensor, kind or file that is not there");
+  }
+  const ManifestTensor& tensor = manifest.tensors[extent.tensor];
+  const ManifestFile& file = manifest.files[extent.file];
+  const Numel numel = *checked_numel(tensor.shape);
+  const bool within_tensor =
+      extent.begin.value >= 0 && extent.begin < extent.end && extent.end <= numel;
+  if (!within_tensor)
+    fail(path,
+         fmt::format("elements [{}, {}) of tensor {} are not among its {}", extent.begin.value,
+                     extent.end.value, in_quotes(tensor.name), numel.value));
+  const auto bytes = checked_bytes(extent.end - extent.begin, extent.dtype);
+  if (!bytes || extent.offset.value < 0 || *bytes > file.bytes ||
+      extent.offset > file.bytes - *bytes || extent.offset % size_of(extent.dtype) != Bytes()) {
+    fail(path, fmt::format("elements [{}, {}) of tensor {} at {} do not fit file {} of {} bytes",
+                           extent.begin.value, extent.end.value, in_quotes(tensor.name),
+                           extent.offset.value, in_quotes(file.name), file.bytes.value));
+  }
+}
+
+// One behind the other in a file, and one behind the other in a tensor.
+void check_cover(const Manifest& manifest, std::string_view path) {
+  std::map<std::pair<std::size_t, std::size_t>, std::vector<std::pair<Numel, Numel>>> parts;
+  const ManifestRange* before = nullptr;
+  for (const ManifestRange& extent : manifest.extents) {
+    if (before != nullptr && before->file == extent.file &&
+        before->offset + bytes_of(before->end - before->begin, before->dtype) > extent.offset) {
+      fail(path, fmt::format("extents overlap in file {} at {}",
+                             in_quotes(manifest.files[extent.file].name), extent.offset.value));
+    }
+    if (before != nullptr && before->file > extent.file) fail(path, "extents are not in order");
+    parts[{extent.tensor, extent.kind}].emplace_back(extent.begin, extent.end);
+    before = &extent;
+  }
+  for (std::size_t t = 0; t < manifest.tensors.size(); ++t) {
+    if (checked_numel(manifest.tensors[t].shape)->value > 0 && !parts.contains({t, 0}))
+      fail(path, fmt::format("tensor {} has no values", in_quotes(manifest.tensors[t].name)));
+  }
+  for (auto& [key, ranges] : parts) {
+    const ManifestTensor& tensor = manifest.tensors[key.first];
+    std::ranges::sort(ranges);
+    Numel at;
+    for (const auto& [begin, end] : ranges) {
+      if (begin != at)
+        fail(path, fmt::format("tensor {} ({}) has elements twice or a hole at {}",
+                               in_quotes(tensor.name), manifest.kinds[key.second],
+                               std::min(begin, at).value));
+      at = end;
+    }
+    if (at != *checked_numel(tensor.shape))
+      fail(path, fmt::format("tensor {} ({}) ends at element {}", in_quotes(tensor.name),
+                             manifest.kinds[key.second], at.value));
+  }
+}
+
+// Checks the rules of a manifest (manifest.h), for any JSON.
+void check_manifest(const Manifest& manifest, std::string_view path) {
+  if (manifest.world_size < 1 || manifest.stage < 0 || manifest.stage > 3)
+    fail(path, fmt::format("a world size of {} at stage {}", manifest.world_size, manifest.stage));
+  check_names(manifest, path);
+  for (const ManifestRange& extent : manifest.extents) check_extent(manifest, extent, path);
+  check_cover(manifest, path);
+}
+
+// The manifest as JSON. Tensors' extents are rows of numbers, since there are many of them.
+
+using Json = nlohmann::json;
+
+constexpr const char* kFormat = "strata-checkpoint";
+
+Json tensor_json(const ManifestTensor& tensor) {
+  Json json = {{"name", tensor.name},
+               {"role", name_of(tensor.role)},
+               {"shape", tensor.shape},
+               {"dtype", safetensors_name_of(tensor.dtype)},
+               {"trainable", tensor.trainable}};
+  if (!tensor.aliases.empty()) json["aliases"] = tensor.aliases;
+  return json;
+}
+
+Json file_json(const ManifestFile& file) {
+  return {{"name", file.name},
+          {"bytes", file.bytes.value},
+          {"block_bytes", file.checksums.block().value},
+          {"xxh3", sums_text(file.checksums.sums())}};
+}
+
+std::string checksum_of_text(const Json& manifest) {
+  const std::string text = manifest.dump();
+  return checksum_text(checksum_of(std::as_bytes(std::span(text))));
+}
+
+constexpr int kNestingMax = 256;
+
+JsonMembers members_of(const Json& json, const char* where, std::string_view path) {
+  return {json, fmt::format("the manifest of a checkpoint is damaged: {}", where), path};
+}
+
+ManifestTensor tensor_from(const Json& json, std::string_view path) {
+  const JsonMembers reader = members_of(json, "a tensor", path);
+  ManifestTensor tensor;
+  tensor.name = reader.text("name");
+  const std::string role = reader.text("role");
+  const auto roles = {TensorRole::kParameter, TensorRole::kBuffer, TensorRole::kRankBuffer,
+                      TensorRole::kClient};
+  const auto found = std::ranges::find(roles, role, [](TensorRole r) { return name_of(r); });
+  if (found == roles.end()) reader.fail("has an unknown role");
+  tensor.role = *found;
+  for (const Json& size : reader.array("shape"))
+    tensor.shape.push_back(reader.as_number(size, "shape"));
+  tensor.dtype = reader.dtype(reader.member("dtype"));
+  tensor.trainable = reader.flag("trainable");
+  if (json.contains("aliases")) tensor.aliases = reader.texts("aliases");
+  return tensor;
+}
+
+ManifestFile file_from(const Json& json, std::string_view path) {
+  const JsonMembers reader = members_of(json, "a file", path);
+  std::vector<std::uint64_t> sums;
+  if (!parse_sums(reader.text("xxh3"), sums)) reader.fail("has no hexadecimal digits as 'xxh3'");
+  return {reader.text("name"), Bytes(reader.number("bytes")),
+          BlockChecksums(Bytes(reader.number("block_bytes")), std::move(sums))};
+}
+
+ManifestRange extent_from(const Json& row, const JsonMembers& reader) {
+  constexpr std::size_t kColumns = 7;
+  if (!row.is_array() || row.size() != kColumns) reader.fail("has an extent that is no row of 7");
+  const auto number = [&](std::size_t i) { return reader.as_number(row[i], "extents"); };
+  const auto index = [&](std::size_t i) { return static_cast<std::size_t>(number(i)); };
+  return {index(0),         index(1),         reader.dtype(row[2]), index(3),
+          Bytes(number(4)), Numel(number(5)), Numel(number(6))};
+}
+
+// Before anything else of it is believed.
+Json checked_json(std::string_view text, std::string_view path) {
+  Json json = parse_json_tree(text, kNestingMax, [&] {
+    throw FormatError(
+        fmt::format("the manifest of a checkpoint is damaged: its lists and objects nest deeper "
+                    "than {}: path={}",
+                    kNestingMax, path));
+  });
+  if (json.is_discarded() || !json.is_object()) {
+    throw FormatError(
+        fmt::format("the manifest of a checkpoint is not valid JSON (cut off, or not written by "
+                    "Strata): path={}",
+                    path));
+  }
+  const JsonMembers reader = members_of(json, "it", path);
+  if (reader.text("format") != kFormat) reader.fail("is of another format");
+  const std::int64_t version = reader.number("version");
+  if (version != Manifest::kVersion) {
+    throw FormatError(
+        fmt::format("a checkpoint was written by another version of Strata: wanted format version "
+                    "{}, found {}; "
+                    "load it with the version that 'written_by' names: path={}",
+                    Manifest::kVersion, version, path));
+  }
+  const std::string checksum = reader.text("checksum");
+  json.erase("checksum");
+  if (checksum_of_text(json) != checksum) {
+    throw FormatError(fmt::format(
+        "the manifest of a checkpoint is not what was written (its checksum differs): path={}",
+        path));
+  }
+  return json;
+}
+
+Json files_json(std::span<const ManifestFile> files) {
+  Json list = Json::array();
+  for (const ManifestFile& file : files) list.push_back(file_json(file));
+  return list;
+}
+
+Json extents_json(std::span<const ManifestRange> extents) {
+  Json list = Json::array();
+  for (const ManifestRange& e : extents) {
+    list.push_back(Json::array({e.tensor, e.kind, safetensors_name_of(e.dtype), e.file,
+                                e.offset.value, e.begin.value, e.end.value}));
+  }
+  return list;
+}
+
+}  // namespace
 
 std::string_view name_of(TensorRole role) {
   switch (role) {
@@ -66,6 +297,77 @@ Manifest read_manifest(const std::string& folder) {
   std::string text(bytes.size(), '\0');
   io::read_fully(file, Bytes(0), std::as_writable_bytes(std::span(text)));
   return parse_manifest(text, path);
+}
+
+void require_inside(const std::string& folder, const std::string& path) {
+  namespace fs = std::filesystem;
+  std::error_code error;
+  const fs::path file = fs::canonical(path, error);
+  const fs::path home = error ? fs::path() : fs::canonical(folder, error);
+  if (error || file.parent_path() == home) return;
+  throw FormatError(
+      fmt::format("a file of a checkpoint is a link that leads out of its folder; copy it there if "
+                  "it belongs to it: path={} leads to={}",
+                  path, file.string()));
+}
+
+std::string to_text(const RankManifest& part) {
+  return Json{{"files", files_json(part.files)}, {"extents", extents_json(part.extents)}}.dump();
+}
+
+RankManifest parse_manifest_part(std::string_view text) {
+  const Json json = Json::parse(text);
+  const JsonMembers reader = members_of(json, "a rank's part", "");
+  RankManifest part;
+  for (const Json& entry : reader.array("files")) part.files.push_back(file_from(entry, ""));
+  for (const Json& row : reader.array("extents")) part.extents.push_back(extent_from(row, reader));
+  return part;
+}
+
+std::string to_text(const Manifest& manifest) {
+  Json training = parse_json_tree(manifest.training, kNestingMax - 1, [] {
+    throw UsageError(fmt::format(
+        "what a checkpoint saves of the training nests deeper than {} lists and objects; flatten "
+        "the state that the script gives",
+        kNestingMax));
+  });
+  if (training.is_discarded()) training = Json::parse(manifest.training);  // says why it is no JSON
+  Json json = {{"format", kFormat},
+               {"version", Manifest::kVersion},
+               {"tag", manifest.tag},
+               {"world_size", manifest.world_size},
+               {"stage", manifest.stage},
+               {"training", std::move(training)},
+               {"kinds", manifest.kinds},
+               {"tensors", Json::array()},
+               {"files", files_json(manifest.files)},
+               {"extents", extents_json(manifest.extents)}};
+  for (const ManifestTensor& tensor : manifest.tensors)
+    json["tensors"].push_back(tensor_json(tensor));
+  json["checksum"] = checksum_of_text(json);
+  return json.dump() + "\n";
+}
+
+Manifest parse_manifest(std::string_view text, std::string_view path) {
+  const Json json = checked_json(text, path);
+  const JsonMembers reader = members_of(json, "it", path);
+  Manifest manifest;
+  manifest.tag = reader.text("tag");
+  const auto small = [&](const char* name) {
+    return static_cast<int>(std::clamp<std::int64_t>(reader.number(name), -1, INT32_MAX));
+  };
+  manifest.world_size = small("world_size");
+  manifest.stage = small("stage");
+  const JsonMembers training = members_of(reader.member("training"), "'training'", path);
+  manifest.training = reader.member("training").dump();
+  manifest.kinds = reader.texts("kinds");
+  for (const Json& entry : reader.array("tensors"))
+    manifest.tensors.push_back(tensor_from(entry, path));
+  for (const Json& entry : reader.array("files")) manifest.files.push_back(file_from(entry, path));
+  for (const Json& row : reader.array("extents"))
+    manifest.extents.push_back(extent_from(row, reader));
+  check_manifest(manifest, path);
+  return manifest;
 }
 
 }  // namespace strata::format

@@ -113,4 +113,12 @@ std::string owner_of_byte(const Manifest& manifest, std::size_t file, Bytes offs
 // most 200 bytes.
 bool is_plain_file_name(std::string_view name);
 
+// All files of a checkpoint lie in its own folder. A link out of it may lead to a file that another
+// program changes or removes, or that its reader should not see. Threads: safe everywhere. Errors:
+// FormatError with both paths.
+
+// Checks that the file at `path`, after all links, lies in `folder` itself. A missing file passes:
+// opening it fails.
+void require_inside(const std::string& folder, const std::string& path);
+
 }  // namespace strata::format

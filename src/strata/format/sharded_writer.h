@@ -9,15 +9,127 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
+#include <map>
 #include <memory>
+#include <optional>
+#include <set>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
-#include "strata/format/safetensors_writer.h"
-#include "strata/format/shard_plan.h"
+#include "strata/format/safetensors.h"
+#include "strata/io/io_engine.h"
 
 namespace strata::format {
+
+// Which parts of [0, size) have been claimed, when nothing may be claimed twice and in the end
+// everything must have been. Neighbouring parts are merged, so work in order costs constant memory.
+// Threads: one thread. Units: whatever the caller counts (bytes of a file, elements of a
+// parameter).
+
+struct Span1d {
+  std::int64_t begin = 0;
+  std::int64_t end = 0;
+  bool operator==(const Span1d&) const = default;
+};
+
+class RangeCover {
+ public:
+  explicit RangeCover(std::int64_t size) : size_(size) {}
+
+  // Claims the span (begin <= end, within the size). If a part of it was claimed before, claims
+  // nothing and returns the first such part.
+  std::optional<Span1d> claim(Span1d span);
+  // The first part that was not claimed.
+  std::optional<Span1d> first_gap() const;
+  bool complete() const { return claimed_ == size_; }
+  std::int64_t claimed() const { return claimed_; }
+  std::int64_t size() const { return size_; }
+
+ private:
+  std::int64_t size_;
+  std::int64_t claimed_ = 0;
+  std::map<std::int64_t, std::int64_t> parts_;  // begin to end; never touching
+};
+
+// Writes a safetensors file in pieces: all tensors are declared first, then byte ranges of them
+// come in any order. The file is written beside its final name and takes that name only when every
+// byte has been written exactly once and has reached the disk; whatever stops before that leaves no
+// trace. Threads: write() is internally synchronised, its Transfers belong to one thread each; the
+// rest belongs to one thread. Ownership: borrows the engine, and the source of a write until its
+// Transfer is waited for; a Transfer may outlive the writer. Errors: UsageError for ranges that do
+// not fit, overlap, or are missing at the end; IoError from the disk, also for a failed write whose
+// Transfer was dropped.
+
+class SafetensorsWriter {
+ public:
+  // Takes the whole space and writes the header.
+  SafetensorsWriter(std::string path, std::span<const TensorSpec> tensors, const Metadata& metadata,
+                    io::IoEngine& engine);
+  ~SafetensorsWriter();
+  SafetensorsWriter(SafetensorsWriter&&) noexcept;
+  SafetensorsWriter& operator=(SafetensorsWriter&&) noexcept;
+
+  const std::string& path() const;
+  // As declared, now with their places in the file.
+  const std::vector<TensorInfo>& tensors() const;
+  // Bytes [offset, offset + source.size()) of a tensor, by its place in the list declared.
+  std::unique_ptr<io::Transfer> write(std::size_t tensor, Bytes offset,
+                                      std::span<const std::byte> source);
+
+  // Checks that every byte was written and brings the file to disk, not yet under its name. All
+  // Transfers must have been waited for or destroyed.
+  void seal();
+  // Gives the sealed file its name.
+  void publish();
+  void finish() {
+    seal();
+    publish();
+  }
+
+ private:
+  struct State;
+  class TrackedTransfer;
+  std::shared_ptr<State> state_;
+};
+
+// How a model's tensors are spread over files of a checkpoint folder: in their order, a new file
+// whenever the next tensor would make the present one larger than allowed; a tensor larger than
+// that has a file of its own. Names are those that Hugging Face readers look for. Pure; safe
+// everywhere.
+
+inline constexpr const char* kSingleFileName = "model.safetensors";
+inline constexpr const char* kIndexFileName = "model.safetensors.index.json";
+
+struct ShardPlan {
+  std::vector<std::string> files;  // one: model.safetensors, or model-00001-of-0000N...
+  std::vector<std::vector<std::size_t>> tensors;  // by file: indices into the list planned for
+  Bytes total;                                    // of data
+
+  bool sharded() const { return files.size() > 1; }
+};
+
+// UsageError if the limit is not positive or a tensor's size overflows.
+ShardPlan plan_shards(std::span<const TensorSpec> tensors, Bytes shard_max);
+
+// Is it a name of one of any number of shards, of safetensors or of torch.save?
+bool is_shard_name(std::string_view file_name);
+
+// Weights of a model that an earlier save left in a folder, in every form that readers look for:
+// safetensors and files of torch.save, in one file or in shards with an index; also the temporary
+// files of killed saves. A reader takes one form and never looks at the others, so it may load an
+// older save that a new one leaves in place. Threads: any. Errors: IoError.
+
+inline constexpr std::string_view kSinglePickleName = "pytorch_model.bin";  // of torch.save
+
+// Whether a reader may take a file of this name for a model's weights or their index.
+bool is_weights_name(std::string_view file_name);
+
+// Removes all such files of `folder` but `ours`. Indexes go first, so that none refers to what is
+// gone.
+void remove_other_weights(const std::string& folder, const std::set<std::string>& ours);
 
 struct ShardedWriterOptions {
   Bytes shard_max = 5'000'000'000_B;

@@ -5,7 +5,7 @@
 #include <unordered_map>
 
 #include "strata/base/error.h"
-#include "strata/format/message_text.h"
+#include "strata/format/safetensors.h"
 
 namespace strata::format {
 namespace {

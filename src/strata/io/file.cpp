@@ -1,10 +1,18 @@
 #include "strata/io/file.h"
 
 #include <fcntl.h>
+#include <sys/file.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <cstdint>
+#include <filesystem>
+#include <system_error>
 #include <utility>
 
 #include "strata/base/error.h"
@@ -61,6 +69,34 @@ FileDescriptor open_direct(int fd) {
   const int access = ::fcntl(fd, F_GETFL) & O_ACCMODE;
   return open_fully(fmt::format("/proc/self/fd/{}", fd), access | O_DIRECT, 0);
 }
+
+constexpr std::size_t kEvictable = 64;  // for other code that opens files meanwhile
+
+std::size_t open_descriptors() {
+  std::size_t count = 0;
+  std::error_code error;
+  for (std::filesystem::directory_iterator entry("/proc/self/fd", error), end;
+       !error && entry != end; entry.increment(error))
+    ++count;
+  return count;
+}
+
+// cachestat(2), Linux 6.5 and newer, has no wrapper in most C libraries. The number and the
+// structures are the same everywhere.
+constexpr long kCachestat = 451;
+
+struct CacheRange {
+  std::uint64_t offset;
+  std::uint64_t bytes;
+};
+
+struct CacheCounts {
+  std::uint64_t cached;
+  std::uint64_t dirty;
+  std::uint64_t writeback;
+  std::uint64_t evicted;
+  std::uint64_t recently_evicted;
+};
 
 }  // namespace
 
@@ -130,6 +166,54 @@ void File::sync() {
     const int code = errno;
     throw IoError(fmt::format("cannot bring a file to disk: path={} {}", path_, errno_text(code)));
   }
+}
+
+FileLock::FileLock(FileLock&& other) noexcept
+    : file_(std::move(other.file_)), owner_(std::exchange(other.owner_, 0)) {}
+
+FileLock& FileLock::operator=(FileLock&& other) noexcept {
+  std::swap(file_, other.file_);
+  std::swap(owner_, other.owner_);
+  return *this;
+}
+
+FileLock::Outcome FileLock::take() {
+  if (::flock(file_.get(), LOCK_EX | LOCK_NB) == 0) {
+    owner_ = ::getpid();
+    return Outcome::kTaken;
+  }
+  if (errno == EWOULDBLOCK) return Outcome::kHeldElsewhere;
+  const bool none = errno == ENOLCK || errno == ENOTSUP || errno == EINVAL;
+  return none ? Outcome::kNoLocks : Outcome::kFailed;
+}
+
+void FileLock::release() noexcept {
+  if (owner_ != 0 && owner_ == ::getpid()) ::flock(file_.get(), LOCK_UN);
+  owner_ = 0;
+}
+
+void allow_descriptors(std::size_t more) {
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_NOFILE, &limit) != 0) return;
+  const rlim_t wanted =
+      std::min(limit.rlim_max, static_cast<rlim_t>(open_descriptors() + more + kEvictable));
+  if (limit.rlim_cur >= wanted) return;
+  limit.rlim_cur = wanted;
+  ::setrlimit(RLIMIT_NOFILE, &limit);
+}
+
+std::optional<bool> in_page_cache(const File& file, Bytes offset) {
+  // First the one that only looks.
+  CacheRange range{static_cast<std::uint64_t>(offset.value), 1};
+  CacheCounts counts{};
+  if (::syscall(kCachestat, file.fd(), &range, &counts, 0U) == 0) return counts.cached > 0;
+  // Reads nothing that is not there, but may begin to fetch it.
+  std::byte byte{};
+  const iovec target{&byte, 1};
+  const ssize_t got = ::preadv2(file.fd(), &target, 1, offset.value, RWF_NOWAIT);
+  if (got > 0) return true;
+  if (got < 0 && errno == EAGAIN) return false;
+  return std::nullopt;
 }
 
 }  // namespace strata::io

@@ -6,7 +6,12 @@
 // errno's text.
 #pragma once
 
+#include <sys/types.h>
+
+#include <cstddef>
+#include <optional>
 #include <string>
+#include <utility>
 
 #include "strata/base/file_descriptor.h"
 #include "strata/base/units.h"
@@ -53,5 +58,49 @@ class File {
   FileDescriptor descriptor_;
   FileDescriptor direct_;  // invalid: none
 };
+
+// The lock of an open file (flock), held by the process that took it until this object ends. A
+// process that was forked meanwhile, such as a worker of a DataLoader, has the descriptor, too, and
+// the kernel keeps a lock as long as any process has it. So the owner unlocks it explicitly, and a
+// forked process never does, although it has a copy of this object. Threads: one. Ownership: owns
+// the descriptor. Errors: take() returns them.
+
+class FileLock {
+ public:
+  enum class Outcome { kTaken, kHeldElsewhere, kNoLocks, kFailed };
+
+  FileLock() = default;
+  // A lock of an open file; nothing is locked yet.
+  explicit FileLock(FileDescriptor file) : file_(std::move(file)) {}
+  FileLock(FileLock&& other) noexcept;
+  FileLock& operator=(FileLock&& other) noexcept;
+  ~FileLock() { release(); }
+
+  // Never waits. kNoLocks: the file system has no locks; kFailed: errno has the reason.
+  Outcome take();
+  const FileDescriptor& file() const { return file_; }
+
+ private:
+  void release() noexcept;
+
+  FileDescriptor file_;
+  pid_t owner_ = 0;  // the process that holds the lock; 0: no process
+};
+
+// The number of files that a process may have open at once. Systems set a low soft limit for the
+// sake of programs that use select(); any process may raise its own up to the hard limit. Threads:
+// safe everywhere; the limit is the process's, and is only ever raised. Errors: none; if the hard
+// limit is too low, opening a file fails and reports that.
+
+// Raises the soft limit until `more` descriptors fit beside the open ones, or up to the hard limit.
+void allow_descriptors(std::size_t more);
+
+// Whether bytes of a file are in the system's page cache, which decides how fast a buffered read of
+// them is. Threads: safe everywhere. Errors: none; systems and file systems that do not report it
+// are no error.
+
+// Whether the page at `offset` is in the cache; absent if that is unknown. This does not use
+// mincore(2), which calls all pages of other users' files resident.
+std::optional<bool> in_page_cache(const File& file, Bytes offset);
 
 }  // namespace strata::io

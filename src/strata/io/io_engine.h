@@ -1,5 +1,5 @@
 // Seam: positional reads and writes. Implementations: uring_engine (io_uring), thread_engine
-// (pread/pwrite on a pool); engine_choice.h makes the better one that the system allows.
+// (pread/pwrite on a pool); make_io_engine() makes the better one that the system allows.
 //
 // A transfer is complete or it failed. The engine continues short transfers and retries EINTR;
 // wait() throws every other error as IoError (path, offset, wanted, got, errno). Reading past the
@@ -77,5 +77,29 @@ class IoEngine {
     return std::make_unique<MemoryRegistration>("this engine has no use for it");
   }
 };
+
+// Makes the engine that the system allows: io_uring, or threads where the kernel refuses it, as the
+// seccomp profiles of many containers do. UsageError for impossible options; a refusal is no error.
+enum class EngineKind { kAuto, kUring, kThreads };
+
+// "auto", "io_uring", "threads"; absent for any other name.
+std::optional<EngineKind> engine_kind_from(std::string_view name);
+
+struct EngineOptions {
+  EngineKind kind = EngineKind::kAuto;
+  Bytes piece = 1_MiB;  // of one request
+  int depth = 32;       // requests under way, of io_uring
+  int threads = 4;      // requests under way, of threads
+};
+
+struct ChosenEngine {
+  std::unique_ptr<IoEngine> engine;
+  // The reason for an engine without io_uring, to be logged once; empty: it has io_uring, or
+  // threads were asked for.
+  std::string refused;
+};
+
+// IoError if io_uring was asked for by name and the system refuses it.
+ChosenEngine make_io_engine(const EngineOptions& options = {});
 
 }  // namespace strata::io

@@ -20,7 +20,7 @@
 
 #include "strata/base/error.h"
 #include "strata/io/file.h"
-#include "strata/io/system_calls.h"
+#include "strata/io/pending_range.h"
 
 namespace strata::io {
 

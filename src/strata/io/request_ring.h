@@ -1,15 +1,18 @@
 // Seam: a queue of requests to read and write, and their results, like io_uring's: requests are
 // pushed, submitted to the system together, and end in any order. It judges no result; the engine
-// does (pending_range.h). Implementations: KernelRing; tests have one that misbehaves. Threads:
-// only the engine's calls it, except wake(), which any thread may call. Ownership: borrows the
-// memory and the descriptors of requests until they have ended, and registered memory. Errors:
+// does (pending_range.h). Implementations: make_kernel_ring(); tests have one that misbehaves.
+// Threads: only the engine's calls it, except wake(), which any thread may call. Ownership: borrows
+// the memory and the descriptors of requests until they have ended, and registered memory. Errors:
 // results of requests; begin() and wait() throw IoError if the system does not serve the queue (any
 // more), and then only withdraw() and the destructor may be called.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
+#include <memory>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "strata/base/units.h"
@@ -52,6 +55,44 @@ class RequestRing {
   virtual int register_region(int region, std::span<std::byte> memory) = 0;
   virtual void unregister_region(int region) = 0;
   virtual int regions_max() const = 0;
+};
+
+// A ring on the kernel's io_uring, through liburing. One thread alone queues requests, submits
+// them and reaps their results, so the kernel needs no lock and interrupts no other thread
+// (SINGLE_ISSUER, DEFER_TASKRUN, where it has them). A request that may block goes to a thread of
+// the kernel's at once. wake() writes to an eventfd that a request always reads, so waiting is one
+// system call. Files are not registered: that would only save counting their users, which takes
+// nanoseconds of a request that moves a MiB. Threads, ownership: as for RequestRing. Errors: also
+// IoError here where the kernel refuses io_uring, with the likely reason.
+// At most `depth` requests are under way at once.
+std::unique_ptr<RequestRing> make_kernel_ring(int depth);
+
+// The memory that an engine has registered with its ring: spans, cut into regions of the size that
+// a ring takes. Finds the region in which a request lies. Threads: one, the ring's. Ownership:
+// borrows the ring and the memory. Errors: texts, since transfers work with unregistered memory,
+// too.
+
+class RegisteredRegions {
+ public:
+  explicit RegisteredRegions(RequestRing& ring);
+
+  // Returns the reason why the memory is not registered; empty: it is.
+  std::string add(std::span<std::byte> memory);
+  // Unregisters memory that add() has registered.
+  void remove(std::span<std::byte> memory);
+  // The region that holds all of these bytes; -1: there is none.
+  int find(const std::byte* memory, std::size_t bytes) const;
+
+ private:
+  struct Region {
+    std::uintptr_t end;
+    int number;
+  };
+  bool overlaps(std::span<const std::byte> memory) const;
+
+  RequestRing& ring_;
+  std::vector<int> free_;
+  std::map<std::uintptr_t, Region> by_begin_;
 };
 
 }  // namespace strata::io

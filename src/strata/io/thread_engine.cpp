@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "strata/base/error.h"
-#include "strata/io/transfer_job.h"
+#include "strata/io/pending_range.h"
 
 namespace strata::io {
 

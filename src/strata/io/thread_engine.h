@@ -8,7 +8,7 @@
 #include <memory>
 
 #include "strata/io/io_engine.h"
-#include "strata/io/system_calls.h"
+#include "strata/io/pending_range.h"
 
 namespace strata::io {
 

@@ -12,9 +12,8 @@
 #include <vector>
 
 #include "strata/base/error.h"
-#include "strata/io/kernel_ring.h"
-#include "strata/io/registered_regions.h"
-#include "strata/io/transfer_job.h"
+#include "strata/io/request_ring.h"
+#include "strata/io/thread_engine.h"
 
 namespace strata::io {
 namespace {
@@ -238,7 +237,7 @@ class UringEngine::Registration final : public MemoryRegistration {
 };
 
 UringEngine::UringEngine(const UringEngineOptions& options)
-    : UringEngine(options, [](int depth) { return std::make_unique<KernelRing>(depth); }) {}
+    : UringEngine(options, make_kernel_ring) {}
 
 UringEngine::UringEngine(const UringEngineOptions& options, const RingMaker& make_ring)
     : options_(checked(options)),
@@ -270,6 +269,34 @@ std::unique_ptr<MemoryRegistration> UringEngine::register_memory(std::span<std::
   if (!done) refused = "the kernel no longer serves the queue";
   if (!refused.empty()) return std::make_unique<MemoryRegistration>(std::move(refused));
   return std::make_unique<Registration>(core_, memory);
+}
+
+std::optional<EngineKind> engine_kind_from(std::string_view name) {
+  if (name == "auto") return EngineKind::kAuto;
+  if (name == "io_uring") return EngineKind::kUring;
+  if (name == "threads") return EngineKind::kThreads;
+  return std::nullopt;
+}
+
+ChosenEngine make_io_engine(const EngineOptions& options) {
+  return make_io_engine(options, make_kernel_ring);
+}
+
+ChosenEngine make_io_engine(const EngineOptions& options, const RingMaker& make_ring) {
+  ChosenEngine chosen;
+  if (options.kind != EngineKind::kThreads) {
+    const UringEngineOptions uring{.piece = options.piece, .depth = options.depth};
+    try {
+      chosen.engine = std::make_unique<UringEngine>(uring, make_ring);
+      return chosen;
+    } catch (const IoError& error) {
+      if (options.kind == EngineKind::kUring) throw;
+      chosen.refused = error.what();
+    }
+  }
+  chosen.engine = std::make_unique<ThreadEngine>(
+      ThreadEngineOptions{.threads = options.threads, .piece = options.piece});
+  return chosen;
 }
 
 }  // namespace strata::io

@@ -11,7 +11,7 @@
 // `queue_max` wait to be begun; the next read() or write() blocks until one is. Failures are
 // reported as TransferJob describes. If the kernel stops serving the queue, every transfer fails
 // with that error. Threads, ownership, errors: as for IoEngine; IoError from the constructor where
-// the kernel refuses io_uring (engine_choice.h takes threads then).
+// the kernel refuses io_uring (make_io_engine() takes threads then).
 #pragma once
 
 #include <functional>
@@ -56,5 +56,8 @@ class UringEngine final : public IoEngine {
   UringEngineOptions options_;
   std::shared_ptr<Core> core_;
 };
+
+// make_io_engine() with a RingMaker that replaces the kernel's ring.
+ChosenEngine make_io_engine(const EngineOptions& options, const RingMaker& make_ring);
 
 }  // namespace strata::io

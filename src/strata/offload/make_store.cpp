@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "strata/base/error.h"
-#include "strata/io/engine_choice.h"
+#include "strata/io/io_engine.h"
 #include "strata/offload/memory_store.h"
 #include "strata/offload/nvme_store.h"
 #include "strata/offload/swap_folder.h"

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "strata/device/device.h"
-#include "strata/io/engine_choice.h"
+#include "strata/io/io_engine.h"
 #include "strata/offload/state_store.h"
 
 namespace strata::offload {

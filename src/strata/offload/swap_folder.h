@@ -12,7 +12,7 @@
 #include <string>
 #include <string_view>
 
-#include "strata/io/file_lock.h"
+#include "strata/io/file.h"
 
 namespace strata::offload {
 

@@ -17,7 +17,7 @@
 #include "strata/engine/checkpoint/shard_states.h"
 #include "strata/engine/engine.h"
 #include "strata/format/manifest.h"
-#include "strata/format/safetensors_writer.h"
+#include "strata/format/sharded_writer.h"
 #include "strata/format/weight_map.h"
 #include "strata/io/thread_engine.h"
 #include "strata/offload/memory_store.h"

@@ -63,9 +63,9 @@ class Job {
 
  private:
   std::string look_at_newest() {
-    const auto tag = format::latest_tag(folder_.path());
+    const auto tag = checkpoint::latest_tag(folder_.path());
     if (!tag) return "no latest";
-    const auto path = format::find_checkpoint(folder_.path(), *tag);
+    const auto path = checkpoint::find_checkpoint(folder_.path(), *tag);
     if (!path) return "latest names nothing: " + *tag;
     std::string found;
     const auto outcomes = testing::on_ranks(1, [&](const auto& ranks) {

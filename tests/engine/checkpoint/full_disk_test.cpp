@@ -99,7 +99,7 @@ class FullDisk : public ::testing::TestWithParam<SavingWay> {
       ranks->barrier();
     });
     EXPECT_THAT(outcomes, Each(""));
-    EXPECT_EQ(format::latest_tag(folder_.path()), "before");
+    EXPECT_EQ(checkpoint::latest_tag(folder_.path()), "before");
     EXPECT_THAT(folder_.names(), UnorderedElementsAre(".strata.lock", "before", "latest"));
     return messages;
   }

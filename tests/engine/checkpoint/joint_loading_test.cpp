@@ -1,5 +1,3 @@
-#include "strata/engine/checkpoint/joint_loading.h"
-
 #include <gmock/gmock.h>
 
 #include <algorithm>
@@ -9,6 +7,7 @@
 #include "engine/checkpoint/checkpoint_model.h"
 #include "io/temporary_folder.h"
 #include "strata/base/error.h"
+#include "strata/engine/checkpoint/weight_loader.h"
 
 namespace strata::engine {
 namespace {

@@ -64,7 +64,7 @@ TEST_P(AcrossJobs, EveryBitArrives) {
                                   save(rank, request_for(folder.path(), "step1"));
                                 }),
               Each(""));
-  EXPECT_EQ(format::latest_tag(folder.path()), "step1");
+  EXPECT_EQ(checkpoint::latest_tag(folder.path()), "step1");
   EXPECT_THAT(testing::on_ranks(loaded.world,
                                 [&](const auto& ranks) {
                                   TrainedRank rank(ranks, dtype, loaded.stage);
@@ -239,8 +239,8 @@ TEST(TrainingCheckpoint, ATagIsReplacedWholeAndOldOnesGo) {
     ranks->barrier();
   });
   EXPECT_THAT(outcomes, Each(""));
-  EXPECT_THAT(format::whole_checkpoints(folder.path()), ElementsAre("c", "d"));
-  EXPECT_EQ(format::latest_tag(folder.path()), "d");
+  EXPECT_THAT(checkpoint::whole_checkpoints(folder.path()), ElementsAre("c", "d"));
+  EXPECT_EQ(checkpoint::latest_tag(folder.path()), "d");
   EXPECT_THAT(folder.names(), ::testing::UnorderedElementsAre(".strata.lock", "c", "d", "latest"));
 }
 
@@ -268,7 +268,7 @@ TEST(TrainingCheckpoint, ATagStaysInItsFolder) {
 TEST(TrainingCheckpoint, ASecondJobThatSavesMeanwhileIsTold) {
   const testing::TemporaryFolder folder;
   io::KernelFolderCalls calls;
-  const format::NewCheckpoint first(folder.path(), "first", calls);
+  const checkpoint::NewCheckpoint first(folder.path(), "first", calls);
   const auto outcomes = testing::on_ranks(2, [&](const auto& ranks) {
     TrainedRank rank(ranks, DType::kFloat32, 3);
     save(rank, request_for(folder.path(), "second"));

@@ -1,11 +1,10 @@
-#include "strata/engine/checkpoint/weight_replay.h"
-
 #include <gmock/gmock.h>
 
 #include <tuple>
 
 #include "engine/checkpoint/checkpoint_model.h"
 #include "strata/base/error.h"
+#include "strata/engine/checkpoint/weight_loader.h"
 
 namespace strata::engine {
 namespace {

@@ -132,6 +132,21 @@ SavedShards plan_saved_shards(Engine& engine, const ShardStates& states,
   return saved;
 }
 
+SavedShards plan_together(Engine& engine, const ShardStates& states, const SavedContent& content) {
+  // A rank whose shards hold nothing of a parameter does not know what is kept of it.
+  std::string mine;
+  for (const std::string& kind : kinds_of(engine, states, content)) mine += kind + "\n";
+  std::vector<std::string> kinds;
+  for (const std::string& text : engine.collectives().all_gather_text(mine)) {
+    for (std::size_t at = 0; at < text.size();) {
+      const std::size_t end = text.find('\n', at);
+      kinds.push_back(text.substr(at, end - at));
+      at = end + 1;
+    }
+  }
+  return plan_saved_shards(engine, states, content, kinds);
+}
+
 std::vector<const checkpoint::FileLayout*> SavedShards::layouts() const {
   std::vector<const checkpoint::FileLayout*> all;
   for (const ShardFile& file : files) all.push_back(&file.layout);

@@ -82,6 +82,9 @@ SavedShards plan_saved_shards(Engine& engine, const ShardStates& states,
                               const SavedContent& content,
                               std::span<const std::string> kinds_of_all);
 
+// Collective: the same, with the kinds of all ranks, in one order.
+SavedShards plan_together(Engine& engine, const ShardStates& states, const SavedContent& content);
+
 // The kinds that this rank saves: those of the engine's optimizer and of the content's states.
 std::vector<std::string> kinds_of(Engine& engine, const ShardStates& states,
                                   const SavedContent& content);

@@ -8,11 +8,12 @@
 #include <filesystem>
 #include <future>
 #include <optional>
+#include <type_traits>
 
 #include "strata/base/error.h"
 #include "strata/checkpoint/writer.h"
 #include "strata/engine/unit/agreement.h"
-#include "strata/format/message_text.h"
+#include "strata/format/safetensors.h"
 
 namespace strata::engine {
 namespace {
@@ -36,22 +37,6 @@ void agree_on_tag(comm::Collectives& collectives, const std::string& tag) {
   }
 }
 
-// Collective: every rank has the same kinds, in one order.
-SavedShards plan_together(Engine& engine, const ShardStates& states, const SavedContent& content) {
-  // A rank whose shards hold nothing of a parameter does not know what is kept of it.
-  std::string mine;
-  for (const std::string& kind : kinds_of(engine, states, content)) mine += kind + "\n";
-  std::vector<std::string> kinds;
-  for (const std::string& text : engine.collectives().all_gather_text(mine)) {
-    for (std::size_t at = 0; at < text.size();) {
-      const std::size_t end = text.find('\n', at);
-      kinds.push_back(text.substr(at, end - at));
-      at = end + 1;
-    }
-  }
-  return plan_saved_shards(engine, states, content, kinds);
-}
-
 // Collective: IoError on every rank where the files of all are more than the folder's disk has
 // free.
 void require_room(comm::Collectives& collectives, const SavedShards& saved,
@@ -72,79 +57,6 @@ void require_room(comm::Collectives& collectives, const SavedShards& saved,
   });
 }
 
-// The state of a save from its first step to its last.
-struct SaveJob {
-  SaveRequest request;
-  SavedShards saved;
-  std::string folder;                               // of the checkpoint to be
-  std::optional<format::NewCheckpoint> checkpoint;  // of rank 0
-  std::size_t rank = 0;
-  std::size_t ranks = 1;
-  int stage = 0;
-};
-
-// Collective: what must hold before anything is written, and the plan of the files.
-void begin_save(SaveJob& job, Engine& engine, ShardStates& states, const SaveRequest& request,
-                io::FolderCalls& calls) {
-  comm::Collectives& collectives = engine.collectives();
-  agree_on_tag(collectives, request.tag);
-  agree_after(collectives, kSavingTraining, [&] {
-    engine.require_intact_weights();
-    engine.parking().require_all("saving a checkpoint");
-    format::require_tag(request.tag);
-    if (collectives.rank() == 0) job.checkpoint.emplace(request.folder, request.tag, calls);
-  });
-  job.request = request;
-  job.rank = static_cast<std::size_t>(collectives.rank());
-  job.ranks = static_cast<std::size_t>(collectives.world_size());
-  job.stage = engine.options().stage;
-  job.folder = collectives.all_gather_text(job.checkpoint ? job.checkpoint->staging() : "").front();
-  job.saved = plan_together(engine, states, request.content);
-  require_room(collectives, job.saved, job.folder, calls);
-}
-
-std::string part_path(const SaveJob& job, std::size_t rank) {
-  return fmt::format("{}/.part-{}", job.folder, rank);
-}
-
-// This rank's files are written: adds rank 0's texts, and tells rank 0, which looks for a file
-// that is complete under its name.
-void tell_part(SaveJob& job, checkpoint::FileWriter& writer, io::IoEngine& io,
-               io::FolderCalls& calls) {
-  if (job.checkpoint) {
-    for (const auto& [name, text] : job.request.texts) job.checkpoint->write_text(name, text, io);
-  }
-  const std::string path = part_path(job, job.rank);
-  {
-    const std::string text = to_text(writer.finish(job.saved.kinds));
-    io::File file = calls.create(path + ".new");
-    io.write(file, Bytes(), std::as_bytes(std::span(text)))->wait();
-  }
-  calls.rename(path + ".new", path);
-}
-
-// On rank 0. `wait`: called while a part is not there; throws where it will not come.
-void publish(SaveJob& job, io::IoEngine& io, io::FolderCalls& calls,
-             const std::function<void()>& wait) {
-  format::Manifest manifest;
-  manifest.tag = job.request.tag;
-  manifest.world_size = static_cast<int>(job.ranks);
-  manifest.stage = job.stage;
-  manifest.training = job.request.training;
-  manifest.kinds = std::move(job.saved.kinds);
-  manifest.tensors = std::move(job.saved.tensors);
-  for (std::size_t rank = 0; rank < job.ranks; ++rank) {
-    const std::string path = part_path(job, rank);
-    while (!std::filesystem::exists(path)) wait();
-    const io::File file(path, io::File::Mode::kRead);
-    std::string text(file.size().size(), '\0');
-    io.read(file, Bytes(), std::as_writable_bytes(std::span(text)))->wait();
-    append(manifest, format::parse_manifest_part(text));
-  }
-  for (std::size_t rank = 0; rank < job.ranks; ++rank) calls.remove_tree(part_path(job, rank));
-  job.checkpoint->publish(manifest, job.request.publish, io);
-}
-
 // A file that the copy holds already.
 class ImageSource final : public checkpoint::WholeFile {
  public:
@@ -154,8 +66,8 @@ class ImageSource final : public checkpoint::WholeFile {
   }
 };
 
-Bytes room_of(const ShardFile& file) {
-  return align_up(file.layout.bytes(), 4_KiB);
+std::string_view saving(bool at_once) {
+  return at_once ? kSavingTraining : kSavingAsync;
 }
 
 bool is_usable(comm::Collectives& collectives) {
@@ -169,45 +81,52 @@ bool is_usable(comm::Collectives& collectives) {
 
 }  // namespace
 
-void save_training(Engine& engine, const SaveRequest& request, io::IoEngine& io,
-                   io::FolderCalls& calls, const checkpoint::RingOptions& staging) {
-  comm::Collectives& collectives = engine.collectives();
-  engine.finish_step();  // what it has left to say is better said before a checkpoint
-  SaveJob job;
-  ShardStates states(engine);
-  begin_save(job, engine, states, request, calls);
-  const std::vector<const checkpoint::FileLayout*> layouts = job.saved.layouts();
-  std::optional<checkpoint::FileWriter> writer;
-  agree_after(collectives, kSavingTraining,
-              [&] { writer.emplace(job.folder, layouts, io, calls); });
-  agree_after(collectives, kSavingTraining, [&] {
-    if (!layouts.empty()) {
-      checkpoint::TransferRing ring(
-          {staging.buffers, checkpoint::blocks_of(staging.buffer_bytes, layouts)}, engine.device());
-      for (const ShardFile& file : job.saved.files) {
-        ShardFileSource source(file, states, engine.device(), ring.buffer_bytes());
-        writer->write(source, ring);
-      }
-    }
-    tell_part(job, *writer, io, calls);
-  });
-  agree_after(collectives, kSavingTraining, [&] {
-    if (job.checkpoint)
-      publish(job, io, calls, [] { throw IoError("another rank has not written its part"); });
-  });
-}
+// A save from its first step to its last.
+struct AsyncSaver::Job {
+  Job(Engine& engine, ShardStates& states, const SaveRequest& request, io::FolderCalls& calls);
+  std::string part_path(std::size_t of_rank) const {
+    return fmt::format("{}/.part-{}", folder, of_rank);
+  }
 
-struct AsyncSaver::Job : SaveJob {
-  std::vector<std::span<std::byte>> images;  // of the files
+  SaveRequest request;
+  SavedShards saved;
+  std::string folder;                                   // of the checkpoint to be
+  std::optional<checkpoint::NewCheckpoint> checkpoint;  // of rank 0
+  std::size_t rank = 0;
+  std::size_t ranks = 1;
+  int stage = 0;
+  std::optional<checkpoint::FileWriter> writer;
+  std::vector<std::span<std::byte>> images;  // copies of the files
   std::promise<void> written;                // this rank's files
   std::promise<void> published;              // of rank 0
   std::atomic<bool> ended = false;           // the writing of these files
   std::atomic<bool> give_up = false;         // a rank has failed
 };
 
+// Collective: what must hold before anything is written, and the plan of the files.
+AsyncSaver::Job::Job(Engine& engine, ShardStates& states, const SaveRequest& the_request,
+                     io::FolderCalls& calls)
+    : request(the_request) {
+  comm::Collectives& collectives = engine.collectives();
+  agree_on_tag(collectives, request.tag);
+  agree_after(collectives, kSavingTraining, [&] {
+    engine.require_intact_weights();
+    engine.parking().require_all("saving a checkpoint");
+    checkpoint::require_tag(request.tag);
+    if (collectives.rank() == 0) checkpoint.emplace(request.folder, request.tag, calls);
+  });
+  rank = static_cast<std::size_t>(collectives.rank());
+  ranks = static_cast<std::size_t>(collectives.world_size());
+  stage = engine.options().stage;
+  folder = collectives.all_gather_text(checkpoint ? checkpoint->staging() : "").front();
+  saved = plan_together(engine, states, request.content);
+  require_room(collectives, saved, folder, calls);
+}
+
 AsyncSaver::AsyncSaver(Engine& engine, std::shared_ptr<io::IoEngine> io,
-                       std::shared_ptr<io::FolderCalls> calls)
-    : engine_(engine), io_(std::move(io)), calls_(std::move(calls)) {}
+                       std::shared_ptr<io::FolderCalls> calls,
+                       std::optional<checkpoint::RingOptions> staging)
+    : engine_(engine), io_(std::move(io)), calls_(std::move(calls)), staging_(staging) {}
 
 AsyncSaver::~AsyncSaver() {
   if (!writer_.joinable()) return;
@@ -226,7 +145,7 @@ Bytes copied_bytes(Engine& engine, Bytes more) {
   const std::vector<std::string> kinds = kinds_of(engine, states, {});
   Bytes bytes = more;
   for (const ShardFile& file : plan_saved_shards(engine, states, {}, kinds).files)
-    bytes += room_of(file);
+    bytes += align_up(file.layout.bytes(), 4_KiB);
   return align_up(bytes, kCopyGranule);
 }
 
@@ -240,21 +159,26 @@ void AsyncSaver::expect(Bytes more) {
 void AsyncSaver::start(const SaveRequest& request) {
   wait();
   engine_.finish_step();  // what it has left to say is better said before a checkpoint
-  auto job = std::make_unique<Job>();
-  {
-    ShardStates states(engine_);
-    begin_save(*job, engine_, states, request, *calls_);
-    agree_after(engine_.collectives(), kSavingAsync, [&] { copy_shards(*job, states); });
-  }
-  job->request.content = {};  // what it refers to is copied
-  job_ = std::move(job);
+  ShardStates states(engine_);
+  auto made = std::make_unique<Job>(engine_, states, request, *calls_);
+  Job& job = *made;
+  agree_after(engine_.collectives(), saving(staging_.has_value()), [&] {
+    if (!staging_) return copy_shards(job, states);
+    job.writer.emplace(job.folder, job.saved.layouts(), *io_, *calls_);
+  });
+  if (staging_) write_files(job, &states);
+  job.request.content = {};  // what it refers to is copied, or written
+  job_ = std::move(made);
   pending_ = true;
-  writer_ = std::thread([this] { write_and_publish(*job_); });
+  writer_ = std::thread([this, &job] {
+    if (!staging_) write_files(job, nullptr);
+    if (job.rank == 0) publish(job);
+  });
 }
 
 void AsyncSaver::copy_shards(Job& job, ShardStates& states) {
   Bytes bytes;
-  for (const ShardFile& file : job.saved.files) bytes += room_of(file);
+  for (const ShardFile& file : job.saved.files) bytes += align_up(file.layout.bytes(), 4_KiB);
   device::Device& device = engine_.device();
   if (bytes.value > 0 && (copy_ == nullptr || Bytes(copy_->bytes().size()) < bytes)) {
     const bool first = copy_ == nullptr;
@@ -272,32 +196,73 @@ void AsyncSaver::copy_shards(Job& job, ShardStates& states) {
     checkpoint::Discard sink;
     copy(source, sink, ring);
     job.images.push_back(image);
-    at += room_of(file);
+    at += align_up(file.layout.bytes(), 4_KiB);
   }
 }
 
-void AsyncSaver::write_and_publish(Job& job) {
+// `states`: null: the copy has the bytes.
+void AsyncSaver::write_files(Job& job, ShardStates* states) {
   try {
     const std::vector<const checkpoint::FileLayout*> layouts = job.saved.layouts();
-    const Bytes piece = checkpoint::blocks_of(kImagePiece, layouts);
-    checkpoint::FileWriter writer(job.folder, layouts, *io_, *calls_);
-    for (const std::span<std::byte> image : job.images) {
-      checkpoint::TransferRing ring(image, piece);
-      ImageSource source(Bytes(image.size()), piece);
-      writer.write(source, ring);
+    if (!job.writer) job.writer.emplace(job.folder, layouts, *io_, *calls_);
+    if (states == nullptr) {
+      const Bytes piece = checkpoint::blocks_of(kImagePiece, layouts);
+      for (const std::span<std::byte> image : job.images) {
+        checkpoint::TransferRing ring(image, piece);
+        ImageSource source(Bytes(image.size()), piece);
+        job.writer->write(source, ring);
+      }
+    } else if (!layouts.empty()) {
+      checkpoint::TransferRing ring(
+          {staging_->buffers, checkpoint::blocks_of(staging_->buffer_bytes, layouts)},
+          engine_.device());
+      for (const ShardFile& file : job.saved.files) {
+        ShardFileSource source(file, *states, engine_.device(), ring.buffer_bytes());
+        job.writer->write(source, ring);
+      }
     }
-    tell_part(job, writer, *io_, *calls_);
+    // Rank 0 looks for a file that is complete under its name.
+    if (job.checkpoint) {
+      for (const auto& [name, text] : job.request.texts)
+        job.checkpoint->write_text(name, text, *io_);
+    }
+    const std::string path = job.part_path(job.rank);
+    {
+      const std::string text = to_text(job.writer->finish(job.saved.kinds));
+      io::File file = calls_->create(path + ".new");
+      io_->write(file, Bytes(), std::as_bytes(std::span(text)))->wait();
+    }
+    calls_->rename(path + ".new", path);
     job.written.set_value();
   } catch (...) {
     job.written.set_exception(std::current_exception());
   }
   job.ended = true;
-  if (job.rank != 0) return;
+}
+
+// On rank 0, when the parts of all ranks are there.
+void AsyncSaver::publish(Job& job) {
   try {
-    publish(job, *io_, *calls_, [&] {
-      if (job.give_up) throw IoError("another rank has not written its part");
-      std::this_thread::sleep_for(kLook);
-    });
+    format::Manifest manifest;
+    manifest.tag = job.request.tag;
+    manifest.world_size = static_cast<int>(job.ranks);
+    manifest.stage = job.stage;
+    manifest.training = job.request.training;
+    manifest.kinds = std::move(job.saved.kinds);
+    manifest.tensors = std::move(job.saved.tensors);
+    for (std::size_t rank = 0; rank < job.ranks; ++rank) {
+      const std::string path = job.part_path(rank);
+      while (!std::filesystem::exists(path)) {
+        if (job.give_up) throw IoError("another rank has not written its part");
+        std::this_thread::sleep_for(kLook);
+      }
+      const io::File file(path, io::File::Mode::kRead);
+      std::string text(file.size().size(), '\0');
+      io_->read(file, Bytes(), std::as_writable_bytes(std::span(text)))->wait();
+      append(manifest, format::parse_manifest_part(text));
+    }
+    for (std::size_t rank = 0; rank < job.ranks; ++rank) calls_->remove_tree(job.part_path(rank));
+    job.checkpoint->publish(manifest, job.request.publish, *io_);
     job.published.set_value();
   } catch (...) {
     job.published.set_exception(std::current_exception());
@@ -318,7 +283,7 @@ void AsyncSaver::wait() {
     mine = failure_of(std::current_exception());
   }
   try {
-    agree_on_outcome(engine_.collectives(), kSavingAsync, mine);
+    agree_on_outcome(engine_.collectives(), saving(staging_.has_value()), mine);
   } catch (const Error&) {
     job_->give_up = true;
     writer_.join();
@@ -327,9 +292,20 @@ void AsyncSaver::wait() {
   }
   writer_.join();
   const std::unique_ptr<Job> job = std::move(job_);
-  agree_after(engine_.collectives(), kSavingAsync, [&] {
+  agree_after(engine_.collectives(), saving(staging_.has_value()), [&] {
     if (job->rank == 0) job->published.get_future().get();
   });
+}
+
+void save_training(Engine& engine, const SaveRequest& request, io::IoEngine& io,
+                   io::FolderCalls& calls, const checkpoint::RingOptions& staging) {
+  const auto borrowed = [](auto& object) {
+    return std::shared_ptr<std::remove_reference_t<decltype(object)>>(std::shared_ptr<void>(),
+                                                                      &object);
+  };
+  AsyncSaver saver(engine, borrowed(io), borrowed(calls), staging);
+  saver.start(request);
+  saver.wait();
 }
 
 }  // namespace strata::engine

@@ -1,9 +1,9 @@
 // Saves checkpoints that training goes on from, on all ranks at once: each writes its own shards,
-// and rank 0 publishes them under one manifest (format/checkpoint_folder.h) when all are on disk.
-// save_training() does that while training waits. An AsyncSaver copies this rank's shards to the
-// host, and a thread writes them while the next steps run: the same bytes by the same writer. Ranks
-// tell rank 0 what they have written by small files in the checkpoint's own folder, since
-// collectives belong to training.
+// and rank 0 publishes them under one manifest (checkpoint/folder.h) when all are on disk. An
+// AsyncSaver copies this rank's shards to the host, and a thread writes them while the next steps
+// run. save_training() is such a save without the copy, drained: the engine's thread writes,
+// through a ring. Ranks tell rank 0 what they have written by small files in the checkpoint's own
+// folder, since collectives belong to training.
 //
 // Threads: the calls belong to the engine's thread; AsyncSaver's writer is a thread of its own.
 // Memory: one TransferRing, or the copy. Errors, on every rank alike: UsageError for a tag that is
@@ -15,15 +15,16 @@
 
 #include <atomic>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "strata/checkpoint/folder.h"
 #include "strata/checkpoint/ring.h"
 #include "strata/engine/checkpoint/saved_shards.h"
 #include "strata/engine/engine.h"
-#include "strata/format/checkpoint_folder.h"
 #include "strata/io/folder_calls.h"
 #include "strata/io/io_engine.h"
 
@@ -36,7 +37,7 @@ struct SaveRequest {
   std::string training = "{}";
   SavedContent content;
   std::vector<std::pair<std::string, std::string>> texts;  // small files beside it: name, content
-  format::NewCheckpointOptions publish;
+  checkpoint::NewCheckpointOptions publish;
 };
 
 // Collective.
@@ -51,8 +52,10 @@ class AsyncSaver {
  public:
   // Borrows the engine, whose device outlives it. `io` and `calls` are used by the writer. Owns the
   // copy, pinned host memory of the size of this rank's files, which stays for the next save.
+  // `staging`: start() makes no copy, and writes the files itself through such a ring.
   AsyncSaver(Engine& engine, std::shared_ptr<io::IoEngine> io,
-             std::shared_ptr<io::FolderCalls> calls);
+             std::shared_ptr<io::FolderCalls> calls,
+             std::optional<checkpoint::RingOptions> staging = std::nullopt);
   // Waits for this rank's files, and on rank 0 for the others' as long as they still come: up to a
   // minute, so a caller that holds a lock of its program (Python's) gives it up meanwhile.
   ~AsyncSaver();
@@ -75,12 +78,14 @@ class AsyncSaver {
  private:
   struct Job;
   void copy_shards(Job& job, ShardStates& states);
-  void write_and_publish(Job& job);
+  void write_files(Job& job, ShardStates* states);
+  void publish(Job& job);
 
   Engine& engine_;
   std::shared_ptr<io::IoEngine> io_;
   std::shared_ptr<io::FolderCalls> calls_;
-  Bytes expected_;  // of the copy
+  std::optional<checkpoint::RingOptions> staging_;  // nullopt: a copy is made, and written later
+  Bytes expected_;                                  // of the copy
   std::unique_ptr<device::HostMemory> copy_;
   bool pending_ = false;
   std::unique_ptr<Job> job_;

@@ -1,7 +1,7 @@
 // Loads weights from a checkpoint, or from what is read like one: each rank reads the ranges of the
 // files that its own shards hold, in the order of the files, and casts them where the dtypes
-// differ; through the page cache or past it, whichever is faster here (checkpoint/read_choice.h).
-// Not a collective, that choice included; engine/checkpoint/joint_loading.h is what all ranks do
+// differ; through the page cache or past it, whichever is faster here (checkpoint/reader.h).
+// Not a collective, that choice included; load_weights_together() below is what all ranks do
 // together. Threads: the engine's. Memory: a TransferRing, whatever the model's size, its own or
 // one that is lent, and a few words a range.
 // Errors: IoError (the shards hold a mixture then: load again or give the engine up), UsageError
@@ -14,11 +14,13 @@
 #include <string>
 #include <vector>
 
+#include "strata/base/thread_pool.h"
 #include "strata/checkpoint/pipeline.h"
 #include "strata/checkpoint/reader.h"
 #include "strata/engine/engine.h"
 #include "strata/format/weight_map.h"
 #include "strata/io/io_engine.h"
+#include "strata/kernels/recipe.h"
 
 namespace strata::engine {
 
@@ -90,5 +92,45 @@ LoadedBytes load_weights(Engine& engine, const LoadSource& source,
 // The same into another sink; the source's `params` are not looked at.
 LoadedBytes load_values(Engine& engine, const LoadSource& source, ValueSink& sink,
                         const checkpoint::SyncPoints* sync_points = nullptr);
+
+// Loading a checkpoint on all ranks at once. Units that stay whole are gathered while the files are
+// still read: a few places of the files, the same on every rank, are sync points. There the ranks
+// begin to gather the units that all of them have read their parts of, over the link between
+// devices, which reading leaves idle. Collective; outcomes are agreed on (engine/unit/agreement.h).
+// Threads: the engine's. Errors: those of load_weights(), on every rank, of the first rank that had
+// one; UsageError where a rank has a sharded unit in use: nothing is stored then; CommError.
+
+// A sync point, and the units that lie in the files before it and not before the one before.
+struct GatherPoint {
+  format::FileOffset place;
+  std::vector<int> units;
+};
+
+// In the order of places, of at least `enough` bytes of whole units each. Units of which the map
+// does not have every parameter are in none, nor are the last ones: nothing would be read beside
+// them. Pure, the same on every rank.
+std::vector<GatherPoint> plan_gather_points(const Weights& weights, const format::WeightMap& map,
+                                            std::span<const int> params, Bytes enough);
+
+// Follow with Engine::weights_changed(), which gathers the rest; until then no rank stores to
+// the map's parameters. `enough`: of plan_gather_points(); nullopt: an eighth of the model.
+LoadedBytes load_weights_together(Engine& engine, const LoadSource& source,
+                                  std::optional<Bytes> enough = std::nullopt);
+
+// Values that are made where they are kept: recipes (kernels/recipe.h) are replayed piece by piece,
+// each rank what its shards hold, so that no parameter is ever whole anywhere. Two pieces of host
+// memory are all that this takes: one is filled while the device has the other.
+// Threads: the engine's, and those of the pool. Errors, on every rank: OutOfMemoryError for the
+// pieces or as the engine's memory grows; what the stores of offloaded weights throw; CommError.
+
+struct ParamRecipe {
+  int param = 0;
+  kernels::Recipe recipe;
+  DType dtype = DType::kFloat32;  // of the values, before they become weights
+};
+
+// Collective. Follow with Engine::weights_changed(). `piece`: of values, of one element at least.
+void replay_weights(Engine& engine, std::span<const ParamRecipe> recipes, Bytes piece,
+                    ThreadPool& threads);
 
 }  // namespace strata::engine

@@ -13,6 +13,47 @@ constexpr std::string_view kSaving = "saving the weights";
 
 }  // namespace
 
+class WeightSaver::TensorSource final : public checkpoint::Source {
+ public:
+  TensorSource(device::Device& device, Bytes buffer) : device_(device), buffer_(buffer) {}
+  void give(std::size_t tensor, Bytes offset, std::span<const std::byte> bytes) {
+    tensor_ = tensor;
+    offset_ = offset;
+    bytes_ = bytes;
+  }
+  bool next(checkpoint::Piece& piece) override {
+    piece.file = tensor_;
+    piece.offset = offset_;
+    piece.bytes = std::min(buffer_, Bytes(bytes_.size()));
+    return !bytes_.empty();
+  }
+  device::Stream* stream() override { return &device_.compute_stream(); }
+  std::unique_ptr<io::Transfer> fill(checkpoint::Piece& piece, std::span<std::byte>) override {
+    device_.copy(piece.content, bytes_.first(piece.content.size()), device_.compute_stream());
+    bytes_ = bytes_.subspan(piece.content.size());
+    offset_ += piece.bytes;
+    return nullptr;
+  }
+
+ private:
+  device::Device& device_;
+  Bytes buffer_;
+  std::size_t tensor_ = 0;
+  Bytes offset_;
+  std::span<const std::byte> bytes_;
+};
+
+class WeightSaver::TensorSink final : public checkpoint::Sink {
+ public:
+  explicit TensorSink(format::ShardedWriter& writer) : writer_(writer) {}
+  std::unique_ptr<io::Transfer> take(const checkpoint::Piece& piece) override {
+    return writer_.write(piece.file, piece.offset, piece.content);
+  }
+
+ private:
+  format::ShardedWriter& writer_;
+};
+
 WeightSaver::WeightSaver(Engine& engine, std::string folder, std::vector<SavedTensor> tensors,
                          io::IoEngine& io, const WeightSaverOptions& options)
     : engine_(engine),
@@ -42,6 +83,10 @@ WeightSaver::WeightSaver(Engine& engine, std::string folder, std::vector<SavedTe
     files.shard_max = options.shard_max;
     writer_.emplace(std::move(folder), std::move(specs), io_, files);
     ring_.emplace(options.staging, engine_.device());
+    source_ = std::make_unique<TensorSource>(engine_.device(), ring_->buffer_bytes());
+    sink_ = std::make_unique<TensorSink>(*writer_);
+    pipeline_.emplace(*source_, *sink_, *ring_,
+                      checkpoint::CopyOptions{.taking = ring_->size() / 2});
   });
 }
 
@@ -96,6 +141,15 @@ std::span<const std::byte> WeightSaver::gather(const Unit& unit) {
   return flat;
 }
 
+void WeightSaver::attempt(const std::function<void()>& step) {
+  if (!writes_ || failure_) return;
+  try {
+    step();
+  } catch (...) {
+    failure_ = std::current_exception();
+  }
+}
+
 void WeightSaver::write_pieces() {
   if (!gathers()) return;
   int unit = -1;
@@ -105,50 +159,35 @@ void WeightSaver::write_pieces() {
     // After a failure peers still take part in gathers that need them.
     if (failure_ && engine_.collectives().traits().one_sided) return;
     if (run.unit != unit) {
+      attempt([&] { pipeline_->take_all(); });  // the next gather writes the same memory
       flat = gather(source);
       unit = run.unit;
     }
-    if (!writes_ || failure_) continue;
-    try {
-      write_run(run, flat, source.layout.dtype());
-    } catch (...) {
-      failure_ = std::current_exception();
-    }
+    attempt([&] {
+      const DType dtype = source.layout.dtype();
+      source_->give(
+          run.tensor, bytes_of(run.tensor_begin, dtype),
+          flat.subspan(bytes_of(run.flat_begin, dtype).size(), bytes_of(run.numel, dtype).size()));
+      pipeline_->pump();
+    });
   }
-}
-
-void WeightSaver::write_run(const Run& run, std::span<const std::byte> flat, DType dtype) {
-  copy_out(run.tensor, bytes_of(run.tensor_begin, dtype),
-           flat.subspan(bytes_of(run.flat_begin, dtype).size(), bytes_of(run.numel, dtype).size()));
-}
-
-void WeightSaver::copy_out(std::size_t tensor, Bytes offset, std::span<const std::byte> source) {
-  for (std::size_t done = 0; done < source.size();) {
-    const std::size_t count = std::min(source.size() - done, ring_->buffer_bytes().size());
-    const std::size_t turn = ring_->next();
-    const auto buffer = ring_->buffer(turn).first(count);
-    engine_.device().copy(buffer, source.subspan(done, count), engine_.device().compute_stream());
-    engine_.device().compute_stream().synchronize();
-    ring_->started(turn, writer_->write(tensor, offset + Bytes(done), buffer));
-    done += count;
-  }
+  attempt([&] { pipeline_->take_all(); });
 }
 
 void WeightSaver::write(std::size_t tensor, std::span<const std::byte> bytes) {
-  if (!writes_ || failure_) return;
-  try {
+  attempt([&] {
     STRATA_ASSERT(tensor < tensors_.size() && tensors_[tensor].pieces.empty());
-    copy_out(tensor, Bytes(), bytes);
-  } catch (...) {
-    failure_ = std::current_exception();
-  }
+    source_->give(tensor, Bytes(), bytes);
+    pipeline_->pump();
+    pipeline_->take_all();
+  });
 }
 
 void WeightSaver::finish() {
   agree_after(engine_.collectives(), kSaving, [&] {
     if (failure_) std::rethrow_exception(failure_);
     if (!writes_) return;
-    ring_->drain();
+    pipeline_->drain();
     writer_->finish();
   });
 }

@@ -1,6 +1,6 @@
 // Saves the weights as a Hugging Face checkpoint folder while they stay sharded: one unit at a time
 // is gathered, and rank 0 writes it, in whatever order the units come, through a
-// checkpoint::TransferRing. Where gathers are one-sided only rank 0 gathers. Tensors of the
+// checkpoint::Pipeline. Where gathers are one-sided only rank 0 gathers. Tensors of the
 // checkpoint are made of runs of parameters (one usually; one an expert's slice of a fused weight),
 // or their bytes are given by write(). Until finish() has succeeded the folder keeps its earlier
 // checkpoint, and a saver that is destroyed before leaves no trace.
@@ -11,13 +11,14 @@
 #pragma once
 
 #include <exception>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
-#include "strata/checkpoint/ring.h"
+#include "strata/checkpoint/pipeline.h"
 #include "strata/engine/engine.h"
 #include "strata/format/sharded_writer.h"
 #include "strata/io/io_engine.h"
@@ -73,8 +74,12 @@ class WeightSaver {
   void plan_runs();
   bool gathers() const { return writes_ || !engine_.collectives().traits().one_sided; }
   std::span<const std::byte> gather(const Unit& unit);
-  void write_run(const Run& run, std::span<const std::byte> flat, DType dtype);
-  void copy_out(std::size_t tensor, Bytes offset, std::span<const std::byte> source);
+  // On rank 0, unless it has failed before. Keeps the error for finish().
+  void attempt(const std::function<void()>& step);
+
+  // Bytes of one tensor: copied on the compute stream.
+  class TensorSource;
+  class TensorSink;
 
   Engine& engine_;
   std::vector<SavedTensor> tensors_;
@@ -85,7 +90,10 @@ class WeightSaver {
   std::unique_ptr<device::Memory> gathered_;
   std::optional<format::ShardedWriter> writer_;
   std::optional<checkpoint::TransferRing> ring_;  // its transfers end before the writer does
-  std::exception_ptr failure_;                    // of rank 0, until everybody is told
+  std::unique_ptr<TensorSource> source_;
+  std::unique_ptr<TensorSink> sink_;
+  std::optional<checkpoint::Pipeline> pipeline_;
+  std::exception_ptr failure_;  // of rank 0, until everybody is told
 };
 
 }  // namespace strata::engine

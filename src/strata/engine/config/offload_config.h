@@ -8,7 +8,7 @@
 
 #include "strata/base/units.h"
 #include "strata/engine/config/placement.h"
-#include "strata/io/engine_choice.h"
+#include "strata/io/io_engine.h"
 #include "strata/memory/ledger.h"
 
 namespace strata::engine {

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "strata/base/units.h"
-#include "strata/checkpoint/read_choice.h"
+#include "strata/checkpoint/reader.h"
 #include "strata/device/device.h"
 
 namespace strata::engine {

@@ -8,7 +8,7 @@
 #include <optional>
 
 #include "strata/base/error.h"
-#include "strata/engine/checkpoint/joint_loading.h"
+#include "strata/engine/checkpoint/weight_loader.h"
 #include "strata/engine/checkpoint/weight_saver.h"
 #include "strata/engine/unit/agreement.h"
 #include "strata/io/thread_engine.h"

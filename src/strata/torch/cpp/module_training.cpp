@@ -8,11 +8,10 @@
 #include <nlohmann/json.hpp>
 
 #include "strata/base/error.h"
+#include "strata/checkpoint/folder.h"
 #include "strata/engine/checkpoint/training_loader.h"
-#include "strata/engine/checkpoint/training_progress.h"
 #include "strata/engine/checkpoint/training_saver.h"
 #include "strata/engine/unit/agreement.h"
-#include "strata/format/checkpoint_folder.h"
 #include "strata/io/thread_engine.h"
 #include "strata/torch/base/dtype.h"
 #include "strata/torch/base/host_threads.h"
@@ -147,9 +146,9 @@ std::optional<std::string> load_training_of(ShardedModel& model, const ::torch::
   comm::Collectives& collectives = engine.collectives();
   std::string found;
   engine::agree_after(collectives, kLoadingTrainer, [&] {
-    if (tag.empty()) tag = format::latest_tag(folder).value_or("");
+    if (tag.empty()) tag = checkpoint::latest_tag(folder).value_or("");
     if (tag.empty()) return;
-    const auto path = format::find_checkpoint(folder, tag);
+    const auto path = checkpoint::find_checkpoint(folder, tag);
     if (!path) {
       throw IoError(fmt::format("there is no whole checkpoint '{}' in '{}'", tag, folder));
     }

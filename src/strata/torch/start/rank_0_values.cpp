@@ -13,7 +13,7 @@
 
 #include "strata/base/error.h"
 #include "strata/comm/agreement.h"
-#include "strata/engine/checkpoint/joint_loading.h"
+#include "strata/engine/checkpoint/weight_loader.h"
 #include "strata/io/process_memory.h"
 #include "strata/io/thread_engine.h"
 #include "strata/memory/system_memory.h"

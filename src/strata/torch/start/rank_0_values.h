@@ -1,6 +1,6 @@
 // Reads rank 0's values if all ranks share its host: each rank reads its own part in rank 0's
 // memory. So rank 0's values win, ranks compare nothing, and no rank reads values that it does not
-// keep. Units that stay whole are gathered meanwhile (engine/checkpoint/joint_loading.h). Threads:
+// keep. Units that stay whole are gathered meanwhile (engine/checkpoint/weight_loader.h). Threads:
 // the engine's, and those that read. Ownership: borrows all.
 #pragma once
 

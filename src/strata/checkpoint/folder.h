@@ -21,11 +21,11 @@
 #include <vector>
 
 #include "strata/format/manifest.h"
-#include "strata/io/file_lock.h"
+#include "strata/io/file.h"
 #include "strata/io/folder_calls.h"
 #include "strata/io/io_engine.h"
 
-namespace strata::format {
+namespace strata::checkpoint {
 
 // A tag is a plain file name, so that it stays in its folder. UsageError.
 void require_tag(std::string_view tag);
@@ -40,6 +40,21 @@ std::optional<std::string> find_checkpoint(const std::string& folder, const std:
 
 // Tags of the checkpoints that have a manifest, the oldest first.
 std::vector<std::string> whole_checkpoints(const std::string& folder);
+
+struct ChosenCheckpoint {
+  std::string path;               // with the manifest
+  std::vector<std::string> tags;  // of whole checkpoints beside it, the oldest first; none where it
+                                  // was named itself
+  std::string latest;             // the tag that `latest` names; empty: there is no such file
+};
+
+// Whether the folder itself is a training checkpoint, whole or damaged.
+bool has_manifest(const std::string& folder);
+// Whether that, or a folder of training checkpoints, lies there.
+bool holds_checkpoints(const std::string& path);
+
+// Which one is meant; the one that `latest` names where it is a folder of several.
+ChosenCheckpoint choose_checkpoint(const std::string& path);
 
 struct NewCheckpointOptions {
   bool latest = true;  // `latest` names it afterwards
@@ -62,7 +77,8 @@ class NewCheckpoint {
   void write_text(const std::string& name, std::string_view text, io::IoEngine& io);
   // The files are on disk: writes the manifest and gives all files their names. An old checkpoint
   // that cannot be removed afterwards is no error: the next save tries again.
-  void publish(const Manifest& manifest, const NewCheckpointOptions& options, io::IoEngine& io);
+  void publish(const format::Manifest& manifest, const NewCheckpointOptions& options,
+               io::IoEngine& io);
 
  private:
   void lock();
@@ -81,4 +97,4 @@ class NewCheckpoint {
   std::string staging_;
 };
 
-}  // namespace strata::format
+}  // namespace strata::checkpoint

@@ -1,4 +1,4 @@
-#include "strata/format/checkpoint_folder.h"
+#include "strata/checkpoint/folder.h"
 
 #include <fcntl.h>
 #include <sys/stat.h>
@@ -12,14 +12,19 @@
 #include <utility>
 
 #include "strata/base/error.h"
-#include "strata/format/message_text.h"
-#include "strata/io/atomic_file.h"
+#include "strata/format/safetensors.h"
+#include "strata/io/folder_calls.h"
 #include "strata/io/pending_range.h"
 
-namespace strata::format {
+namespace strata::checkpoint {
 namespace {
 
 namespace fs = std::filesystem;
+
+using format::first_ten;
+using format::in_quotes;
+using format::is_plain_file_name;
+using format::kManifestName;
 
 constexpr std::string_view kLatest = "latest";
 constexpr std::string_view kLock = ".strata.lock";
@@ -40,7 +45,8 @@ bool is_own_folder(const std::string& path) {
   return fs::symlink_status(path, error).type() == fs::file_type::directory;
 }
 
-bool has_manifest(const std::string& path) {
+// Whether a folder is a checkpoint; a link to one is not.
+bool is_checkpoint(const std::string& path) {
   std::error_code error;
   return is_own_folder(path) &&
          fs::symlink_status(joined(path, kManifestName), error).type() == fs::file_type::regular;
@@ -62,7 +68,7 @@ void require_replaceable(const std::string& folder, const std::string& tag) {
   const std::string path = joined(folder, tag);
   std::error_code error;
   const bool taken = fs::exists(fs::symlink_status(path, error));
-  if (!taken || has_manifest(path)) return;
+  if (!taken || is_checkpoint(path)) return;
   throw UsageError(
       fmt::format("something else has the name of the checkpoint's folder, and saving would remove "
                   "it: it has no {}. Give another tag, or move it away: path={}",
@@ -117,7 +123,7 @@ std::optional<std::string> latest_tag(const std::string& folder) {
 std::optional<std::string> find_checkpoint(const std::string& folder, const std::string& tag) {
   require_tag(tag);
   for (std::string path : {joined(folder, tag), replaced_path(folder, tag)}) {
-    if (has_manifest(path)) return path;
+    if (is_checkpoint(path)) return path;
   }
   return std::nullopt;
 }
@@ -126,7 +132,7 @@ std::vector<std::string> whole_checkpoints(const std::string& folder) {
   std::vector<std::pair<fs::file_time_type, std::string>> found;
   for (std::string& name : names_in(folder)) {
     const std::string path = joined(folder, name);
-    if (!is_plain_file_name(name) || !has_manifest(path)) continue;
+    if (!is_plain_file_name(name) || !is_checkpoint(path)) continue;
     std::error_code error;
     found.emplace_back(fs::last_write_time(joined(path, kManifestName), error), std::move(name));
   }
@@ -134,6 +140,47 @@ std::vector<std::string> whole_checkpoints(const std::string& folder) {
   std::vector<std::string> tags;
   for (auto& [time, name] : found) tags.push_back(std::move(name));
   return tags;
+}
+
+bool has_manifest(const std::string& folder) {
+  std::error_code error;
+  return fs::symlink_status(joined(folder, kManifestName), error).type() !=
+         fs::file_type::not_found;
+}
+
+bool holds_checkpoints(const std::string& path) {
+  std::error_code error;
+  if (!fs::is_directory(path, error)) return false;
+  return has_manifest(path) || latest_tag(path) || !whole_checkpoints(path).empty();
+}
+
+ChosenCheckpoint choose_checkpoint(const std::string& path) {
+  std::error_code error;
+  if (!fs::is_directory(path, error)) {
+    throw UsageError(
+        fmt::format("there is no such folder; give that of a training checkpoint: path={} ({})",
+                    path, fs::exists(path, error) ? "is a file" : "is not there"));
+  }
+  if (has_manifest(path)) return {path, {}, ""};
+  ChosenCheckpoint chosen;
+  chosen.tags = whole_checkpoints(path);
+  chosen.latest = latest_tag(path).value_or("");
+  const std::string listed = chosen.tags.empty() ? "none" : first_ten(chosen.tags);
+  if (chosen.latest.empty()) {
+    throw FormatError(fmt::format(
+        "a folder is no training checkpoint of Strata: there is neither {} nor 'latest' in it (a "
+        "save that did not end has neither); checkpoints in it: {}: path={}",
+        kManifestName, listed, path));
+  }
+  const auto found = find_checkpoint(path, chosen.latest);
+  if (!found) {
+    throw FormatError(
+        fmt::format("'latest' names {}, which holds no {}: it was not saved by Strata, or is gone; "
+                    "whole checkpoints beside it: {}: path={}",
+                    in_quotes(chosen.latest), kManifestName, listed, path));
+  }
+  chosen.path = *found;
+  return chosen;
 }
 
 NewCheckpoint::NewCheckpoint(std::string folder, std::string tag, io::FolderCalls& calls)
@@ -191,7 +238,7 @@ void NewCheckpoint::recover_replaced() {
     const std::string path = joined(folder_, name);
     if (!is_plain_file_name(tag) || !is_own_folder(path)) continue;
     std::error_code error;
-    if (has_manifest(joined(folder_, tag))) {
+    if (is_checkpoint(joined(folder_, tag))) {
       calls_.remove_tree(path);
     } else if (!fs::exists(fs::symlink_status(joined(folder_, tag), error))) {
       calls_.rename(path, joined(folder_, tag));
@@ -223,7 +270,7 @@ void NewCheckpoint::write_text(const std::string& name, std::string_view text, i
   put_text(joined(staging_, name), text, io);
 }
 
-void NewCheckpoint::publish(const Manifest& manifest, const NewCheckpointOptions& options,
+void NewCheckpoint::publish(const format::Manifest& manifest, const NewCheckpointOptions& options,
                             io::IoEngine& io) {
   write_text(std::string(kManifestName), to_text(manifest), io);
   calls_.sync_folder(staging_);
@@ -286,4 +333,4 @@ void NewCheckpoint::remove_old(int keep) noexcept {
   }
 }
 
-}  // namespace strata::format
+}  // namespace strata::checkpoint

@@ -1,5 +1,5 @@
 // The folder in which checkpoints appear whole.
-#include "strata/format/checkpoint_folder.h"
+#include "strata/checkpoint/folder.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -18,7 +18,7 @@
 #include "strata/base/error.h"
 #include "strata/io/thread_engine.h"
 
-namespace strata::format {
+namespace strata::checkpoint {
 namespace {
 
 using ::testing::AllOf;
@@ -120,4 +120,4 @@ TEST(CheckpointFolder, IsFreeAfterASaveDuringWhichAProcessWasForked) {
 }
 
 }  // namespace
-}  // namespace strata::format
+}  // namespace strata::checkpoint

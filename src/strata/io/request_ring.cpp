@@ -1,9 +1,11 @@
-#include "strata/io/kernel_ring.h"
+#include "strata/io/request_ring.h"
 
 #include <liburing.h>
 #include <sys/eventfd.h>
+#include <sys/resource.h>
 #include <sys/uio.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <chrono>
@@ -46,21 +48,33 @@ unsigned entries_for(int depth) {
   return static_cast<unsigned>(depth) + 1;  // and the request that waits for wake()
 }
 
-}  // namespace
+std::uintptr_t address_of(const std::byte* memory) {
+  return reinterpret_cast<std::uintptr_t>(memory);
+}
 
-class KernelRing::Queue {
+std::string refusal(int code, std::size_t bytes) {
+  if (code != ENOMEM) return fmt::format("the kernel does not register it: {}", errno_text(code));
+  rlimit limit{};
+  ::getrlimit(RLIMIT_MEMLOCK, &limit);
+  return fmt::format(
+      "registered memory counts as locked, and the limit is too small: raise it (ulimit -l): "
+      "wanted={} limit={} {}",
+      bytes, limit.rlim_cur, errno_text(code));
+}
+
+class KernelRing final : public RequestRing {
  public:
-  explicit Queue(int depth) : wakes_(::eventfd(0, EFD_CLOEXEC)) {
+  explicit KernelRing(int depth) : wakes_(::eventfd(0, EFD_CLOEXEC)) {
     if (!wakes_.valid()) refuse(errno);
     const int code = open(entries_for(depth));
     if (code != 0) refuse(code);
     has_regions_ = ::io_uring_register_buffers_sparse(&ring_, kRegions) == 0;
   }
-  ~Queue() { ::io_uring_queue_exit(&ring_); }
-  Queue(const Queue&) = delete;
-  Queue& operator=(const Queue&) = delete;
+  ~KernelRing() override { ::io_uring_queue_exit(&ring_); }
+  KernelRing(const KernelRing&) = delete;
+  KernelRing& operator=(const KernelRing&) = delete;
 
-  void begin() {
+  void begin() override {
     int code = ::io_uring_enable_rings(&ring_);
     if (code < 0) refuse(-code);
     read_wakes();
@@ -68,13 +82,26 @@ class KernelRing::Queue {
     if (code < 0) refuse(-code);
   }
 
-  io_uring_sqe& next() {
-    io_uring_sqe* const entry = ::io_uring_get_sqe(&ring_);
-    STRATA_ASSERT(entry != nullptr);
-    return *entry;
+  void push(const Request& request) override {
+    io_uring_sqe& entry = next();
+    const auto bytes = static_cast<unsigned>(request.bytes);
+    const auto offset = static_cast<std::uint64_t>(request.offset.value);
+    if (request.target != nullptr && request.region >= 0) {
+      ::io_uring_prep_read_fixed(&entry, request.fd, request.target, bytes, offset, request.region);
+    } else if (request.target != nullptr) {
+      ::io_uring_prep_read(&entry, request.fd, request.target, bytes, offset);
+    } else if (request.region >= 0) {
+      ::io_uring_prep_write_fixed(&entry, request.fd, request.source, bytes, offset,
+                                  request.region);
+    } else {
+      ::io_uring_prep_write(&entry, request.fd, request.source, bytes, offset);
+    }
+    ::io_uring_sqe_set_data64(&entry, request.id);
+    if (request.may_block) ::io_uring_sqe_set_flags(&entry, IOSQE_ASYNC);
+    ++pushed_;
   }
 
-  void wait(std::vector<Result>& results) {
+  void wait(std::vector<Result>& results) override {
     for (int pauses = 0; pauses < kPausesMax;) {
       const int code = ::io_uring_submit_and_wait(&ring_, 1);
       if (reap(results)) return;
@@ -88,16 +115,7 @@ class KernelRing::Queue {
     fail(EAGAIN);
   }
 
-  // Requests on a file that the kernel has, and has not told the end of.
-  unsigned under_way() const {
-    unsigned waiting = 0;  // in the queue, of which the kernel knows nothing
-    for (unsigned at = *ring_.sq.khead; at != ring_.sq.sqe_tail; ++at) {
-      if (ring_.sq.sqes[at & *ring_.sq.kring_mask].user_data != kWakeId) ++waiting;
-    }
-    return pushed_ - waiting;
-  }
-
-  void withdraw() {
+  void withdraw() noexcept override {
     io_uring_sync_cancel_reg all{};
     all.flags = IORING_ASYNC_CANCEL_ALL | IORING_ASYNC_CANCEL_ANY;
     all.timeout.tv_sec = all.timeout.tv_nsec = -1;
@@ -118,12 +136,32 @@ class KernelRing::Queue {
     }
   }
 
-  void pushed() { ++pushed_; }
-
-  void wake() const {
+  void wake() override {
     const std::uint64_t one = 1;
     while (::write(wakes_.get(), &one, sizeof one) < 0 && errno == EINTR) {
     }
+  }
+
+  int register_region(int region, std::span<std::byte> memory) override {
+    return set_region(region, memory);
+  }
+  void unregister_region(int region) override { set_region(region, {}); }
+  int regions_max() const override { return has_regions_ ? kRegions : 0; }
+
+ private:
+  io_uring_sqe& next() {
+    io_uring_sqe* const entry = ::io_uring_get_sqe(&ring_);
+    STRATA_ASSERT(entry != nullptr);
+    return *entry;
+  }
+
+  // Requests on a file that the kernel has, and has not told the end of.
+  unsigned under_way() const {
+    unsigned waiting = 0;  // in the queue, of which the kernel knows nothing
+    for (unsigned at = *ring_.sq.khead; at != ring_.sq.sqe_tail; ++at) {
+      if (ring_.sq.sqes[at & *ring_.sq.kring_mask].user_data != kWakeId) ++waiting;
+    }
+    return pushed_ - waiting;
   }
 
   // Returns 0 or an errno.
@@ -133,9 +171,7 @@ class KernelRing::Queue {
                                                             &place, nullptr, 1);
     return code < 0 ? -code : 0;
   }
-  bool has_regions() const { return has_regions_; }
 
- private:
   // Returns 0 or an errno. Older kernels know fewer flags.
   int open(unsigned entries) {
     constexpr unsigned kDisabled = IORING_SETUP_R_DISABLED;  // until the thread that uses it begins
@@ -189,54 +225,55 @@ class KernelRing::Queue {
   bool has_regions_ = false;
 };
 
-KernelRing::KernelRing(int depth) : queue_(std::make_unique<Queue>(depth)) {}
+}  // namespace
 
-KernelRing::~KernelRing() = default;
-
-void KernelRing::begin() {
-  queue_->begin();
+std::unique_ptr<RequestRing> make_kernel_ring(int depth) {
+  return std::make_unique<KernelRing>(depth);
 }
 
-void KernelRing::push(const Request& request) {
-  io_uring_sqe& entry = queue_->next();
-  const auto bytes = static_cast<unsigned>(request.bytes);
-  const auto offset = static_cast<std::uint64_t>(request.offset.value);
-  if (request.target != nullptr && request.region >= 0) {
-    ::io_uring_prep_read_fixed(&entry, request.fd, request.target, bytes, offset, request.region);
-  } else if (request.target != nullptr) {
-    ::io_uring_prep_read(&entry, request.fd, request.target, bytes, offset);
-  } else if (request.region >= 0) {
-    ::io_uring_prep_write_fixed(&entry, request.fd, request.source, bytes, offset, request.region);
-  } else {
-    ::io_uring_prep_write(&entry, request.fd, request.source, bytes, offset);
+RegisteredRegions::RegisteredRegions(RequestRing& ring) : ring_(ring) {
+  for (int number = ring.regions_max(); number > 0; --number) free_.push_back(number - 1);
+}
+
+std::string RegisteredRegions::add(std::span<std::byte> memory) {
+  if (memory.empty()) return "there is none";
+  if (overlaps(memory)) return "some of it is registered already";
+  if (ring_.regions_max() == 0) return "the kernel is older than 5.19";
+  for (std::size_t at = 0; at < memory.size();) {
+    const std::span part =
+        memory.subspan(at, std::min(memory.size() - at, RequestRing::kRegionMax.size()));
+    const int code = free_.empty() ? ENOSPC : ring_.register_region(free_.back(), part);
+    if (code != 0) {
+      remove(memory.first(at));
+      return refusal(code, memory.size());
+    }
+    by_begin_[address_of(part.data())] = {address_of(part.data()) + part.size(), free_.back()};
+    free_.pop_back();
+    at += part.size();
   }
-  ::io_uring_sqe_set_data64(&entry, request.id);
-  if (request.may_block) ::io_uring_sqe_set_flags(&entry, IOSQE_ASYNC);
-  queue_->pushed();
+  return {};
 }
 
-void KernelRing::wait(std::vector<Result>& results) {
-  queue_->wait(results);
+void RegisteredRegions::remove(std::span<std::byte> memory) {
+  const std::uintptr_t end = address_of(memory.data()) + memory.size();
+  auto region = by_begin_.lower_bound(address_of(memory.data()));
+  while (region != by_begin_.end() && region->first < end) {
+    ring_.unregister_region(region->second.number);
+    free_.push_back(region->second.number);
+    region = by_begin_.erase(region);
+  }
 }
 
-void KernelRing::withdraw() noexcept {
-  queue_->withdraw();
+int RegisteredRegions::find(const std::byte* memory, std::size_t bytes) const {
+  auto region = by_begin_.upper_bound(address_of(memory));
+  if (region == by_begin_.begin()) return -1;
+  --region;
+  return address_of(memory) + bytes <= region->second.end ? region->second.number : -1;
 }
 
-void KernelRing::wake() {
-  queue_->wake();
-}
-
-int KernelRing::register_region(int region, std::span<std::byte> memory) {
-  return queue_->set_region(region, memory);
-}
-
-void KernelRing::unregister_region(int region) {
-  queue_->set_region(region, {});
-}
-
-int KernelRing::regions_max() const {
-  return queue_->has_regions() ? kRegions : 0;
+bool RegisteredRegions::overlaps(std::span<const std::byte> memory) const {
+  auto after = by_begin_.lower_bound(address_of(memory.data()) + memory.size());
+  return after != by_begin_.begin() && std::prev(after)->second.end > address_of(memory.data());
 }
 
 }  // namespace strata::io

@@ -1,0 +1,101 @@
+// The one strict reader of JSON that others wrote: headers of safetensors files and the index of a
+// checkpoint, and the members of a manifest. nlohmann::json's SAX parser reads the tokens, and no
+// tree is built. The caller describes what may stand at each place of the text; a value of another
+// kind is refused where it begins. Strict: strings are valid UTF-8 without lone surrogates, numbers
+// are non-negative integers without leading zeros that fit 63 bits, skipped values nest to a bound,
+// and skipped objects have no key twice. Threads: one thread. Ownership: borrows the text. Errors:
+// FormatError with the path and the byte of the text; nothing of unbounded size is allocated before
+// the text that asks for it was read.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <nlohmann/json_fwd.hpp>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "strata/base/dtype.h"
+
+namespace strata::format {
+
+// For messages: "the header of a safetensors file", "is broken", "header".
+struct JsonSubject {
+  std::string_view name;
+  std::string_view broken;
+  std::string_view text;
+};
+
+// A place of the text: the values that may stand there, and the functions that take them.
+struct JsonPlace {
+  std::string_view what;  // for messages: "a shape in brackets"
+  // An object: returns the place of the value behind a key.
+  std::function<const JsonPlace&(std::string& key)> member = nullptr;
+  // An array: returns the place of its next element.
+  std::function<const JsonPlace&()> element = nullptr;
+  std::function<void()> end = nullptr;  // of the object or the array
+  std::function<void(std::string& text)> text = nullptr;
+  std::function<void(std::int64_t number)> integer = nullptr;
+  // A value of a kind ("object", "array", "string", "number", "boolean", "null") that has no
+  // function above. Where it returns, the value is skipped. Null: the value is refused.
+  std::function<void(std::string_view kind)> other = nullptr;
+  bool distinct = false;  // the object has no key twice
+};
+
+class JsonReader {
+ public:
+  static constexpr int kNestingMax = 64;  // of a skipped value
+  // Any value, skipped.
+  static const JsonPlace kSkipped;
+
+  JsonReader(std::string_view text, std::string_view path, const JsonSubject& subject)
+      : text_(text), path_(path), subject_(subject) {}
+
+  // Reads the whole text, which is one value.
+  void read(const JsonPlace& top);
+  // Throws FormatError for a problem of the token that is being read.
+  [[noreturn]] void fail(std::string_view problem) const;
+  // The same for a key that an object has twice: another reader may keep the other one's value.
+  [[noreturn]] void fail_twice(std::string_view key) const;
+
+ private:
+  class Events;
+  [[noreturn]] void fail_wanted(std::string_view what) const;
+
+  std::string_view text_;
+  std::string_view path_;
+  JsonSubject subject_;
+  std::size_t at_ = 0;  // where the token begins
+};
+
+// A tree of text whose lists and objects nest at most `nesting_max` deep, since functions that walk
+// a tree call themselves at every level; a discarded value where the text is no JSON. Calls
+// `too_deep`, which throws, for a text that nests deeper.
+nlohmann::json parse_json_tree(std::string_view text, int nesting_max,
+                               const std::function<void()>& too_deep);
+
+// Members of one object of a tree, each asked for by its name and kind. `where` begins messages:
+// "the manifest of a checkpoint is damaged: a tensor".
+class JsonMembers {
+ public:
+  JsonMembers(const nlohmann::json& json, std::string where, std::string_view path);
+
+  const nlohmann::json& member(const char* name) const;
+  const nlohmann::json& array(const char* name) const;
+  std::string text(const char* name) const;
+  std::int64_t number(const char* name) const;
+  bool flag(const char* name) const;
+  std::vector<std::string> texts(const char* name) const;
+  // The value of a member, or of an element of the member `name`.
+  std::int64_t as_number(const nlohmann::json& json, const char* name) const;
+  DType dtype(const nlohmann::json& json) const;
+  [[noreturn]] void fail(const std::string& what) const;
+
+ private:
+  const nlohmann::json& json_;
+  std::string where_;
+  std::string_view path_;
+};
+
+}  // namespace strata::format
