@@ -135,17 +135,10 @@ void Ledger::remove(Tier tier, Kind kind, Bytes bytes) noexcept {
 
 std::optional<ByteBudget::Hold> ByteBudget::take(Bytes bytes) {
   STRATA_ASSERT(bytes.value >= 0);
-  // Made first: from here on nothing throws.
-  auto give_back = [budget = shared_from_this(), bytes](ByteBudget*) {
-    const std::lock_guard lock(budget->mutex_);
-    budget->left_ += bytes;
-  };
-  Hold hold(nullptr, std::move(give_back));
   const std::lock_guard lock(mutex_);
   if (bytes > left_) return std::nullopt;
   left_ -= bytes;
-  hold.reset(this);
-  return hold;
+  return Hold(this, {shared_from_this(), bytes});
 }
 
 }  // namespace strata::memory

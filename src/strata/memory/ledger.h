@@ -5,7 +5,6 @@
 
 #include <array>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -89,7 +88,15 @@ class Ledger {
 // the bytes do not fit, and the caller writes the message.
 class ByteBudget : public std::enable_shared_from_this<ByteBudget> {
  public:
-  using Hold = std::unique_ptr<ByteBudget, std::function<void(ByteBudget*)>>;
+  struct GiveBack {
+    std::shared_ptr<ByteBudget> budget;
+    Bytes bytes;
+    void operator()(ByteBudget* from) const noexcept {
+      const std::lock_guard lock(from->mutex_);
+      from->left_ += bytes;
+    }
+  };
+  using Hold = std::unique_ptr<ByteBudget, GiveBack>;
 
   explicit ByteBudget(Bytes limit) : limit_(limit), left_(limit) {}
   static std::shared_ptr<ByteBudget> create(Bytes limit) {
