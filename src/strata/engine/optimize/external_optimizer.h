@@ -105,7 +105,7 @@ class ExternalOptimizer final : public ShardedOptimizer {
   std::vector<ExternalSegment> segments_;
   ShardMemory copies_;  // of fp32 weights
   ShardMemory wide_;    // gradients
-  // Of the largest unit whose states rest on a drive; null: there is none.
+  // The size is that of the largest unit whose states rest on a drive; null: there is none.
   std::unique_ptr<device::Memory> master_stage_;
   std::unique_ptr<device::Memory> gradient_stage_;
   Update update_;
