@@ -34,7 +34,7 @@ class Convolutions(nn.Module):
     def __init__(self):
         super().__init__()
         self.image = nn.Conv2d(3, 8, 3, padding=1)
-        self.norm = nn.BatchNorm2d(8)
+        self.norm = nn.BatchNorm2d(8, track_running_stats=False)
         self.point = nn.Conv2d(8, 8, 1)
         self.depth = nn.Conv2d(8, 8, 3, padding=1, groups=8)
         self.strided = nn.Conv2d(8, 8, 3, stride=2)
@@ -267,10 +267,10 @@ def _sets_states(engine):
     with torch.no_grad(), strata.zero.GatheredParameters([image], modifier_rank=0):
         image.copy_(wanted + 2)
         file = io.BytesIO()
-        torch.save(image, file)
+        torch.save(image.detach(), file)
         assert file.tell() < image.nbytes + 3000
         file.seek(0)
-        assert torch.equal(torch.load(file, weights_only=False), wanted + 2)
+        assert torch.equal(torch.load(file), wanted + 2)
     assert same_bits(full_parameters(engine.module)["image.weight"], wanted + 2)
 
 
