@@ -231,10 +231,10 @@ def _accesses():
         for name, (_, master, exp_avg) in found.items():
             assert same_bits(master, values[name]), (stage, name)
             assert same_bits(exp_avg, state[name]["exp_avg"]), (stage, name)
-        _reads_gradients(engine, batches[2][rank], stage, world)
         _sets_states(engine)
         if world == 1:
             _keeps_optimizer_states(engine)
+        _reads_gradients(engine, batches[2][rank], stage, world)
         engine.destroy()
         if stage < 3:
             assert engine.module.image.weight.stride() == _make(True).image.weight.stride()
@@ -254,9 +254,8 @@ def _reads_gradients(engine, batch, stage, world):
 
 
 def _sets_states(engine):
-    image = engine.module.image.weight
-    wanted = torch.arange(image.ds_numel if hasattr(image, "ds_numel") else image.numel(), dtype=torch.float32,
-                          device=test_device()).view(8, 3, 3, 3)  # fmt: skip
+    image = dict(engine.module.named_parameters())["image.weight"]  # a look by its module would gather it
+    wanted = torch.arange(8 * 3 * 3 * 3, dtype=torch.float32, device=test_device()).view(8, 3, 3, 3)
     strata.utils.safe_set_full_fp32_param(image, wanted)
     strata.utils.safe_set_full_optimizer_state(image, wanted + 1, "exp_avg")
     assert same_bits(_values(engine)["image.weight"][1], wanted)
@@ -279,7 +278,8 @@ def _keeps_optimizer_states(engine):
     before = _values(engine)
     names = [n for n, _ in engine.module.named_parameters()]
     assert same_bits(state["state"][names.index("image.weight")]["exp_avg"], before["image.weight"][2])
-    strata.utils.safe_set_full_optimizer_state(engine.module.image.weight, torch.zeros(8, 3, 3, 3), "exp_avg")
+    image = dict(engine.module.named_parameters())["image.weight"]
+    strata.utils.safe_set_full_optimizer_state(image, torch.zeros(8, 3, 3, 3), "exp_avg")
     engine.optimizer.load_state_dict(state)
     assert _same(_values(engine), before) == []
 
