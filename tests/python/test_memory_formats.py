@@ -169,7 +169,8 @@ def _same(ours, theirs):
 
 def _saves(folder, stage):
     rank, _ = rank_and_world()
-    engine = make_engine(_make(True), config_of(stage, "bf16", live_bytes=1))
+    saves_whole = {"stage3_gather_16bit_weights_on_model_save": True}
+    engine = make_engine(_make(True), config_of(stage, "bf16", live_bytes=1, zero_optimization=saves_whole))
     for batch in _make_batches(2)[:2]:
         train_step(engine, batch[rank], _loss_of)
     engine.save_checkpoint(str(folder / "run"))
