@@ -8,6 +8,7 @@
 #include "strata/engine/unit/agreement.h"
 #include "strata/format/checkpoint_index.h"
 #include "strata/io/thread_engine.h"
+#include "strata/torch/base/channels_last.h"
 #include "strata/torch/base/dtype.h"
 #include "strata/torch/base/host_threads.h"
 #include "strata/torch/start/value_intake.h"
@@ -87,7 +88,10 @@ std::unique_ptr<format::WeightMap> make_map(const std::vector<SourcesTuple>& sou
 }
 
 void store(ShardedModel& model, int param, const at::Tensor& values) {
-  const at::Tensor dense = values.contiguous();
+  const at::Tensor dense =
+      torch::in_memory_order(values.reshape(model.specs()[static_cast<std::size_t>(param)].shape),
+                             model.channels_last(param))
+          .contiguous();
   if (dense.device() == model.place()) {
     torch::ValueIntake(model.engine(), model.place()).store(param, Numel(), dense);
   } else {

@@ -268,6 +268,7 @@ void bind_values(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& model)
       .def("parameter_name",
            [](ShardedModel& m, int p) { return m.engine().weights().param(p).name; })
       .def("full_shape", [](ShardedModel& m, int p) { return m.engine().weights().param(p).shape; })
+      .def("channels_last", &ShardedModel::channels_last)
       .def("free_originals", &ShardedModel::free_originals)
       .def("replay", &replay, unlocked)
       .def("is_sharded",

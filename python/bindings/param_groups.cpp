@@ -1,5 +1,6 @@
 // The trained parameters, and the views of them that a user's optimizer gets.
 #include "bindings.h"
+#include "strata/offload/state_shelf.h"
 #include "strata/torch/base/placement.h"
 
 namespace strata::python {
@@ -29,6 +30,24 @@ std::vector<std::tuple<int, int, at::Tensor>> segments(ShardedModel& model) {
   for (const engine::ExternalSegment& s : external(model).segments())
     result.emplace_back(s.group, s.param, view_of(s.weight, place_of(s, model.place())));
   return result;
+}
+
+// Parameters whose parts have values during their unit's update only, each with its unit.
+std::vector<std::pair<int, int>> parts_on_drive(ShardedModel& model) {
+  std::vector<std::pair<int, int>> params;
+  for (const engine::ExternalSegment& s : external(model).segments()) {
+    if (s.on_drive) params.emplace_back(s.param, model.engine().weights().unit_of(s.param).id);
+  }
+  return params;
+}
+
+offload::StateShelf shelf_of(ShardedModel& model) {
+  return offload::StateShelf(model.engine().weights().states());
+}
+
+std::span<std::byte> host_bytes(const at::Tensor& values) {
+  STRATA_ASSERT(values.is_cpu() && values.is_contiguous());
+  return {static_cast<std::byte*>(values.mutable_data_ptr()), values.nbytes()};
 }
 
 // `update` gets a list by segment: the fp32 gradient [numel], a view of the engine's memory, or
@@ -87,6 +106,26 @@ void on_trained(ShardedModel& model, py::function told) {
 void bind_param_groups(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& model) {
   const auto unlocked = py::call_guard<py::gil_scoped_release>();
   model.def("segments", &segments)
+      .def("parts_on_drive", &parts_on_drive)
+      // A contiguous tensor on the host goes to a block of the drive, or comes from it.
+      .def(
+          "shelf_add",
+          [](ShardedModel& m, const std::string& name, std::int64_t bytes) {
+            return shelf_of(m).add(name, Bytes(bytes));
+          },
+          unlocked)
+      .def(
+          "shelf_put",
+          [](ShardedModel& m, offload::BlockId block, const at::Tensor& values) {
+            shelf_of(m).put(block, host_bytes(values));
+          },
+          unlocked)
+      .def(
+          "shelf_bring",
+          [](ShardedModel& m, offload::BlockId block, const at::Tensor& values) {
+            shelf_of(m).bring(block, host_bytes(values));
+          },
+          unlocked)
       .def("set_update",
            [](ShardedModel& m, py::function update) { set_update(m, std::move(update)); })
       .def("set_outside_states",

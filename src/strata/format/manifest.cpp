@@ -128,6 +128,7 @@ void check_manifest(const Manifest& manifest, std::string_view path) {
 using Json = nlohmann::json;
 
 constexpr const char* kFormat = "strata-checkpoint";
+constexpr const char* kChannelsLast = "channels_last";
 
 Json tensor_json(const ManifestTensor& tensor) {
   Json json = {{"name", tensor.name},
@@ -136,6 +137,7 @@ Json tensor_json(const ManifestTensor& tensor) {
                {"dtype", safetensors_name_of(tensor.dtype)},
                {"trainable", tensor.trainable}};
   if (!tensor.aliases.empty()) json["aliases"] = tensor.aliases;
+  if (tensor.channels_last) json["memory_format"] = kChannelsLast;
   return json;
 }
 
@@ -172,6 +174,11 @@ ManifestTensor tensor_from(const Json& json, std::string_view path) {
   tensor.dtype = reader.dtype(reader.member("dtype"));
   tensor.trainable = reader.flag("trainable");
   if (json.contains("aliases")) tensor.aliases = reader.texts("aliases");
+  tensor.channels_last = json.contains("memory_format");
+  if (tensor.channels_last &&
+      (reader.text("memory_format") != kChannelsLast || tensor.shape.size() < 3)) {
+    reader.fail("has an unknown memory_format");
+  }
   return tensor;
 }
 
@@ -209,12 +216,12 @@ Json checked_json(std::string_view text, std::string_view path) {
   const JsonMembers reader = members_of(json, "it", path);
   if (reader.text("format") != kFormat) reader.fail("is of another format");
   const std::int64_t version = reader.number("version");
-  if (version != Manifest::kVersion) {
+  if (version != Manifest::kVersion && version != Manifest::kVersionOfFormats) {
     throw FormatError(
         fmt::format("a checkpoint was written by another version of Strata: wanted format version "
                     "{}, found {}; "
                     "load it with the version that 'written_by' names: path={}",
-                    Manifest::kVersion, version, path));
+                    Manifest::kVersionOfFormats, version, path));
   }
   const std::string checksum = reader.text("checksum");
   json.erase("checksum");
@@ -224,6 +231,12 @@ Json checked_json(std::string_view text, std::string_view path) {
         path));
   }
   return json;
+}
+
+// Versions that do not know memory formats refuse a checkpoint that has some.
+int version_of(const Manifest& manifest) {
+  const bool any = std::ranges::any_of(manifest.tensors, &ManifestTensor::channels_last);
+  return any ? Manifest::kVersionOfFormats : Manifest::kVersion;
 }
 
 Json files_json(std::span<const ManifestFile> files) {
@@ -333,7 +346,7 @@ std::string to_text(const Manifest& manifest) {
   });
   if (training.is_discarded()) training = Json::parse(manifest.training);  // says why it is no JSON
   Json json = {{"format", kFormat},
-               {"version", Manifest::kVersion},
+               {"version", version_of(manifest)},
                {"tag", manifest.tag},
                {"world_size", manifest.world_size},
                {"stage", manifest.stage},

@@ -10,6 +10,7 @@
 
 #include <cstddef>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 
@@ -30,6 +31,9 @@ class File {
   // Regular files and block devices only: anything else (a directory, a pipe) is refused without
   // waiting for it.
   File(std::string path, Mode mode);
+
+  // A new file without a name, readable and writable, that lies in memory.
+  static File in_memory(std::span<const std::byte> content);
 
   // Transfers that bypass the page cache have offsets, lengths and addresses that are multiples of
   // it.

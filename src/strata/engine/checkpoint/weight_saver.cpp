@@ -5,6 +5,7 @@
 
 #include "strata/base/error.h"
 #include "strata/engine/unit/agreement.h"
+#include "strata/plan/channel_order.h"
 
 namespace strata::engine {
 namespace {
@@ -124,7 +125,7 @@ void WeightSaver::plan_runs() {
     for (const SavedRange& piece : tensors_[t].pieces) {
       const Numel begin = weights.slot_of(piece.param).offset + piece.begin;
       if (piece.numel.value > 0) {
-        runs_.push_back({weights.unit_of(piece.param).id, begin, piece.numel, t, at});
+        runs_.push_back({weights.unit_of(piece.param).id, piece.param, begin, piece.numel, t, at});
       }
       at += piece.numel;
     }
@@ -163,15 +164,29 @@ void WeightSaver::write_pieces() {
       flat = gather(source);
       unit = run.unit;
     }
-    attempt([&] {
-      const DType dtype = source.layout.dtype();
-      source_->give(
-          run.tensor, bytes_of(run.tensor_begin, dtype),
-          flat.subspan(bytes_of(run.flat_begin, dtype).size(), bytes_of(run.numel, dtype).size()));
-      pipeline_->pump();
-    });
+    attempt([&] { write_run(run, flat, source.layout.dtype()); });
   }
   attempt([&] { pipeline_->take_all(); });
+}
+
+void WeightSaver::write_run(const Run& run, std::span<const std::byte> flat, DType dtype) {
+  const plan::ParamSpec& param = engine_.weights().param(run.param);
+  std::span<const std::byte> elements = flat.subspan(bytes_of(run.flat_begin, dtype).size(),
+                                                     bytes_of(run.numel, dtype).size());
+  std::vector<std::byte> whole;
+  if (param.reordered()) {
+    const Numel offset = engine_.weights().slot_of(run.param).offset;
+    whole.resize(bytes_of(param.numel(), dtype).size());
+    engine_.device().copy(whole, flat.subspan(bytes_of(offset, dtype).size(), whole.size()),
+                          engine_.device().compute_stream());
+    engine_.device().compute_stream().synchronize();
+    plan::reorder(whole, param.shape, size_of(dtype), /*channels_last=*/false);
+    elements = std::span(whole).subspan(bytes_of(run.flat_begin - offset, dtype).size(),
+                                        elements.size());
+  }
+  source_->give(run.tensor, bytes_of(run.tensor_begin, dtype), elements);
+  pipeline_->pump();
+  if (param.reordered()) pipeline_->take_all();  // `whole` is copied by then
 }
 
 void WeightSaver::write(std::size_t tensor, std::span<const std::byte> bytes) {

@@ -64,6 +64,7 @@ class WeightSaver {
   // A run of a unit's flat buffer, and its place in a tensor.
   struct Run {
     int unit = 0;
+    int param = 0;
     Numel flat_begin;
     Numel numel;
     std::size_t tensor = 0;
@@ -74,6 +75,8 @@ class WeightSaver {
   void plan_runs();
   bool gathers() const { return writes_ || !engine_.collectives().traits().one_sided; }
   std::span<const std::byte> gather(const Unit& unit);
+  // Gives the run's elements to the pipeline, in logical order.
+  void write_run(const Run& run, std::span<const std::byte> flat, DType dtype);
   // On rank 0, unless it has failed before. Keeps the error for finish().
   void attempt(const std::function<void()>& step);
 

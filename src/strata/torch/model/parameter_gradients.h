@@ -63,7 +63,8 @@ class ParameterGradients {
     std::vector<int> params;  // one, or the tiles of one
     at::Tensor whole = {};    // of tiles: the script's parameter
     std::vector<std::int64_t> shape = {};
-    at::Tensor tensor = {};  // the present or former `.grad`; undefined: none yet
+    bool channels_last = false;  // of the parameter, and of its gradient
+    at::Tensor tensor = {};      // the present or former `.grad`; undefined: none yet
     c10::intrusive_ptr<c10::StorageImpl> values = {};
     c10::intrusive_ptr<PendingStorage> storage = {};
     Look look = Look::kHidden;

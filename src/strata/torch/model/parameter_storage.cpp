@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "strata/base/error.h"
+#include "strata/torch/base/channels_last.h"
 #include "strata/torch/base/dtype.h"
 
 namespace c10 {
@@ -33,7 +34,8 @@ constexpr const char* kReleased =
     "copy there (tensor.detach().clone()) that stays";
 
 // A view made without set_(), whose bounds checks would need memory behind the storage.
-at::Tensor make_view(at::ScalarType scalar, c10::IntArrayRef shape, c10::Device place) {
+at::Tensor make_view(at::ScalarType scalar, c10::IntArrayRef shape, c10::IntArrayRef strides,
+                     c10::Device place) {
   std::size_t bytes = c10::elementSize(scalar);
   for (const std::int64_t size : shape) bytes *= static_cast<std::size_t>(size);
   auto storage = c10::make_intrusive<c10::StorageImpl>(
@@ -44,7 +46,7 @@ at::Tensor make_view(at::ScalarType scalar, c10::IntArrayRef shape, c10::Device 
   at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(std::move(storage)),
                                                              c10::DispatchKeySet(key),
                                                              c10::scalarTypeToTypeMeta(scalar));
-  view.unsafeGetTensorImpl()->set_sizes_contiguous(shape);
+  view.unsafeGetTensorImpl()->set_sizes_and_strides(shape, strides);
   return view;
 }
 
@@ -68,7 +70,9 @@ void point(const at::Tensor& variable, const at::Tensor& view) {
 }
 
 ParameterStorage::ParameterStorage(const plan::ParamSpec& spec, Numel offset, c10::Device place)
-    : offset_(offset), view_(make_view(to_scalar_type(spec.dtype), spec.shape, place)) {}
+    : offset_(offset),
+      view_(make_view(to_scalar_type(spec.dtype), spec.shape,
+                      dense_strides(spec.shape, spec.channels_last), place)) {}
 
 void ParameterStorage::give(std::byte* flat) {
   forget_moved();
@@ -150,7 +154,7 @@ void ParameterStorage::renew() {
   forget_pending();
   pending_view_.reset();
   pending_.reset();
-  point(view_, make_view(view_.scalar_type(), view_.sizes(), view_.device()));
+  point(view_, make_view(view_.scalar_type(), view_.sizes(), view_.strides(), view_.device()));
 }
 
 }  // namespace strata::torch

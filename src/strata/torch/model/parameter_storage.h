@@ -28,7 +28,7 @@ class ParameterStorage {
   // `offset`: the parameter's offset in its unit's flat buffer, in elements.
   ParameterStorage(const plan::ParamSpec& spec, Numel offset, c10::Device place);
 
-  // A tensor of the parameter's full shape, always the same object.
+  // A tensor of the parameter's full shape and memory format, always the same object.
   const at::Tensor& view() const { return view_; }
   const c10::StorageImpl* impl() const { return view_.storage().unsafeGetStorageImpl(); }
 

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "strata/base/error.h"
+#include "strata/torch/base/channels_last.h"
 #include "strata/torch/sharded/shard_lending.h"
 #include "strata/torch/start/model_start.h"
 #include "strata/torch/start/original_values.h"
@@ -208,7 +209,10 @@ void ShardedModel::lend_values(int param, const Borrowing& borrowing) {
   const int params[] = {param};
   gather(params);
   FirstError first;
-  first.attempt([&] { borrowing.use(Numel(), parameters_.full_view(param).view({-1})); });
+  first.attempt([&] {
+    const at::Tensor& full = parameters_.full_view(param);
+    borrowing.use(Numel(), in_memory_order(full, channels_last(param)).view({-1}));
+  });
   release(params, true);
   first.rethrow();
 }

@@ -84,6 +84,9 @@ class ShardedModel final : public ParameterOwner {
   // A parameter's index, by tensor identity; -1 for tensors that are not parameters of this model.
   int index_of(const at::Tensor& variable) const { return parameters_.index_of(variable); }
   std::pair<Numel, Numel> owned_range(int param) const override;
+  bool channels_last(int param) const override {
+    return model_.specs[static_cast<std::size_t>(param)].channels_last;
+  }
   void lend_values(int param, const Borrowing& borrowing) override;
 
   engine::Engine& engine();

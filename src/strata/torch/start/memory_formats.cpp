@@ -8,7 +8,8 @@ namespace strata::torch {
 namespace {
 
 // A parameter without values yet is on the meta device, or of the shape [0].
-bool is_permuted(const ModelParameter& parameter) {
+bool is_permuted(const ModelParameter& parameter, const plan::ParamSpec& spec) {
+  if (spec.channels_last) return false;  // it keeps its format
   const at::Tensor& tensor = parameter.variable;
   return tensor.layout() == at::kStrided && tensor.sizes() == at::IntArrayRef(parameter.shape) &&
          !tensor.is_contiguous() && tensor.is_non_overlapping_and_dense();
@@ -36,7 +37,7 @@ std::string lost_memory_formats(std::span<const ModelParameter> parameters,
   std::size_t count = 0;
   Bytes copied;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
-    if (!is_permuted(parameters[i])) continue;
+    if (!is_permuted(parameters[i], specs[i])) continue;
     const auto found = channels_last_format(parameters[i].variable);
     ++count;
     if (first == nullptr || (found && !format)) first = &parameters[i];

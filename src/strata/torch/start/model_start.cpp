@@ -73,7 +73,7 @@ class ModelStart {
         config_(config),
         runtime_(runtime),
         parameters_(parameters),
-        originals_(input.parameters) {}
+        originals_(input.parameters, model.specs) {}
 
   StartedModel run(StartOptions options);
 

@@ -4,6 +4,7 @@
 
 #include "strata/base/error.h"
 #include "strata/memory/host_buffer.h"
+#include "strata/torch/base/channels_last.h"
 
 namespace strata::torch {
 namespace {
@@ -25,18 +26,24 @@ bool is_of_torchs_allocator(const c10::Storage& storage) {
 
 }  // namespace
 
-OriginalValues::OriginalValues(const std::vector<ModelParameter>& parameters)
+OriginalValues::OriginalValues(const std::vector<ModelParameter>& parameters,
+                               std::span<const plan::ParamSpec> specs)
     : gone_(parameters.size()) {
-  for (const ModelParameter& parameter : parameters) {
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    const ModelParameter& parameter = parameters[i];
+    const bool channels_last = specs[i].channels_last;
     variables_.push_back(parameter.variable);
-    values_.push_back(parameter.has_own_values() ? parameter.variable.detach() : at::Tensor());
+    values_.push_back(parameter.has_own_values()
+                          ? in_memory_order(parameter.variable.detach(), channels_last)
+                          : at::Tensor());
+    channels_last_.push_back(channels_last);
     homes_.push_back(parameter.variable.device());
   }
 }
 
 void OriginalValues::move(int param, at::Tensor values) {
   const auto i = static_cast<std::size_t>(param);
-  point_back(variables_[i], values);
+  point_back(variables_[i], from_memory_order(values, channels_last_[i]));
   values_[i] = std::move(values);
 }
 
@@ -76,7 +83,7 @@ void OriginalValues::restore() noexcept {
     try {
       if (gone_[i]) point_back(variables_[i], nothing_like(variables_[i]));
       if (!values_[i].defined()) continue;
-      point_back(variables_[i], values_[i]);
+      point_back(variables_[i], from_memory_order(values_[i], channels_last_[i]));
       if (values_[i].device() != homes_[i]) move(static_cast<int>(i), values_[i].to(homes_[i]));
     } catch (const std::exception&) {
       continue;  // no room there now: the values are on the host

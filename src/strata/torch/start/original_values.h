@@ -5,6 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <span>
 #include <vector>
 
 #include "strata/torch/model/model_input.h"
@@ -13,12 +14,15 @@ namespace strata::torch {
 
 class OriginalValues {
  public:
-  explicit OriginalValues(const std::vector<ModelParameter>& parameters);
+  // `specs`: of the parameters.
+  OriginalValues(const std::vector<ModelParameter>& parameters,
+                 std::span<const plan::ParamSpec> specs);
 
   int size() const { return static_cast<int>(variables_.size()); }
-  // The parameter's values; undefined if it has none of its own or they were given up.
+  // The parameter's values, as a view whose dimensions are in the order of its slot: [N, H, W, C]
+  // of a channels_last parameter. Undefined if it has none of its own or they were given up.
   const at::Tensor& of(int param) const { return values_[static_cast<std::size_t>(param)]; }
-  // Takes `values`, a copy of the same values at another place. Frees the old memory; the parameter
+  // Takes `values`, a copy of of(param) at another place. Frees the old memory; the parameter
   // points at the copy.
   void move(int param, at::Tensor values);
   // Frees the memory of the values for good; the parameter is empty.
@@ -38,6 +42,7 @@ class OriginalValues {
   std::vector<at::Tensor> variables_;
   std::vector<at::Tensor> values_;
   std::vector<c10::Device> homes_;
+  std::vector<bool> channels_last_;
   std::vector<bool> gone_;
   int given_up_ = 0;
 };
