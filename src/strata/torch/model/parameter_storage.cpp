@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "strata/base/error.h"
-#include "strata/torch/base/dtype.h"
+#include "strata/torch/base/tensors.h"
 
 namespace c10 {
 namespace {

@@ -9,8 +9,8 @@
 #include <utility>
 
 #include "strata/base/error.h"
-#include "strata/torch/base/dtype.h"
 #include "strata/torch/base/placement.h"
+#include "strata/torch/base/tensors.h"
 
 namespace strata::torch {
 

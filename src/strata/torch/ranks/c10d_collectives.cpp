@@ -10,10 +10,8 @@
 #include "strata/comm/agreement.h"
 #include "strata/comm/bulk_operation.h"
 #include "strata/memory/host_buffer.h"
-#include "strata/torch/base/dtype.h"
-#include "strata/torch/ranks/group_failure.h"
+#include "strata/torch/base/tensors.h"
 #include "strata/torch/ranks/group_work.h"
-#include "strata/torch/ranks/named_buffer.h"
 
 namespace strata::torch {
 namespace {

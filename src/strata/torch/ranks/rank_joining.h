@@ -22,7 +22,7 @@
 #include "strata/comm/combined/transport_join.h"
 #include "strata/device/host_waits.h"
 #include "strata/engine/config/config.h"
-#include "strata/torch/ranks/group_backend.h"
+#include "strata/torch/ranks/c10d_collectives.h"
 
 namespace strata::torch {
 

@@ -4,10 +4,10 @@
 #include <utility>
 
 #include "strata/base/error.h"
-#include "strata/torch/sharded/shard_lending.h"
+#include "strata/torch/start/init_choice.h"
+#include "strata/torch/start/lending.h"
 #include "strata/torch/start/model_start.h"
 #include "strata/torch/start/original_values.h"
-#include "strata/torch/start/rank_room.h"
 
 namespace strata::torch {
 namespace {

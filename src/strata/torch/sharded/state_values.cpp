@@ -9,8 +9,8 @@
 #include "strata/base/error.h"
 #include "strata/engine/checkpoint/shard_states.h"
 #include "strata/format/manifest.h"
-#include "strata/torch/base/dtype.h"
 #include "strata/torch/base/placement.h"
+#include "strata/torch/base/tensors.h"
 
 namespace strata::torch {
 namespace {
@@ -25,10 +25,6 @@ plan::ShardRange piece_of(const engine::Weights& weights, int param, int index) 
 
 std::int64_t count_of(const plan::ShardRange& piece) {
   return piece.param_end.value - piece.param_begin.value;
-}
-
-std::span<std::byte> values_of(const at::Tensor& tensor) {
-  return {static_cast<std::byte*>(tensor.data_ptr()), tensor.nbytes()};
 }
 
 std::string_view kind_of(StateKind kind) {
@@ -99,7 +95,7 @@ std::optional<at::Tensor> StateValues::part(StateKind kind) {
   const auto dtype = to_scalar_type(states.dtype_of(unit_.id, kind_of(kind)));
   const at::Tensor copy = at::empty({count_of(piece_)}, dtype);
   states.enqueue_read(unit_.id, kind_of(kind), piece_.shard_offset, Numel(count_of(piece_)),
-                      values_of(copy));
+                      mutable_bytes(copy));
   states.settle();
   return copy.to(at::TensorOptions(at::kFloat).device(model_.place()));
 }
@@ -131,7 +127,7 @@ at::Tensor StateValues::join(const at::Tensor& mine) {
     const plan::ShardRange piece = piece_of(weights, param_, index);
     if (count_of(piece) == 0) continue;
     engine_.collectives().broadcast(
-        values_of(all.narrow(0, piece.param_begin.value, count_of(piece))), index);
+        mutable_bytes(all.narrow(0, piece.param_begin.value, count_of(piece))), index);
   }
   engine_.device().compute_stream().synchronize();
   return all;
@@ -142,7 +138,7 @@ void StateValues::set_masters(const at::Tensor& values) {
   engine_.gatherer().invalidate(engine::Changed::kAll);
   engine_.collectives().barrier();  // now no rank reads this rank's shard
   engine_.weights().store(param_, piece_.param_begin, Numel(count_of(piece_)),
-                          values_of(values).data(), DType::kFloat32);
+                          mutable_bytes(values).data(), DType::kFloat32);
   engine_.weights_changed();
 }
 
@@ -166,7 +162,7 @@ bool StateValues::set_part(StateKind kind, const at::Tensor& values) {
   engine::ShardStates states(engine_);
   if (!has(states, unit_.id, kind_of(kind))) return false;
   states.enqueue_store(param_, kind_of(kind), piece_.param_begin, Numel(count_of(piece_)),
-                       values_of(values).data(), DType::kFloat32);
+                       mutable_bytes(values).data(), DType::kFloat32);
   states.settle();
   return true;
 }

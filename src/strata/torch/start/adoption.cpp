@@ -7,25 +7,18 @@
 #include <utility>
 
 #include "strata/base/error.h"
-#include "strata/torch/base/dtype.h"
 #include "strata/torch/base/placement.h"
+#include "strata/torch/base/tensors.h"
 #include "strata/torch/start/comparison.h"
-#include "strata/torch/start/host_export.h"
-#include "strata/torch/start/host_intake.h"
-#include "strata/torch/start/owner_intake.h"
+#include "strata/torch/start/host_transfer.h"
+#include "strata/torch/start/lending.h"
 #include "strata/torch/start/rank_0_values.h"
-#include "strata/torch/start/value_intake.h"
 
 namespace strata::torch {
 namespace {
 
 constexpr Bytes kReleasedAtOnce = 128_MiB;
 constexpr std::size_t kBlocksSent = ValueIntake::kPiece / kBlock;
-
-std::span<std::byte> bytes_of_tensor(const at::Tensor& tensor) {
-  return {static_cast<std::byte*>(tensor.mutable_data_ptr()),
-          static_cast<std::size_t>(tensor.nbytes())};
-}
 
 class Adoption {
  public:
@@ -47,6 +40,7 @@ class Adoption {
   std::function<void()> gathering_early();
   void store_missing_of(int param);
   void store_missing(bool freeing);
+  std::vector<at::Tensor> copies_on_host(const std::vector<int>& params, bool own);
   void move_to_host();
   void carry_own_parts_through_host();
 
@@ -129,7 +123,7 @@ std::vector<bool> Adoption::blocks_kept(int param) const {
 void Adoption::add_fingerprints(Fingerprints& fingerprints, int param) {
   const at::Tensor& values = originals_.of(param);
   const at::Tensor flat = values.contiguous();
-  const std::span bytes(static_cast<const std::byte*>(flat.const_data_ptr()), flat.nbytes());
+  const std::span<const std::byte> bytes = const_bytes(flat);
   const std::vector<bool> kept = blocks_kept(param);
   for (std::size_t i = 0; i < kept.size();) {
     std::size_t end = i + 1;
@@ -232,24 +226,33 @@ void Adoption::store_missing(bool freeing) {
   engine_.device().compute_stream().synchronize();
 }
 
+// Copies of the values on the host: of whole parameters, or of this rank's `own` parts.
+std::vector<at::Tensor> Adoption::copies_on_host(const std::vector<int>& params, bool own) {
+  std::vector<at::Tensor> copies;
+  engine::InitReport::Phase phase(engine_.init_report(), "move out",
+                                  own ? owned_bytes(params) : whole_bytes(params));
+  HostExport way(engine_, threads_, phase);
+  for (const int param : params) {
+    at::Tensor values = originals_.of(param).contiguous();
+    if (own) {
+      const auto [begin, end] = engine_.weights().owned_range(param);
+      values = values.view({-1}).narrow(0, begin.value, (end - begin).value);
+    }
+    copies.push_back(empty_on_host(values));
+    way.add(mutable_bytes(copies.back()), const_bytes(values));
+    if (!originals_.of(param).is_contiguous()) way.flush();  // one copy at a time
+  }
+  way.flush();
+  return copies;
+}
+
 // Moves all values from the device to the host and points the parameters at them.
 void Adoption::move_to_host() {
   const std::vector<int> params = those(false);
   if (params.empty()) return;
-  std::vector<at::Tensor> there;
-  {
-    engine::InitReport::Phase phase(engine_.init_report(), "move out", whole_bytes(params));
-    HostExport way(engine_, threads_, phase);
-    for (const int param : params) {
-      const at::Tensor values = originals_.of(param).contiguous();
-      there.push_back(empty_on_host(values));
-      way.add(bytes_of_tensor(there.back()), bytes_of_tensor(values));
-      if (!originals_.of(param).is_contiguous()) way.flush();  // one copy at a time
-    }
-    way.flush();
-  }
+  std::vector<at::Tensor> there = copies_on_host(params, false);
   for (std::size_t i = 0; i < params.size(); ++i) {
-    originals_.move(params[i], there[i]);
+    originals_.move(params[i], std::move(there[i]));
     on_host_[static_cast<std::size_t>(params[i])] = true;
   }
   release_cached_memory(place_);
@@ -258,21 +261,8 @@ void Adoption::move_to_host() {
 // Copies each rank's own part of the values to the host, gives the values up, and stores the parts:
 // the device never holds both.
 void Adoption::carry_own_parts_through_host() {
-  std::vector<at::Tensor> parts;
+  const std::vector<at::Tensor> parts = copies_on_host(order_, true);
   const Bytes total = owned_bytes(order_);
-  {
-    engine::InitReport::Phase phase(engine_.init_report(), "move out", total);
-    HostExport way(engine_, threads_, phase);
-    for (const int param : order_) {
-      const auto [begin, end] = engine_.weights().owned_range(param);
-      const at::Tensor values = originals_.of(param).contiguous();
-      const at::Tensor own = values.view({-1}).narrow(0, begin.value, (end - begin).value);
-      parts.push_back(empty_on_host(own));
-      way.add(bytes_of_tensor(parts.back()), bytes_of_tensor(own));
-      if (!originals_.of(param).is_contiguous()) way.flush();  // one copy at a time
-    }
-    way.flush();
-  }
   for (const int param : order_) originals_.give_up(param);
   release_cached_memory(place_);
   engine::InitReport::Phase phase(engine_.init_report(), "move in", total);

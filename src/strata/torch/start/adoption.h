@@ -6,7 +6,7 @@
 #include "strata/base/thread_pool.h"
 #include "strata/engine/engine.h"
 #include "strata/plan/init_plan.h"
-#include "strata/torch/model/model_input.h"
+#include "strata/torch/model/model_plan.h"
 #include "strata/torch/start/original_values.h"
 
 namespace strata::torch {

@@ -6,7 +6,7 @@
 #include <string>
 
 #include "strata/plan/param_spec.h"
-#include "strata/torch/model/model_input.h"
+#include "strata/torch/model/model_plan.h"
 
 namespace strata::torch {
 

@@ -16,7 +16,6 @@
 #include "strata/torch/start/init_choice.h"
 #include "strata/torch/start/memory_formats.h"
 #include "strata/torch/start/original_values.h"
-#include "strata/torch/start/rank_room.h"
 
 namespace strata::torch {
 namespace {

@@ -7,7 +7,7 @@
 
 #include <vector>
 
-#include "strata/torch/model/model_input.h"
+#include "strata/torch/model/model_plan.h"
 
 namespace strata::torch {
 
