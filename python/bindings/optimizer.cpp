@@ -15,7 +15,6 @@
 namespace strata::python {
 namespace {
 
-using torch::StateKind;
 using torch::StateValues;
 
 // The tensors of one parameter. All have one shape and are float32, bfloat16 or float16; both
@@ -224,26 +223,19 @@ void on_trained(ShardedModel& model, py::function told) {
   });
 }
 
-StateKind kind_of(const std::string& name) {
-  if (name == "master") return StateKind::kMaster;
-  if (name == "gradient") return StateKind::kGradient;
-  if (name == "exp_avg") return StateKind::kFirstMoment;
-  STRATA_ASSERT(name == "exp_avg_sq");
-  return StateKind::kSecondMoment;
-}
-
-// `whole`: collective. None where there is no such state.
+// `name`: "master", "gradient", "exp_avg" or "exp_avg_sq". `whole`: collective. None where there is
+// no such state.
 std::optional<at::Tensor> read_state(ShardedModel& model, int param, const std::string& name,
                                      bool whole) {
   StateValues values(model, param);
-  return whole ? values.whole(kind_of(name)) : values.part(kind_of(name));
+  return whole ? values.whole(name) : values.part(name);
 }
 
 // Collective for masters. False where there is no such state.
 bool write_state(ShardedModel& model, int param, const std::string& name, bool whole,
                  const at::Tensor& tensor) {
   StateValues values(model, param);
-  return whole ? values.set_whole(kind_of(name), tensor) : values.set_part(kind_of(name), tensor);
+  return whole ? values.set_whole(name, tensor) : values.set_part(name, tensor);
 }
 
 // Stores masters of this rank's part, and the weights that they round to. No collective: only for

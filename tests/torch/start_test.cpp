@@ -426,13 +426,11 @@ TEST(InitChoice, AllRanksRefuseBeforeAnythingMovesWhatOneHasNoRoomFor) {
   }
 }
 
-constexpr Bytes kSmallBlock = 4_KiB;
-
 std::string fingerprint_of(const at::Tensor& values) {
   device::CpuDevice device;
   ThreadPool threads(2);
-  Fingerprints fingerprints(kSmallBlock, device, threads);
-  std::string found(block_count(Bytes(values.nbytes()), kSmallBlock) * kFingerprintBytes, '\0');
+  Fingerprints fingerprints(device, threads);
+  std::string found(block_count(Bytes(values.nbytes())) * kFingerprintBytes, '\0');
   fingerprints.add({static_cast<const std::byte*>(values.const_data_ptr()), values.nbytes()}, true,
                    found);
   fingerprints.flush();
@@ -475,9 +473,9 @@ TEST(Fingerprints, SeesEqualValuesChangePlaces) {
 }
 
 TEST(Fingerprints, TellsWhichBlockDiffers) {
-  const at::Tensor values = random_bytes(3 * kSmallBlock.value);
+  const at::Tensor values = random_bytes(3 * kBlock.value);
   at::Tensor changed = values.clone();
-  changed[kSmallBlock.value + 5].bitwise_xor_(1);
+  changed[kBlock.value + 5].bitwise_xor_(1);
   const std::string ours = fingerprint_of(values);
   const std::string theirs = fingerprint_of(changed);
   const auto block = [](const std::string& all, std::size_t i) {

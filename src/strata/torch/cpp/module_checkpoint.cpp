@@ -30,14 +30,6 @@ using format::TensorRole;
 
 constexpr std::string_view kLoadingTrainer = "loading the checkpoint";
 
-// Everything that a load needs, made before the load changes a value.
-struct LoadPlan {
-  explicit LoadPlan(const std::string& path) : index(path) {}
-
-  format::CheckpointIndex index;
-  std::optional<format::WeightMap> map;
-};
-
 void check_buffer(const format::CheckpointIndex& index, const std::string& name,
                   const at::Tensor& buffer) {
   const format::CheckpointTensor* tensor = index.find(name);
@@ -181,22 +173,22 @@ void load_module(ShardedModel& model, const ::torch::nn::Module& module, const s
   engine::Engine& engine = model.engine();
   comm::Collectives& collectives = engine.collectives();
   const auto buffers = module.named_buffers();
-  std::optional<LoadPlan> plan;
+  // Everything that the load needs is made before it changes a value.
+  std::optional<format::CheckpointIndex> index;
+  std::optional<format::WeightMap> map;
   engine::agree_after(collectives, fmt::format("opening the checkpoint '{}'", path), [&] {
-    plan.emplace(path);
-    plan->map.emplace(engine::whole_tensors(engine.weights().params()), plan->index.tensors(),
-                      path);
-    for (const auto& buffer : buffers) check_buffer(plan->index, buffer.key(), buffer.value());
+    index.emplace(path);
+    map.emplace(engine::whole_tensors(engine.weights().params()), index->tensors(), path);
+    for (const auto& buffer : buffers) check_buffer(*index, buffer.key(), buffer.value());
   });
   std::vector<int> params(static_cast<std::size_t>(engine.weights().param_count()));
   std::iota(params.begin(), params.end(), 0);
   io::ThreadEngine io(reading_options(model.threads()));
   const checkpoint::ReadWay way =
       checkpoint::read_way_from(model.config().strata.init_read).value();
-  engine::load_weights_together(engine,
-                                {plan->index.open_files(), *plan->map, params, io, {}, way});
+  engine::load_weights_together(engine, {index->open_files(), *map, params, io, {}, way});
   engine::agree_after(collectives, fmt::format("loading '{}'", path), [&] {
-    for (const auto& buffer : buffers) read_buffer(plan->index, buffer.key(), buffer.value(), io);
+    for (const auto& buffer : buffers) read_buffer(*index, buffer.key(), buffer.value(), io);
   });
   engine.weights_changed();
 }

@@ -27,18 +27,9 @@ std::int64_t count_of(const plan::ShardRange& piece) {
   return piece.param_end.value - piece.param_begin.value;
 }
 
-std::string_view kind_of(StateKind kind) {
-  switch (kind) {
-    case StateKind::kMaster:
-      return format::kValue;
-    case StateKind::kFirstMoment:
-      return engine::kExpAvg;
-    case StateKind::kSecondMoment:
-      return engine::kExpAvgSq;
-    case StateKind::kGradient:
-      break;
-  }
-  STRATA_ASSERT(false);
+// As the engine's stores and checkpoints name it.
+std::string_view kind_of(std::string_view kind) {
+  return kind == kMaster ? format::kValue : kind;
 }
 
 bool has(const engine::ShardStates& states, int unit, std::string_view kind) {
@@ -80,10 +71,10 @@ at::Tensor StateValues::gradient_view() {
                      model_.place());
 }
 
-std::optional<at::Tensor> StateValues::part(StateKind kind) {
+std::optional<at::Tensor> StateValues::part(std::string_view kind) {
   finish_queued();
   if (!unit_.trainable()) return std::nullopt;
-  if (kind == StateKind::kGradient) {
+  if (kind == kGradient) {
     model_.passes().shown_gradients().apply();
     if (!engine_.shards().gradients().filled(unit_.id)) return std::nullopt;
     at::Tensor copy = gradient_view().clone();
@@ -100,7 +91,7 @@ std::optional<at::Tensor> StateValues::part(StateKind kind) {
   return copy.to(at::TensorOptions(at::kFloat).device(model_.place()));
 }
 
-std::optional<at::Tensor> StateValues::whole(StateKind kind) {
+std::optional<at::Tensor> StateValues::whole(std::string_view kind) {
   const std::optional<at::Tensor> mine = part(kind);
   if (!mine) return std::nullopt;
   return join(*mine);
@@ -142,15 +133,15 @@ void StateValues::set_masters(const at::Tensor& values) {
   engine_.weights_changed();
 }
 
-bool StateValues::set_part(StateKind kind, const at::Tensor& values) {
+bool StateValues::set_part(std::string_view kind, const at::Tensor& values) {
   require_numel(values, count_of(piece_), engine_.weights().param(param_).name);
   if (!unit_.trainable()) return false;
   finish_queued();
-  if (kind == StateKind::kMaster) {
+  if (kind == kMaster) {
     set_masters(values);
     return true;
   }
-  if (kind == StateKind::kGradient) {
+  if (kind == kGradient) {
     if (!engine_.shards().gradients().filled(unit_.id)) return false;
     model_.passes().shown_gradients().take_back();
     engine_.reducer().edits().store(unit_.id, engine_.weights().slot_index_of(param_),
@@ -167,7 +158,7 @@ bool StateValues::set_part(StateKind kind, const at::Tensor& values) {
   return true;
 }
 
-bool StateValues::set_whole(StateKind kind, const at::Tensor& values) {
+bool StateValues::set_whole(std::string_view kind, const at::Tensor& values) {
   require_numel(values, engine_.weights().slot_of(param_).numel.value,
                 engine_.weights().param(param_).name);
   return set_part(kind,

@@ -108,7 +108,7 @@ Bytes Adoption::owned_bytes(const std::vector<int>& params) const {
 // blocks on rank 0, in a unit that stays whole, and for values on the device.
 std::vector<bool> Adoption::blocks_kept(int param) const {
   const at::Tensor& values = originals_.of(param);
-  std::vector<bool> kept(block_count(Bytes(values.nbytes()), kBlock), true);
+  std::vector<bool> kept(block_count(Bytes(values.nbytes())), true);
   const bool all = engine_.weights().unit_of(param).whole || !values.is_cpu();
   if (comparison_.is_reference() || all) return kept;
   const auto [begin, end] = engine_.weights().owned_range(param);
@@ -141,7 +141,7 @@ void Adoption::add_fingerprints(Fingerprints& fingerprints, int param) {
 
 void Adoption::fingerprint_in_place() {
   if (!comparison_.wanted()) return;
-  Fingerprints fingerprints(kBlock, engine_.device(), threads_);
+  Fingerprints fingerprints(engine_.device(), threads_);
   for (const int param : those(false)) add_fingerprints(fingerprints, param);
   fingerprints.flush();
 }

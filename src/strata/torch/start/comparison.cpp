@@ -10,20 +10,20 @@ namespace strata::torch {
 
 static_assert(sizeof(kernels::Fingerprint) == kFingerprintBytes);
 
-std::size_t block_count(Bytes bytes, Bytes block) {
-  return static_cast<std::size_t>((bytes.value + block.value - 1) / block.value);
+std::size_t block_count(Bytes bytes) {
+  return static_cast<std::size_t>((bytes.value + kBlock.value - 1) / kBlock.value);
 }
 
 void Fingerprints::add(std::span<const std::byte> bytes, bool on_host, std::span<char> target) {
-  STRATA_ASSERT(target.size() == block_count(Bytes(bytes.size()), block_) * kFingerprintBytes);
+  STRATA_ASSERT(target.size() == block_count(Bytes(bytes.size())) * kFingerprintBytes);
   if (bytes.empty()) return;
   if (!on_host) {
     on_device_.push_back({bytes, target.data()});
     return;
   }
   char* next = target.data();
-  for (std::size_t at = 0; at < bytes.size(); at += block_.size()) {
-    on_host_.push_back({bytes.subspan(at, std::min(block_.size(), bytes.size() - at)), next});
+  for (std::size_t at = 0; at < bytes.size(); at += kBlock.size()) {
+    on_host_.push_back({bytes.subspan(at, std::min(kBlock.size(), bytes.size() - at)), next});
     next += kFingerprintBytes;
   }
 }
@@ -44,10 +44,10 @@ void Fingerprints::flush_device() {
   if (on_device_.empty()) return;
   std::vector<std::span<const std::byte>> runs;
   for (const Added& each : on_device_) runs.push_back(each.bytes);
-  const auto sums = device_.fingerprints(runs, block_, device_.compute_stream());
+  const auto sums = device_.fingerprints(runs, kBlock, device_.compute_stream());
   auto next = sums.begin();
   for (std::size_t i = 0; i < runs.size(); ++i) {
-    const std::size_t blocks = block_count(Bytes(runs[i].size()), block_);
+    const std::size_t blocks = block_count(Bytes(runs[i].size()));
     std::memcpy(on_device_[i].target, &*next, blocks * kFingerprintBytes);
     next += static_cast<std::ptrdiff_t>(blocks);
   }
@@ -60,7 +60,7 @@ Comparison::Comparison(comm::Collectives& collectives,
   first_.push_back(0);
   for (const ModelParameter& parameter : parameters) {
     const Bytes bytes(parameter.variable.nbytes());
-    first_.push_back(first_.back() + (parameter.has_own_values() ? block_count(bytes, kBlock) : 0));
+    first_.push_back(first_.back() + (parameter.has_own_values() ? block_count(bytes) : 0));
   }
   differs_.resize(first_.back());
   if (!wanted()) return;

@@ -22,16 +22,15 @@ inline constexpr std::size_t kFingerprintBytes = 16;
 inline constexpr Bytes kBlock = 1_MiB;
 
 // How many blocks a tensor of `bytes` is cut into.
-std::size_t block_count(Bytes bytes, Bytes block);
+std::size_t block_count(Bytes bytes);
 
-// Fingerprints of tensors' bytes. Tensors are cut into blocks of one size, many tensors at a time.
+// Fingerprints of the blocks of tensors' bytes, many tensors at a time.
 // The bits do not depend on where a tensor lies. The threads share the work on the host. Borrows
 // until flush() the bytes that were added and the targets of their fingerprints.
 class Fingerprints {
  public:
-  // All ranks that compare must use the same block. `device`: of tensors that are not on the host.
-  Fingerprints(Bytes block, device::Device& device, ThreadPool& threads)
-      : block_(block), device_(device), threads_(threads) {}
+  // `device`: of tensors that are not on the host.
+  Fingerprints(device::Device& device, ThreadPool& threads) : device_(device), threads_(threads) {}
 
   // Fingerprints of the blocks of these bytes go to `target`, one after the other.
   void add(std::span<const std::byte> bytes, bool on_host, std::span<char> target);
@@ -45,7 +44,6 @@ class Fingerprints {
   };
   void flush_device();
 
-  Bytes block_;
   device::Device& device_;
   ThreadPool& threads_;
   std::vector<Added> on_device_;

@@ -1,6 +1,6 @@
-// Decisions of the start that depend on the memory of all ranks: where states lie, and how a model's
-// values reach the engine. Ranks decide together. Threads: one. Errors: CommError, ConfigError for
-// ranks of different configurations, OutOfMemoryError.
+// Decisions of the start that depend on the memory of all ranks: where states lie, and how a
+// model's values reach the engine. Ranks decide together. Threads: one. Errors: CommError,
+// ConfigError for ranks of different configurations, OutOfMemoryError.
 #pragma once
 
 #include "strata/engine/config/config.h"
