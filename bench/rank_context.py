@@ -24,7 +24,7 @@ def make_context(options, place):
             torch.cuda.synchronize(device)
         dist.barrier()
 
-    own = {"rank": place.rank, "world_size": place.world_size, "device": device, "on_gpu": on_gpu, "barrier": meet}
+    own = {"rank": place.rank, "world_size": place.world_size, "device": device, "on_gpu": on_gpu, "barrier": barrier}
     return SimpleNamespace(**{**options, **own}, told={}, endings=[])
 
 

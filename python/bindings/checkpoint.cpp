@@ -84,7 +84,10 @@ std::unique_ptr<format::WeightMap> make_map(const std::vector<SourcesTuple>& sou
 }
 
 void store(ShardedModel& model, int param, const at::Tensor& values) {
-  const at::Tensor dense = values.contiguous();
+  const at::Tensor dense =
+      torch::in_memory_order(values.reshape(model.specs()[static_cast<std::size_t>(param)].shape),
+                             model.channels_last(param))
+          .contiguous();
   if (dense.device() == model.place()) {
     torch::ValueIntake(model.engine(), model.place()).store(param, Numel(), dense);
   } else {
@@ -196,7 +199,7 @@ void bind_checkpoint(py::module_& module) {
   module.def(
       "weights_changed", [](ShardedModel& model) { model.engine().weights_changed(); }, unlocked);
   module.def(
-      "agree",
+      "agree_on_outcome",
       [](comm::Collectives& collectives, const std::string& what, std::string kind,
          std::string message) {
         engine::agree_on_outcome(collectives, what, {std::move(kind), std::move(message)});

@@ -195,7 +195,14 @@ void depart(ShardedModel& model) {
   model.engine().collectives().all_left();
 }
 
+// Calls a function of the model's StepControl.
+template <auto Function>
+auto of_control(ShardedModel& model) {
+  return (model.control().*Function)();
+}
+
 void bind_passes(ModelClass& model) {
+  using engine::StepControl;
   model.def("begin_forward", &ShardedModel::begin_forward, unlocked)
       .def("begin_backward", &ShardedModel::begin_backward, unlocked)
       .def("end_backward", &ShardedModel::end_backward, unlocked)
@@ -216,33 +223,25 @@ void bind_passes(ModelClass& model) {
           "finish_step", [](ShardedModel& m) { m.engine().finish_step(); }, unlocked)
       .def("factored", &ShardedModel::factored, py::arg("loss"), py::arg("by_accumulation"),
            unlocked)
-      .def("at_boundary", [](ShardedModel& m) { return m.control().at_boundary(); })
-      .def("ends_step", [](ShardedModel& m) { return m.control().ends_step(); })
+      .def("at_boundary", &of_control<&StepControl::at_boundary>)
+      .def("ends_step", &of_control<&StepControl::ends_step>)
       .def("set_boundary",
            [](ShardedModel& m, std::optional<bool> b) { m.control().set_boundary(b); })
       .def("set_synchronise", [](ShardedModel& m, bool s) { m.control().set_synchronise(s); })
       .def("set_accumulation_steps",
            [](ShardedModel& m, std::int64_t n) { m.control().set_accumulation_steps(n); })
-      .def_property_readonly("accumulation_steps",
-                             [](ShardedModel& m) { return m.control().accumulation_steps(); })
-      .def_property_readonly("micro_steps",
-                             [](ShardedModel& m) { return m.control().micro_steps(); })
-      .def_property_readonly("global_steps",
-                             [](ShardedModel& m) { return m.control().global_steps(); })
+      .def_property_readonly("accumulation_steps", &of_control<&StepControl::accumulation_steps>)
+      .def_property_readonly("micro_steps", &of_control<&StepControl::micro_steps>)
+      .def_property_readonly("global_steps", &of_control<&StepControl::global_steps>)
       .def(
           "skipped_steps",
           [](ShardedModel& m, bool wait) { return m.control().skipped_steps(wait); },
           py::arg("wait"), unlocked)
-      .def_property_readonly("last_step_applied",
-                             [](ShardedModel& m) {
-                               const py::gil_scoped_release release;
-                               return m.control().last_step_applied();
-                             })
+      .def_property_readonly(
+          "last_step_applied",
+          py::cpp_function(&of_control<&StepControl::last_step_applied>, unlocked))
       .def_property_readonly("grad_norm",
-                             [](ShardedModel& m) {
-                               const py::gil_scoped_release release;
-                               return m.control().grad_norm();
-                             })
+                             py::cpp_function(&of_control<&StepControl::grad_norm>, unlocked))
       .def_property_readonly("loss_scale",
                              [](ShardedModel& m) { return m.control().loss_scaler().scale(); });
 }
@@ -257,19 +256,21 @@ void bind_access(ModelClass& model) {
           unlocked)
       .def(
           "publish",
-          [](ShardedModel& m, const std::vector<int>& p, int root) { m.publish(p, root); },
+          [](ShardedModel& m, const std::vector<int>& p, int root) { m.values().publish(p, root); },
           unlocked)
       .def("index_of", &ShardedModel::index_of)
       .def("gathered", &ShardedModel::gathered)
-      .def("held_elsewhere", &ShardedModel::held_elsewhere)
+      .def("held_elsewhere", [](ShardedModel& m, int p) { return m.values().held_elsewhere(p); })
       .def("replaced", &ShardedModel::replaced)
       .def("put_back", [](ShardedModel& m, const std::vector<int>& p) { m.put_back(p); })
-      .def("require_own_memory", &ShardedModel::require_own_memory, unlocked)
-      .def("local_part", &ShardedModel::local_part)
+      .def(
+          "require_own_memory", [](ShardedModel& m) { m.values().require_own_memory(); }, unlocked)
+      .def("local_part", [](ShardedModel& m, int p) { return m.values().local_part(p); })
       .def("read", &ShardedModel::read, unlocked)
       .def("parameter_name",
            [](ShardedModel& m, int p) { return m.engine().weights().param(p).name; })
       .def("full_shape", [](ShardedModel& m, int p) { return m.engine().weights().param(p).shape; })
+      .def("channels_last", &ShardedModel::channels_last)
       .def("free_originals", &ShardedModel::free_originals)
       .def("is_sharded",
            [](ShardedModel& m, int p) { return !m.engine().weights().unit_of(p).whole; })

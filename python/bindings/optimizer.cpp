@@ -7,6 +7,7 @@
 #include "strata/base/thread_pool.h"
 #include "strata/engine/optimize/adam_optimizer.h"
 #include "strata/kernels/tensor_adam.h"
+#include "strata/offload/state_shelf.h"
 #include "strata/torch/base/host_threads.h"
 #include "strata/torch/base/placement.h"
 #include "strata/torch/base/tensors.h"
@@ -172,6 +173,24 @@ std::vector<std::tuple<int, int, at::Tensor>> segments(ShardedModel& model) {
   return result;
 }
 
+// Parameters whose parts have values during their unit's update only, each with its unit.
+std::vector<std::pair<int, int>> parts_on_drive(ShardedModel& model) {
+  std::vector<std::pair<int, int>> params;
+  for (const engine::ExternalSegment& s : external(model).segments()) {
+    if (s.on_drive) params.emplace_back(s.param, model.engine().weights().unit_of(s.param).id);
+  }
+  return params;
+}
+
+offload::StateShelf shelf_of(ShardedModel& model) {
+  return offload::StateShelf(model.engine().weights().states());
+}
+
+std::span<std::byte> host_bytes(const at::Tensor& values) {
+  STRATA_ASSERT(values.is_cpu() && values.is_contiguous());
+  return torch::mutable_bytes(values);
+}
+
 // `update` gets a list by segment: the fp32 gradient [numel], a view of the engine's memory, or
 // None.
 void set_update(ShardedModel& model, py::function update) {
@@ -323,6 +342,26 @@ void bind_optimizer(py::module_& module, ModelClass& model) {
            py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"), py::arg("decoupled"),
            py::arg("bias_correction"));
   model.def("segments", &segments)
+      .def("parts_on_drive", &parts_on_drive)
+      // A contiguous tensor on the host goes to a block of the drive, or comes from it.
+      .def(
+          "shelf_add",
+          [](ShardedModel& m, const std::string& name, std::int64_t bytes) {
+            return shelf_of(m).add(name, Bytes(bytes));
+          },
+          unlocked)
+      .def(
+          "shelf_put",
+          [](ShardedModel& m, offload::BlockId block, const at::Tensor& values) {
+            shelf_of(m).put(block, host_bytes(values));
+          },
+          unlocked)
+      .def(
+          "shelf_bring",
+          [](ShardedModel& m, offload::BlockId block, const at::Tensor& values) {
+            shelf_of(m).bring(block, host_bytes(values));
+          },
+          unlocked)
       .def("set_update",
            [](ShardedModel& m, py::function update) { set_update(m, std::move(update)); })
       .def("set_outside_states",

@@ -6,8 +6,9 @@ from contextlib import contextmanager
 import torch
 
 from . import _C
-from .lent_part import lend_parts, plain_parts
-from .optimizer_probe import needs_closure, updates_by_another, why_not_by_element
+from .element_order import flattened, shaped
+from .lent_part import plain_parts
+from .optimizer_probe import needs_closure, updates_by_another, why_not_by_element, why_not_in_calls
 
 
 def choose_parts(sharded, config, world_size, device):
@@ -32,6 +33,14 @@ def choose_parts(sharded, config, world_size, device):
                             f"a param group for each kind of parameter; found {held}")
     places = [device if tier == "device" else torch.device("cpu") for tier in sorted(config.states_tiers)]
     reason = next(filter(None, (why_not_by_element(sharded.inner, place) for place in places)), None)
+    if "nvme" in config.states_tiers:
+        why_not = reason or why_not_in_calls(sharded.inner)
+        if why_not is not None:
+            raise _C.UsageError(
+                f"{name} cannot have its states on a drive ({why_not}): there the engine calls step() once for each "
+                "unit, on parts of its parameters. Write zero_optimization.offload_optimizer.device \"cpu\" or "
+                "\"none\", or take an elementwise optimizer, such as AdamW, Lion or SGD; found \"nvme\""
+            )
     if reason is None:
         return
     if places != [device] and why_not_by_element(sharded.inner, device) is None:
@@ -46,14 +55,6 @@ def choose_parts(sharded, config, world_size, device):
             f"{world_size} ranks"
         )
     sharded.takes_whole = True
-
-
-def run_on_shards(sharded, engine):
-    """Lets ``sharded.inner`` update this rank's fp32 masters, which become the parameters of its groups."""
-    states = WholeStates if sharded.takes_whole else SegmentStates
-    members = members_of(sharded, engine)
-    engine.core.segment_states = states(sharded.inner, engine.core, members, engine.world_size)
-    lend_parts(engine.core.segment_states, engine)
 
 
 def members_of(sharded, engine):
@@ -103,8 +104,14 @@ class SegmentStates:
         if self._has_states:
             has = self._inner.state
             groups = self._inner.param_groups
-            new = [{**group, "params": [p for p in group["params"] if p not in has]} for group in groups]
-            has.update(type(self._inner)(new, **self._inner.defaults).state)
+            for batch in self._batches():
+                lacking = {id(p) for p in batch if p not in has}
+                new = [{**group, "params": [p for p in group["params"] if id(p) in lacking]} for group in groups]
+                has.update(type(self._inner)(new, **self._inner.defaults).state)
+
+    def _batches(self):
+        """The parameters, by those whose states may exist in memory at once."""
+        yield list(self._parameters.values())
 
     def _lend(self, core):
         for group in self._inner.param_groups:
@@ -172,16 +179,22 @@ class SegmentStates:
         return state
 
     def part(self, index, name):
-        """This rank's part of the state itself, not a copy, of one dimension; None where there is none."""
+        """This rank's part of a state, of one dimension; None where there is none."""
+        value = self._state(index, name)
+        return None if value is None else self.own(index, value)
+
+    def _state(self, index, name):
         parameter = self._parameters.get(index)
         value = None if parameter is None else self._inner.state.get(parameter, {}).get(name)
-        if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
-            return None
-        return self.own(index, value)
+        return value if isinstance(value, torch.Tensor) and value.shape == parameter.shape else None
+
+    def set_part(self, index, name, values):
+        """Gives this rank's part of a state that there is new values."""
+        self.own(index, self._state(index, name)).copy_(values)
 
     def has(self, name):
         """Whether any part has a state of this name."""
-        return any(self.part(index, name) is not None for index in self._parameters)
+        return any(self._state(index, name) is not None for index in self._parameters)
 
     # --- offload_states() and reload_states() ---
 
@@ -235,7 +248,8 @@ class WholeStates(SegmentStates):
                 flat = self._masters.get(index) if self._alone else None
                 if flat is None and index not in before:
                     flat = torch.zeros(torch.Size(shape).numel(), device=core.device)
-                self._parameters[index] = before[index] if index in before else torch.nn.Parameter(flat.view(shape))
+                known = before.get(index)
+                self._parameters[index] = torch.nn.Parameter(shaped(core, index, flat)) if known is None else known
                 group["params"].append(self._parameters[index])
 
     def _take_masters(self, core):
@@ -254,8 +268,9 @@ class WholeStates(SegmentStates):
                 gradient = mine.get(index)
                 if not self._alone:
                     gradient = _C.join_state(core, index, gradient)
-                    parameter.detach().view(-1).copy_(_C.join_state(core, index, self._masters.get(index)))
-                parameter.grad = None if gradient is None else gradient.view(parameter.shape)
+                    whole = _C.join_state(core, index, self._masters.get(index))
+                    parameter.detach().copy_(shaped(core, index, whole))
+                parameter.grad = None if gradient is None else shaped(core, index, gradient)
             with _same_random_numbers(core, self._alone), plain_parts(self._parameters.values()):
                 self._step()
             if not self._alone:
@@ -270,14 +285,22 @@ class WholeStates(SegmentStates):
 
     def own(self, index, value):
         first, last = self._ranges[index]
-        return value.detach().view(-1)[first:last]
+        return flattened(self._core(), index, value.detach())[first:last]
+
+    def set_part(self, index, name, values):
+        state, (first, last) = self._state(index, name), self._ranges[index]
+        flat = flattened(self._core(), index, state.detach()).clone()
+        flat[first:last] = values
+        state.copy_(shaped(self._core(), index, flat))
 
     def from_own(self, index, part):
         parameter = self._parameters[index]
         if self._alone:
-            return None if part is None else part.clone().view(parameter.shape)
+            return None if part is None else shaped(self._core(), index, part.clone())
         whole = _C.join_state(self._core(), index, None if part is None else part.reshape(-1).float())
-        return None if whole is None else whole.to(torch.float32 if part is None else part.dtype).view(parameter.shape)
+        if whole is None:
+            return None
+        return shaped(self._core(), index, whole.to(torch.float32 if part is None else part.dtype))
 
     def _let_go(self):
         self._in_order, self._indices, self._masters = [], [], {}
@@ -288,9 +311,9 @@ class WholeStates(SegmentStates):
     def _return_masters(self, core):
         self._take_masters(core)
         for group in self._members if self._alone else ():
-            for index, shape in group:
+            for index, _ in group:
                 if index in self._masters:
-                    self._parameters[index].data = self._masters[index].view(shape)
+                    self._parameters[index].data = shaped(core, index, self._masters[index])
 
 
 def _copy_at(device, value, **more):

@@ -12,6 +12,7 @@ import torch
 
 from . import _C
 from .checkpoint.optimizer_states import place_of
+from .element_order import flattened, shaped
 from .ops.param_groups import set_values
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -38,7 +39,9 @@ class _Member:
     def shaped(self, parts):
         """Parts of this rank as one tensor."""
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return joined.view(self.shape) if joined.numel() == self.numel else joined
+        if joined.numel() != self.numel:
+            return joined
+        return shaped(self.core, self.indices[0], joined) if len(parts) == 1 else joined.view(self.shape)
 
     def parts_of(self, name, value, place, by_element):
         """This rank's elements of ``value``, one tensor for each parameter of the engine; None: ``value`` has not one
@@ -57,9 +60,10 @@ class _Member:
             return None
         if name in _OF_ALL_ELEMENTS if by_element is None else name not in by_element:
             return None
-        flat = value.detach().reshape(-1)
-        if list(value.shape) == self.shape and flat.numel() == self.numel:
+        if list(value.shape) == self.shape and value.numel() == self.numel:
+            flat = flattened(self.core, self.indices[0], value.detach())
             return [flat[first:last] for first, last in self.ranges]
+        flat = value.detach().reshape(-1)
         if place is None or value.dim() != 1 or flat.numel() != sum(last - first for first, last in place):
             return None
         if [list(r) for r in place] != [list(r) for r in self.ranges]:

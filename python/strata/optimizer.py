@@ -98,7 +98,7 @@ class ShardedOptimizer(OptimizerNames, _WithoutCompiler):
         self._model, self._engine = engine.core, weakref.ref(engine)
         self.members = [list(group["params"]) for group in self.param_groups]
         if self.inner is not None:
-            from .client_optimizer import run_on_shards  # only for an optimizer of the script's
+            from .drive_states import run_on_shards  # only for an optimizer of the script's
 
             run_on_shards(self, engine)
         here = weakref.ref(self)
@@ -122,7 +122,8 @@ class ShardedOptimizer(OptimizerNames, _WithoutCompiler):
                 if self.inner is None:
                     self.param_groups[0]["params"].append(parameter)
         if self.inner is not None:
-            from .client_optimizer import lend_parts, members_of
+            from .client_optimizer import members_of
+            from .lent_part import lend_parts
 
             engine.core.segment_states.take_up(engine.core, members_of(self, engine))
             lend_parts(engine.core.segment_states, engine)

@@ -72,6 +72,26 @@ def why_not_by_element(optimizer, device):
     return None
 
 
+def why_not_in_calls(optimizer):
+    """None where ``optimizer``, of which ``why_not_by_element`` is None, does the same if its ``step()`` is called once
+    for each parameter, the others having no gradient; else a text with the reason why it does not. Runs on the host."""
+    kind = getattr(type(optimizer), "_strata_likeness", type(optimizer))
+    if kind in _ELEMENTWISE or kind.__module__.startswith("strata.ops."):
+        return None
+    device = torch.device("cpu")
+    shapes = [_shapes_of(group) for group in optimizer.param_groups]
+    drawn = [[_values(shape, seed=i) for i, shape in enumerate(of_group)] for of_group in shapes]
+    everything = [[(i, None) for i in range(len(tensors))] for tensors in drawn]
+    try:
+        at_once = _run(optimizer, drawn, everything, device)
+        in_calls = _run(optimizer, drawn, everything, device, one_by_one=True)
+    except Exception as error:
+        return f"its step() failed where only some parameters have gradients: {type(error).__name__}: {error}"
+    if any(not torch.equal(at_once[key].view(torch.int32), in_calls[key].view(torch.int32)) for key in at_once):
+        return "its steps differ where step() is called once for each tensor"
+    return None
+
+
 def _shapes_of(group):
     """Two shapes for each number of dimensions among the group's parameters."""
     known = [getattr(p, "ds_shape", p.shape) for p in group["params"]]
@@ -94,8 +114,9 @@ def _values(shape, seed):
     return torch.randn(numel, generator=generator), gradients, shape
 
 
-def _run(optimizer, drawn, wanted, device):
-    """{(group, tensor): flat weights after the steps}. ``wanted``: by group, [(tensor, slice; None: in its shape)]."""
+def _run(optimizer, drawn, wanted, device, one_by_one=False):
+    """{(group, tensor): flat weights after the steps}. ``wanted``: by group, [(tensor, slice; None: in its shape)].
+    ``one_by_one``: each step calls ``step()`` once for each tensor."""
     parameters, groups = {}, []
     for g, (tensors, members) in enumerate(zip(drawn, wanted, strict=True)):
         for i, part in members:
@@ -116,7 +137,11 @@ def _run(optimizer, drawn, wanted, device):
                     gradient = drawn[g][i][1][step]
                     gradient = gradient.view(drawn[g][i][2]) if part is None else gradient[part]
                     parameters[g, i].grad = gradient.to(device, copy=True)
-            like.step()
+                    if one_by_one:
+                        like.step()
+                        parameters[g, i].grad = None
+            if not one_by_one:
+                like.step()
     return {key: parameter.detach().reshape(-1).cpu() for key, parameter in parameters.items()}
 
 

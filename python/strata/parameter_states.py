@@ -2,7 +2,8 @@
 so far, and the optimizer's state.
 
 The "full" functions have a whole tensor of the parameter's shape, fp32, on the model's device. The "local" functions
-have this rank's part of it: the elements that this rank owns, of one dimension, empty on ranks that own none. Reading
+have this rank's part of it: the elements that this rank owns, of one dimension, empty on ranks that own none, in the
+order of the parameter's memory (channels innermost in torch's channels_last). Reading
 a whole tensor and setting master weights are collective: every rank makes the same calls in the same order. A setter
 takes this rank's part of the value. Every getter returns None where no rank has such a state: for a frozen parameter,
 for a parameter that no engine owns, for a gradient before the first reduction of a step or after the step, for a state
@@ -14,6 +15,7 @@ its elements of each tile. These functions wait for the device; call them betwee
 import torch
 
 from . import _C
+from .element_order import flattened, shaped
 from .model.ownership import owner_of
 from .model.tiles import tiles_of
 
@@ -103,7 +105,7 @@ def _read(param, name, whole):
         values = _C.join_state(core, index, values) if whole else values
     else:
         values = _C.read_state(core, index, name, whole)
-    return values.view(core.full_shape(index)) if values is not None and whole else values
+    return shaped(core, index, values) if values is not None and whole else values
 
 
 def _read_tiles(tiles, name, whole):
@@ -141,7 +143,8 @@ def _write(param, name, value, whole):
     shape = torch.Size(core.full_shape(index))
     if whole and value.shape != shape:
         raise _C.UsageError(f"wanted a value of the parameter's shape {list(shape)}; found {list(value.shape)}")
-    flat = value.detach().to(device=core.device, dtype=torch.float32).contiguous().view(-1)
+    value = value.detach().to(device=core.device, dtype=torch.float32)
+    flat = (flattened(core, index, value) if whole else value).contiguous().view(-1)
     if outside is not None:
         is_set = _set_outside(core, index, name, outside, whole, flat)
     else:
@@ -180,11 +183,10 @@ def _set_outside(core, index, name, outside, whole, flat):
         raise _C.UsageError(f"this rank's part of '{core.parameter_name(index)}' has {last - first} elements; found "
                             f"{flat.numel()}")
     _wait_for(core)
-    part = outside.part(index, name)
-    if part is None:
+    if outside.part(index, name) is None:
         return first == last
     with torch.no_grad():
-        part.copy_(flat[first:last] if whole else flat)
+        outside.set_part(index, name, flat[first:last] if whole else flat)
     return True
 
 

@@ -82,8 +82,8 @@ TEST(Manifest, SaysOfEveryFlippedByteThatItIsNotWhatWasWritten) {
 
 TEST(Manifest, RefusesANewerFormatByItsNumber) {
   std::string text = to_text(example());
-  text.replace(text.find("\"version\":1"), 11, "\"version\":2");
-  EXPECT_THAT(error_of(text), HasSubstr("wanted format version 1, found 2"));
+  text.replace(text.find("\"version\":1"), 11, "\"version\":3");
+  EXPECT_THAT(error_of(text), HasSubstr("wanted format version 2, found 3"));
 }
 
 TEST(Manifest, BelievesNothing) {

@@ -220,9 +220,136 @@ def test_an_optimizer_that_does_not_run_on_the_host_is_refused_by_name():
                     optimizer=_OfGpus(model.parameters(), lr=0.1))
 
 
-def test_an_optimizer_of_the_users_cannot_rest_on_a_drive(tmp_path):
+def _drive(folder, stage, **more):
+    return {"stage": stage, "offload_optimizer": {"device": "nvme", "nvme_path": str(folder), **more}}
+
+
+class _OwnRule(torch.optim.Optimizer):
+    """A script's class, elementwise, with a state that counts its steps."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["steps"], state["mean"] = 0, torch.zeros_like(p)
+                state["steps"] += 1
+                state["mean"].lerp_(p.grad, 0.25)
+                p.sub_(state["mean"].sign() * group["lr"] / state["steps"])
+
+
+RULES["own"] = lambda p: _OwnRule(p, lr=0.01)
+
+
+def _trained_on_drives(folder, stage, dtype):
+    rank, world = rank_and_world()
+    for name in RULES:
+        reference = PlainTrainer(make_model(), world, RULES[name], dtype=DTYPES[dtype], accumulation=2, clipping=0.1,
+                                 on_host=True)
+        engine = _engine(name, dtype, 2, _drive(folder, stage), gradient_clipping=0.1)
+        for index, tokens in enumerate(make_batches(6, world), 1):
+            reference.micro_step(tokens, loss_of)
+            _train(engine, [tokens], rank)
+            if index % 2 == 0:
+                reference.step(norm=engine.get_global_grad_norm())
+        assert differences(full_parameters(engine.module), reference.values()) == [], (stage, dtype, name)
+        assert engine.zero_nvme_offload_optimizer()
+        elements = sum(p.ds_numel if stage == 3 else p.numel() for p in engine.module.parameters())
+        held = engine.memory_report()
+        assert held["nvme", "optimizer state"][0] * world >= 4 * elements, held
+        kept = [t for t in _states_of(engine) if t.dim() > 0]
+        assert kept and all(t.untyped_storage().nbytes() == 4 for t in kept), "states stay in memory"
+        engine.destroy()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage, dtype", [(0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16")])
+def test_an_optimizer_of_the_users_rests_on_a_drive(tmp_path, world, stage, dtype):
+    run_ranks(world, _trained_on_drives, tmp_path, stage, dtype)
+
+
+def _named_on_a_drive(folder):
+    """Classes that the configuration names, beside plain torch."""
+    rank, world = rank_and_world()
+    rule = strata.ops.lion.DeepSpeedCPULion
+    for named, make in (({"type": "Lion", "params": LION}, lambda p: rule(p, **LION)),
+                        ({"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}}, RULES["momentum"]),
+                        ({"type": "Adagrad", "params": {"lr": 0.05}}, lambda p: torch.optim.Adagrad(p, lr=0.05))):
+        reference = PlainTrainer(make_model(), world, make, on_host=True)
+        engine = make_engine(make_model(), config_of(2, zero_optimization=_drive(folder, 2)) | {"optimizer": named})
+        for tokens in make_batches(3, world):
+            reference.micro_step(tokens, loss_of)
+            _train(engine, [tokens], rank)
+            reference.step()
+        assert differences(full_parameters(engine.module), reference.values()) == [], named
+        engine.destroy()
+
+
+def test_classes_that_the_configuration_names_rest_on_a_drive(tmp_path):
+    run_ranks(2, _named_on_a_drive, tmp_path)
+
+
+def test_checkpoints_move_between_a_drive_and_other_places(tmp_path):
+    places = [(_drive(tmp_path, 2), {"stage": 3}), ({"stage": 3}, _drive(tmp_path, 1)), (_zero(3), _drive(tmp_path, 3)),
+              (_drive(tmp_path, 3), _drive(tmp_path, 2))]  # fmt: skip
+    for i, (saving, loading) in enumerate(places):
+        found = run_ranks(2, _saved, f"{tmp_path}/{i}", saving)[0]
+        run_ranks(1 + 2 * (i % 2), _loaded, f"{tmp_path}/{i}", loading, found)
+
+
+def _sets_on_a_drive(folder):
+    engine = _engine("momentum", "bf16", zero=_drive(folder, 2))
+    _train(engine, make_batches(1, rank_and_world()[1]), 0)
+    weight = engine.module.head.weight
+    wanted = torch.rand_like(weight, dtype=torch.float32)
+    strata.utils.safe_set_full_optimizer_state(weight, wanted, "momentum_buffer")
+    assert same_bits(strata.utils.safe_get_full_optimizer_state(weight, "momentum_buffer"), wanted)
+    assert not same_bits(strata.utils.safe_get_full_optimizer_state(engine.module.layers[0].up.weight,
+                                                                    "momentum_buffer"), wanted)
+    before = full_parameters(engine.module)
+    engine.backward(loss_of(engine, make_batches(1, 1)[0, 0]) * float("inf"))
+    engine.step()
+    assert not engine.was_step_applied() and differences(full_parameters(engine.module), before) == []
+    assert same_bits(strata.utils.safe_get_full_optimizer_state(weight, "momentum_buffer"), wanted)
+    engine.destroy()
+
+
+def test_states_on_a_drive_are_read_and_set_and_a_dropped_step_leaves_them(tmp_path):
+    run_ranks(2, _sets_on_a_drive, tmp_path)
+
+
+class _CountsCalls(torch.optim.SGD):
+    """Its rate falls with each call."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["calls"] = group.get("calls", 0) + 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] / group["calls"])
+
+
+class _Normed(torch.optim.SGD):
+    """Its step depends on the norm of the whole gradient."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad / (p.grad.norm() + 1e-6), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("rule, why", [(_CountsCalls, "called once for each tensor"), (_Normed, "two parts")])
+def test_an_optimizer_that_cannot_be_called_unit_by_unit_is_refused_by_name(tmp_path, rule, why):
     model = make_model()
-    zero = {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
-    with pytest.raises(strata.ConfigError, match="offload_optimizer.device: on a drive.*write \"cpu\".*found \"nvme\""):
-        make_engine(model, config_of(2, optimizer=False, zero_optimization=zero),
-                    optimizer=RULES["momentum"](model.parameters()))
+    with pytest.raises(strata.UsageError, match=f"{rule.__name__} cannot have its states on a drive.*{why}.*\"cpu\""):
+        make_engine(model, config_of(0, optimizer=False, zero_optimization=_drive(tmp_path, 0)),
+                    optimizer=rule(model.parameters(), lr=0.1))

@@ -280,3 +280,34 @@ def _checked():
 
 def test_sanity_checks_make_an_edit_without_a_modifier_an_error_of_the_stand_in():
     run_ranks(WORLD, _checked)
+
+
+def _writes_to_released():
+    model = make_model()
+    engine = make_engine(model, config_of(3, live_bytes=1))
+    tokens = make_batches(1, WORLD)[0, rank_and_world()[0]]
+    with torch.no_grad(), GatheredParameters([model.layers[1].up.weight], modifier_rank=0):
+        model.layers[1].up.weight.clamp_(-0.01, 0.01)
+    train_step(engine, tokens)
+    for name, write in (("head.weight", lambda: model.head.weight.clamp_(-0.01, 0.01)),
+                        ("layers.0.up.bias", lambda: torch.nn.init.ones_(model.layers[0].up.bias)),
+                        ("head.weight", lambda: model.head.weight.mul_(0.5))):
+        before = full_parameters(model)
+        with torch.no_grad():
+            write()
+        with pytest.raises(strata.UsageError, match=f"'{name}' was written to.*GatheredParameters"):
+            train_step(engine, tokens)
+        assert differences(full_parameters(model), before) == []
+        train_step(engine, tokens)
+    loss = loss_of(engine, tokens)
+    engine.backward(loss)
+    with torch.no_grad():
+        model.head.weight.zero_()
+    full_parameters(model)  # it gathers the written unit, which changes nothing
+    with pytest.raises(strata.UsageError, match="'head.weight' was written to"):
+        engine.step()
+    engine.destroy()
+
+
+def test_a_write_to_a_released_parameter_is_an_error_with_its_name():
+    run_ranks(WORLD, _writes_to_released)

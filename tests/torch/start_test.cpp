@@ -215,7 +215,7 @@ TEST(FailedStart, CanBeTriedAgain) {
 
 bool take(ShardedModel& model, const std::vector<ModelParameter>& parameters,
           const std::vector<int>& on_host, Bytes copied_most = 4_MiB) {
-  const OriginalValues originals(parameters);
+  const OriginalValues originals(parameters, model.specs());
   const bool taken = take_from_rank_0(model.engine(), originals, on_host, 3, copied_most);
   if (taken) model.engine().weights_changed();
   return taken;

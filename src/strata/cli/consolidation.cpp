@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <map>
 
 #include "strata/base/error.h"
 #include "strata/checkpoint/reader.h"
@@ -14,6 +15,7 @@
 #include "strata/cli/text_table.h"
 #include "strata/format/message_text.h"
 #include "strata/kernels/elementwise.h"
+#include "strata/plan/channel_order.h"
 
 namespace strata::cli {
 namespace {
@@ -31,11 +33,13 @@ DType dtype_in(const format::ManifestTensor& tensor, const ConsolidationOptions&
 class CastWriter final : public checkpoint::ExtentSink {
  public:
   CastWriter(std::span<const format::ManifestRange> extents,
+             std::span<const format::ManifestTensor> tensors,
              std::span<const std::optional<std::size_t>> place_of,
              std::span<const format::TensorSpec> specs, format::ShardedWriter& writer,
              checkpoint::TransferRing& ring, Progress& progress)
       : ExtentSink(extents),
         extents_(extents),
+        tensors_(tensors),
         place_of_(place_of),
         specs_(specs),
         progress_(progress),
@@ -104,13 +108,39 @@ class CastWriter final : public checkpoint::ExtentSink {
 
   void take_elements(std::size_t extent, Bytes at, std::span<const std::byte> bytes) override {
     const format::ManifestRange& e = extents_[extent];
-    const std::size_t tensor = *place_of_[e.tensor];
-    cast_.give(tensor, specs_[tensor].dtype, e.begin + Numel(at / size_of(e.dtype)), bytes,
-               e.dtype);
+    if (tensors_[e.tensor].channels_last) {
+      collect(e, at, bytes);
+    } else {
+      give(*place_of_[e.tensor], e.begin + Numel(at / size_of(e.dtype)), bytes, e.dtype);
+    }
+  }
+  void give(std::size_t tensor, Numel first, std::span<const std::byte> bytes, DType dtype) {
+    cast_.give(tensor, specs_[tensor].dtype, first, bytes, dtype);
     writing_.pump();
   }
 
+  // Writes a channels_last tensor, in the order of its dimensions, once it has all elements.
+  void collect(const format::ManifestRange& extent, Bytes at, std::span<const std::byte> bytes) {
+    const std::vector<std::int64_t>& shape = tensors_[extent.tensor].shape;
+    Collected& collected = collected_[extent.tensor];
+    collected.bytes.resize(bytes_of(*format::checked_numel(shape), extent.dtype).size());
+    const Bytes first = bytes_of(extent.begin, extent.dtype) + at;
+    std::ranges::copy(bytes, collected.bytes.begin() + first.value);
+    collected.filled += bytes.size();
+    if (collected.filled < collected.bytes.size()) return;
+    plan::reorder(collected.bytes, shape, size_of(extent.dtype), /*channels_last=*/false);
+    give(*place_of_[extent.tensor], Numel(), collected.bytes, extent.dtype);
+    collected_.erase(extent.tensor);
+  }
+
+  struct Collected {
+    std::vector<std::byte> bytes;
+    std::size_t filled = 0;
+  };
+
   std::span<const format::ManifestRange> extents_;
+  std::span<const format::ManifestTensor> tensors_;
+  std::map<std::size_t, Collected> collected_;  // by the manifest's tensor
   std::span<const std::optional<std::size_t>> place_of_;
   std::span<const format::TensorSpec> specs_;
   Progress& progress_;
@@ -196,7 +226,8 @@ class Consolidation {
         [&](const checkpoint::WrongRange& wrong) { fail(wrong); }};
     checkpoint::RangeSource source(ways, wanted, io_, read_ring_.buffer_bytes(),
                                    {.aligned = 16_B, .verify = &verify});
-    CastWriter sink(extents_, place_of_, specs_, *writer_, write_ring_, progress);
+    CastWriter sink(extents_, manifest_.tensors, place_of_, specs_, *writer_, write_ring_,
+                    progress);
     copy(source, sink, read_ring_);
   }
 

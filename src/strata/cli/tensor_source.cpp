@@ -8,6 +8,8 @@
 #include "strata/checkpoint/reader.h"
 #include "strata/cli/chosen_checkpoint.h"
 #include "strata/cli/natural_order.h"
+#include "strata/io/thread_engine.h"
+#include "strata/plan/channel_order.h"
 
 namespace strata::cli {
 namespace {
@@ -54,7 +56,6 @@ void TensorSource::open_training(const std::string& path, bool kinds) {
   const format::Manifest manifest = format::read_manifest(path_);
   for (const format::ManifestFile& file : manifest.files)
     files_.push_back(checkpoint::open_file(path_, file));
-  for (const io::File& file : files_) open_.push_back(&file);
   std::map<std::pair<std::size_t, std::size_t>, std::size_t> place;  // of tensor and kind
   const auto add = [&](std::size_t t, std::size_t k) {
     const format::ManifestTensor& tensor = manifest.tensors[t];
@@ -78,6 +79,28 @@ void TensorSource::open_training(const std::string& path, bool kinds) {
     if (extent.kind != 0) tensor.dtype = extent.dtype;
   }
   for (SourceTensor& tensor : tensors_) std::ranges::sort(tensor.runs, {}, &ElementRange::begin);
+  for (const auto& [of, at] : place) {
+    if (manifest.tensors[of.first].channels_last) reorder(tensors_[at]);
+  }
+  for (const io::File& file : files_) open_.push_back(&file);
+}
+
+// Neighbours in the order of the dimensions are far apart in the file: the tensor gets another one,
+// in memory.
+void TensorSource::reorder(SourceTensor& tensor) {
+  if (tensor.runs.empty()) return;
+  const DType dtype = tensor.runs.front().dtype;
+  io::ThreadEngine io;
+  std::vector<std::byte> bytes(bytes_of(tensor.numel, dtype).size());
+  for (const ElementRange& run : tensor.runs) {
+    io.read(files_[run.file], run.offset,
+            std::span(bytes).subspan(bytes_of(run.begin, dtype).size(),
+                                     bytes_of(run.end - run.begin, dtype).size()))
+        ->wait();
+  }
+  plan::reorder(bytes, tensor.shape, size_of(dtype), /*channels_last=*/false);
+  files_.push_back(io::File::in_memory(bytes));
+  tensor.runs = {{files_.size() - 1, Bytes(), dtype, Numel(), tensor.numel}};
 }
 
 void TensorSource::open_safetensors(const std::string& path) {

@@ -49,6 +49,7 @@ class TensorSource {
 
  private:
   void open_training(const std::string& path, bool kinds);
+  void reorder(SourceTensor& tensor);
   void open_safetensors(const std::string& path);
   void sort();
 

@@ -44,6 +44,8 @@ struct ManifestTensor {
   DType dtype = DType::kFloat32;  // that the model computes in; what files hold may be wider
   bool trainable = false;
   std::vector<std::string> aliases;  // other names of the same parameter (tied weights)
+  // Extents count [N, C, spatial dimensions] with C innermost (plan/channel_order.h).
+  bool channels_last = false;
   bool operator==(const ManifestTensor&) const = default;
 };
 
@@ -71,6 +73,7 @@ struct ManifestRange {
 
 struct Manifest {
   static constexpr int kVersion = 1;
+  static constexpr int kVersionOfFormats = 2;  // of a manifest with a memory format
 
   std::string tag;
   int world_size = 1;

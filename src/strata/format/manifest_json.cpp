@@ -18,6 +18,7 @@ namespace {
 using Json = nlohmann::json;
 
 constexpr const char* kFormat = "strata-checkpoint";
+constexpr const char* kChannelsLast = "channels_last";
 
 Json tensor_json(const ManifestTensor& tensor) {
   Json json = {{"name", tensor.name},
@@ -26,6 +27,7 @@ Json tensor_json(const ManifestTensor& tensor) {
                {"dtype", safetensors_name_of(tensor.dtype)},
                {"trainable", tensor.trainable}};
   if (!tensor.aliases.empty()) json["aliases"] = tensor.aliases;
+  if (tensor.channels_last) json["memory_format"] = kChannelsLast;
   return json;
 }
 
@@ -117,6 +119,11 @@ ManifestTensor tensor_from(const Json& json, std::string_view path) {
   tensor.dtype = reader.dtype(reader.member("dtype"));
   tensor.trainable = reader.flag("trainable");
   if (json.contains("aliases")) tensor.aliases = reader.texts("aliases");
+  tensor.channels_last = json.contains("memory_format");
+  if (tensor.channels_last &&
+      (reader.text("memory_format") != kChannelsLast || tensor.shape.size() < 3)) {
+    reader.fail("has an unknown memory_format");
+  }
   return tensor;
 }
 
@@ -177,12 +184,12 @@ Json checked_json(std::string_view text, std::string_view path) {
   const Reader reader(json, "it", path);
   if (reader.text("format") != kFormat) reader.fail("is of another format");
   const std::int64_t version = reader.number("version");
-  if (version != Manifest::kVersion) {
+  if (version != Manifest::kVersion && version != Manifest::kVersionOfFormats) {
     throw FormatError(
         fmt::format("a checkpoint was written by another version of Strata: wanted format version "
                     "{}, found {}; "
                     "load it with the version that 'written_by' names: path={}",
-                    Manifest::kVersion, version, path));
+                    Manifest::kVersionOfFormats, version, path));
   }
   const std::string checksum = reader.text("checksum");
   json.erase("checksum");
@@ -198,6 +205,12 @@ Json files_json(std::span<const ManifestFile> files) {
   Json list = Json::array();
   for (const ManifestFile& file : files) list.push_back(file_json(file));
   return list;
+}
+
+// Versions that do not know memory formats refuse a checkpoint that has some.
+int version_of(const Manifest& manifest) {
+  const bool any = std::ranges::any_of(manifest.tensors, &ManifestTensor::channels_last);
+  return any ? Manifest::kVersionOfFormats : Manifest::kVersion;
 }
 
 Json extents_json(std::span<const ManifestRange> extents) {
@@ -232,7 +245,7 @@ std::string to_text(const Manifest& manifest) {
         kNestingMax));
   }
   Json json = {{"format", kFormat},
-               {"version", Manifest::kVersion},
+               {"version", version_of(manifest)},
                {"tag", manifest.tag},
                {"world_size", manifest.world_size},
                {"stage", manifest.stage},

@@ -1,6 +1,7 @@
 #include "strata/io/file.h"
 
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -87,6 +88,22 @@ File::File(std::string path, Mode mode) : path_(std::move(path)) {
 
 File::File(std::string path, FileDescriptor descriptor, FileDescriptor direct)
     : path_(std::move(path)), descriptor_(std::move(descriptor)), direct_(std::move(direct)) {}
+
+File File::in_memory(std::span<const std::byte> content) {
+  File file("(memory)", FileDescriptor(::memfd_create("strata", MFD_CLOEXEC)), {});
+  std::size_t done = 0;
+  while (file.descriptor_.valid() && done < content.size()) {
+    const ssize_t count = ::write(file.fd(), content.data() + done, content.size() - done);
+    if (count < 0 && errno != EINTR) break;
+    done += count < 0 ? 0 : static_cast<std::size_t>(count);
+  }
+  if (!file.descriptor_.valid() || done < content.size()) {
+    const int code = errno;
+    throw IoError(
+        fmt::format("cannot make a file in memory: bytes={} {}", content.size(), errno_text(code)));
+  }
+  return file;
+}
 
 File File::direct() const {
   FileDescriptor again(::fcntl(fd(), F_DUPFD_CLOEXEC, 0));

@@ -6,6 +6,8 @@
 // errno's text.
 #pragma once
 
+#include <cstddef>
+#include <span>
 #include <string>
 
 #include "strata/base/file_descriptor.h"
@@ -25,6 +27,9 @@ class File {
   // Regular files and block devices only: anything else (a directory, a pipe) is refused without
   // waiting for it.
   File(std::string path, Mode mode);
+
+  // A new file without a name, readable and writable, that lies in memory.
+  static File in_memory(std::span<const std::byte> content);
 
   // Transfers that bypass the page cache have offsets, lengths and addresses that are multiples of
   // it.

@@ -10,6 +10,7 @@
 #include "strata/base/dtype.h"
 #include "strata/base/units.h"
 #include "strata/memory/ledger.h"
+#include "strata/plan/channel_order.h"
 
 namespace strata::plan {
 
@@ -36,11 +37,17 @@ struct ParamSpec {
   int group = 0;  // index of the optimizer's param group; -1: it is in none
   Placement place{};
   std::optional<TileOf> tile{};  // absent: it is a parameter of the user's model
+  // Its slot holds [N, C, spatial dimensions] with C innermost: torch.channels_last, or
+  // channels_last_3d. Elements of shards count in this order.
+  bool channels_last = false;
 
   // The name and shape that users and checkpoints know, and the first element there.
   const std::string& known_name() const { return tile ? tile->name : name; }
   const std::vector<std::int64_t>& known_shape() const { return tile ? tile->shape : shape; }
   Numel known_first() const { return tile ? tile->first : Numel(); }
+
+  // Whether the slot has another order of elements than files of weights.
+  bool reordered() const { return channels_last && orders_differ(shape); }
 
   // The dtype in which gradients reach the engine, whose kernels do not add up fp64.
   DType gradient_dtype() const { return dtype == DType::kFloat64 ? DType::kFloat32 : dtype; }

@@ -284,11 +284,12 @@ std::string describe(std::span<const ParamSpec> params, const ModelPlan& plan) {
     std::string shape;
     for (const std::int64_t size : p.shape)
       shape += fmt::format("{}{}", shape.empty() ? "" : ", ", size);
-    text += fmt::format("parameter {}: shape [{}], {}, {}, group {}, place {} of unit {}{}{}{}\n",
+    text += fmt::format("parameter {}: shape [{}], {}, {}, group {}, place {} of unit {}{}{}{}{}\n",
                         p.name, shape, name_of(p.dtype), p.trainable ? "trainable" : "frozen",
                         p.group, place[i], unit.name, unit.persistent ? ", persistent" : "",
                         described(unit.place),
-                        p.tile ? fmt::format(", a tile used {} times", p.tile->uses) : "");
+                        p.tile ? fmt::format(", a tile used {} times", p.tile->uses) : "",
+                        p.channels_last ? ", channels_last" : "");
   }
   return text;
 }

@@ -9,7 +9,6 @@
 
 #include "strata/base/error.h"
 #include "strata/comm/transports.h"
-#include "strata/torch/ranks/c10d_collectives.h"
 #include "strata/torch/ranks/rank_joining.h"
 
 namespace strata::torch {

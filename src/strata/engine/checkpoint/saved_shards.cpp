@@ -57,7 +57,8 @@ std::vector<std::size_t> add_parameters(SavedShards& saved, const Weights& weigh
     saved.tensors.push_back(
         {param.known_name(), format::TensorRole::kParameter, param.known_shape(), param.dtype,
          param.trainable,
-         index < content.aliases.size() ? content.aliases[index] : std::vector<std::string>{}});
+         index < content.aliases.size() ? content.aliases[index] : std::vector<std::string>{},
+         param.reordered()});
   }
   return tensor_of;
 }

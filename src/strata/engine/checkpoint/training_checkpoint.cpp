@@ -170,6 +170,9 @@ void read_whole(const TrainingCheckpoint& checkpoint, std::size_t tensor, io::Io
   checkpoint::RangeSource source(ways, blocks, io, ring.buffer_bytes(),
                                  {.aligned = 16_B, .verify = &verify});
   copy(source, sink, ring);
+  const format::ManifestTensor& of = manifest.tensors[tensor];
+  if (of.channels_last && !extents.empty())
+    plan::reorder(target, of.shape, size_of(extents.front().dtype), /*channels_last=*/false);
 }
 
 }  // namespace strata::engine

@@ -73,7 +73,8 @@ std::optional<std::size_t> find_buffer(const TrainingCheckpoint& checkpoint,
                                        const std::string& name, int rank, int world_size);
 
 // Fills `target` with all bytes of a tensor, or of what is kept beside its value, verified. It has
-// as many as whole_bytes() says: 0 where there are none. Not collective. Memory: some blocks.
+// as many as whole_bytes() says: 0 where there are none. Elements in the order of its dimensions,
+// whatever the files have. Not collective. Memory: some blocks.
 void read_whole(const TrainingCheckpoint& checkpoint, std::size_t tensor, io::IoEngine& io,
                 std::span<std::byte> target, std::string_view kind = format::kValue);
 Bytes whole_bytes(const TrainingCheckpoint& checkpoint, std::size_t tensor,

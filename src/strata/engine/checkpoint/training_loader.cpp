@@ -5,6 +5,7 @@
 
 #include "strata/base/error.h"
 #include "strata/checkpoint/reader.h"
+#include "strata/engine/checkpoint/reordering_sink.h"
 #include "strata/engine/checkpoint/shard_states.h"
 #include "strata/engine/checkpoint/weight_loader.h"
 #include "strata/engine/unit/agreement.h"
@@ -26,14 +27,14 @@ struct Entry {
   int param = 0;
   std::string_view kind;                // of ShardStates, or
   const StateTarget* target = nullptr;  // not null: memory of another optimizer
+  bool reordered = false;               // the files have the other order of elements than the slot
 };
 
 // The ranges that this rank keeps of each.
 std::vector<format::ParamRange> wanted_of(Engine& engine, std::span<const Entry> entries) {
   std::vector<format::ParamRange> ranges;
   for (std::size_t i = 0; i < entries.size(); ++i) {
-    const auto [begin, end] = engine.weights().owned_range(entries[i].param);
-    if (begin < end) ranges.push_back({i, begin, end});
+    add_wanted(ranges, engine.weights(), i, entries[i].param, entries[i].reordered);
   }
   return ranges;
 }
@@ -44,6 +45,11 @@ class TrainingSink final : public ValueSink {
       : engine_(engine), states_(engine), entries_(entries) {}
 
   std::vector<format::ParamRange> wanted() const override { return wanted_of(engine_, entries_); }
+  std::optional<Reordering> reordering(std::size_t item) const override {
+    const Entry& entry = entries_[item];
+    if (!entry.reordered) return std::nullopt;
+    return Reordering{entry.param, engine_.weights().param(entry.param).reordered()};
+  }
   void enqueue_store(std::size_t item, Numel begin, Numel numel, const std::byte* source,
                      DType source_dtype) override {
     const Entry& entry = entries_[item];
@@ -93,6 +99,7 @@ class StateSources {
            {std::move(name), e.dtype, {numel.value}, numel, e.offset, bytes_of(numel, e.dtype)}});
     }
     entries.push_back(entry);
+    entries.back().reordered = manifest.tensors[tensor].channels_last != param.reordered();
     params_.push_back(std::move(sources));
   }
 

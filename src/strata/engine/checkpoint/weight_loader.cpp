@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "strata/base/error.h"
+#include "strata/engine/checkpoint/reordering_sink.h"
 
 namespace strata::engine {
 namespace {
@@ -45,7 +46,8 @@ void add_piece(ReadPlan& plan, const format::RangeCopy& piece, Bytes buffer_byte
 // The weights; masters are made of many stores at once.
 class WeightSink final : public ValueSink {
  public:
-  WeightSink(Weights& weights, std::span<const int> params) : weights_(weights), params_(params) {}
+  WeightSink(Weights& weights, std::span<const int> params, bool in_slot_order)
+      : weights_(weights), params_(params), in_slot_order_(in_slot_order) {}
 
   std::vector<format::ParamRange> wanted() const override {
     std::vector<format::ParamRange> ranges;
@@ -54,10 +56,13 @@ class WeightSink final : public ValueSink {
         throw UsageError(fmt::format("the model has no parameter {}; it has {}", params_[i],
                                      weights_.param_count()));
       }
-      const auto [begin, end] = weights_.owned_range(params_[i]);
-      if (begin < end) ranges.push_back({i, begin, end});
+      add_wanted(ranges, weights_, i, params_[i], reordering(i).has_value());
     }
     return ranges;
+  }
+  std::optional<Reordering> reordering(std::size_t param) const override {
+    if (in_slot_order_ || !weights_.param(params_[param]).reordered()) return std::nullopt;
+    return Reordering{params_[param]};
   }
   void enqueue_store(std::size_t param, Numel begin, Numel numel, const std::byte* source,
                      DType source_dtype) override {
@@ -68,6 +73,7 @@ class WeightSink final : public ValueSink {
  private:
   Weights& weights_;
   std::span<const int> params_;
+  bool in_slot_order_;
   OwedMasters owed_;
 };
 
@@ -177,12 +183,13 @@ ReadPlan plan_reads(std::span<const format::RangeCopy> copies, Bytes buffer_byte
 
 LoadedBytes load_weights(Engine& engine, const LoadSource& source,
                          const checkpoint::SyncPoints* sync_points) {
-  WeightSink sink(engine.weights(), source.params);
+  WeightSink sink(engine.weights(), source.params, source.in_slot_order);
   return load_values(engine, source, sink, sync_points);
 }
 
-LoadedBytes load_values(Engine& engine, const LoadSource& source, ValueSink& sink,
+LoadedBytes load_values(Engine& engine, const LoadSource& source, ValueSink& values,
                         const checkpoint::SyncPoints* sync_points) {
+  ReorderingSink sink(engine, values);
   const std::vector<format::RangeCopy> copies = source.map.intersect(sink.wanted());
   const Files files(source, copies);
   std::optional<checkpoint::TransferRing> own;

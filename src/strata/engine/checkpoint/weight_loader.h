@@ -64,21 +64,33 @@ struct LoadSource {
   std::string phase = "read";
   const checkpoint::Verification* verify = nullptr;
   Bytes block = 1_B;  // that is verified at once: a power of two that divides a buffer
+  // The source has the elements of channels_last parameters in the order of their slots.
+  bool in_slot_order = false;
   // Several loads, one after the other, share the ring that the first one makes. Null: a ring of
   // its own.
   std::optional<checkpoint::TransferRing>* kept_ring = nullptr;
+};
+
+// A parameter whose elements come in the other order than its slot's. They are stored when all are
+// there.
+struct Reordering {
+  int param = 0;              // of the engine
+  bool channels_last = true;  // that is the slot's order
 };
 
 // Where what is read goes.
 class ValueSink {
  public:
   virtual ~ValueSink() = default;
-  // The ranges of the map's parameters that this rank keeps.
+  // The ranges of the map's parameters that this rank keeps; of those with a reordering all
+  // elements, where it keeps any.
   virtual std::vector<format::ParamRange> wanted() const = 0;
   // Queues on the compute stream: the elements have these values. The source stays until the stream
   // has come so far.
   virtual void enqueue_store(std::size_t param, Numel begin, Numel numel, const std::byte* source,
                              DType source_dtype) = 0;
+  // Absent: the elements come in the slot's order. Else enqueue_store() gets them in that.
+  virtual std::optional<Reordering> reordering(std::size_t /*param*/) const { return std::nullopt; }
   // Queues what the stores so far have left to do.
   virtual void settle() {}
 };

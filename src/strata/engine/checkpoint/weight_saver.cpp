@@ -79,7 +79,7 @@ void WeightSaver::plan_runs() {
     for (const SavedRange& piece : tensors_[t].pieces) {
       const Numel begin = weights.slot_of(piece.param).offset + piece.begin;
       if (piece.numel.value > 0) {
-        runs_.push_back({weights.unit_of(piece.param).id, begin, piece.numel, t, at});
+        runs_.push_back({weights.unit_of(piece.param).id, piece.param, begin, piece.numel, t, at});
       }
       at += piece.numel;
     }
@@ -118,6 +118,19 @@ void WeightSaver::write_pieces() {
 }
 
 void WeightSaver::write_run(const Run& run, std::span<const std::byte> flat, DType dtype) {
+  const plan::ParamSpec& param = engine_.weights().param(run.param);
+  if (param.reordered()) {
+    const Numel offset = engine_.weights().slot_of(run.param).offset;
+    std::vector<std::byte> whole(bytes_of(param.numel(), dtype).size());
+    engine_.device().copy(whole, flat.subspan(bytes_of(offset, dtype).size(), whole.size()),
+                          engine_.device().compute_stream());
+    engine_.device().compute_stream().synchronize();
+    plan::reorder(whole, param.shape, size_of(dtype), /*channels_last=*/false);
+    copy_out(run.tensor, bytes_of(run.tensor_begin, dtype),
+             std::span(whole).subspan(bytes_of(run.flat_begin - offset, dtype).size(),
+                                      bytes_of(run.numel, dtype).size()));
+    return;
+  }
   copy_out(run.tensor, bytes_of(run.tensor_begin, dtype),
            flat.subspan(bytes_of(run.flat_begin, dtype).size(), bytes_of(run.numel, dtype).size()));
 }

@@ -63,6 +63,7 @@ class WeightSaver {
   // A run of a unit's flat buffer, and its place in a tensor.
   struct Run {
     int unit = 0;
+    int param = 0;
     Numel flat_begin;
     Numel numel;
     std::size_t tensor = 0;

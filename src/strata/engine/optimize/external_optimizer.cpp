@@ -3,10 +3,20 @@
 #include <algorithm>
 
 #include "strata/base/error.h"
+#include "strata/offload/pinned_memory.h"
 
 namespace strata::engine {
 
 using offload::Link;
+
+namespace {
+
+// Values of a unit's shard at the beginning of a buffer that units share.
+std::span<float> shard_in(device::Memory& stage, const Unit& unit) {
+  return {reinterpret_cast<float*>(stage.bytes().data()), unit.layout.shard().size()};
+}
+
+}  // namespace
 
 ExternalOptimizer::ExternalOptimizer(OptimizerShards& shards, device::Device& device,
                                      offload::LinkWatch& watch)
@@ -19,7 +29,8 @@ ExternalOptimizer::ExternalOptimizer(OptimizerShards& shards, device::Device& de
             [this](const Unit& unit) { return gradient_moves(unit); }) {}
 
 bool ExternalOptimizer::has_copy(const Unit& unit) const {
-  return shards_.weights().master_form(unit.id) == plan::MasterForm::kShard &&
+  return !shards_.states_on_drive(unit) &&
+         shards_.weights().master_form(unit.id) == plan::MasterForm::kShard &&
          (unit.offloaded || is_far(unit));
 }
 
@@ -30,6 +41,7 @@ bool ExternalOptimizer::gradient_moves(const Unit& unit) const {
 }
 
 std::span<float> ExternalOptimizer::masters_of(const Unit& unit) {
+  if (shards_.states_on_drive(unit)) return shard_in(*master_stage_, unit);
   if (has_copy(unit)) return copies_.of(unit);
   const std::span<std::byte> held = shards_.weights().masters().hold(unit.id);
   return {reinterpret_cast<float*>(held.data()), unit.layout.shard().size()};
@@ -38,17 +50,31 @@ std::span<float> ExternalOptimizer::masters_of(const Unit& unit) {
 void ExternalOptimizer::prepare() {
   if (prepared_) return;
   segments_.clear();
+  make_stages();
   shards_.weights().back_all();  // at once: every growth costs a mapping, here and at every peer
   for (const OptimizerShards::UnitShard& shard : shards_.units()) {
     const std::span<float> weight = masters_of(of(shard));
-    const bool on_host = shards_.states_on_host(of(shard));
+    const bool on_host = on_drive(shard) || shards_.states_on_host(of(shard));
     for (const plan::ParamSegment& segment : shard.segments) {
       const std::size_t numel = (segment.end - segment.begin).size();
-      segments_.push_back(
-          {segment.param, segment.group, weight.subspan(segment.begin.size(), numel), on_host});
+      segments_.push_back({segment.param, segment.group,
+                           weight.subspan(segment.begin.size(), numel), on_drive(shard), on_host});
     }
   }
   prepared_ = true;
+}
+
+void ExternalOptimizer::make_stages() {
+  Bytes largest;
+  for (const OptimizerShards::UnitShard& shard : shards_.units()) {
+    if (on_drive(shard))
+      largest = std::max(largest, bytes_of(of(shard).layout.shard(), DType::kFloat32));
+  }
+  if (master_stage_ != nullptr && Bytes(master_stage_->bytes().size()) >= largest) return;
+  if (largest == Bytes()) return;
+  device_.compute_stream().synchronize();
+  master_stage_ = offload::pinned_memory(device_, largest, memory::Kind::kStaging);
+  gradient_stage_ = offload::pinned_memory(device_, largest, memory::Kind::kStaging);
 }
 
 void ExternalOptimizer::add(int /*unit*/, bool /*is_new*/) {
@@ -72,8 +98,9 @@ void ExternalOptimizer::move(Bytes up, Bytes down, const offload::LinkWatch::Cal
 }
 
 // Copies weights that have a copy: from them to it (kRead), or from it to them.
-void ExternalOptimizer::move_copy(const Unit& unit, offload::Access access) {
-  const std::span<std::byte> copy = std::as_writable_bytes(copies_.of(unit));
+void ExternalOptimizer::move_copy(const Unit& unit, std::span<float> values,
+                                  offload::Access access) {
+  const std::span<std::byte> copy = std::as_writable_bytes(values);
   const bool reads = access == offload::Access::kRead;
   const auto move_piece = [&](const WeightShards::Piece& piece) {
     const auto there =
@@ -82,7 +109,8 @@ void ExternalOptimizer::move_copy(const Unit& unit, offload::Access access) {
                  device_.compute_stream());
   };
   // Offloaded weights are on the host, too.
-  const bool crosses = unit.offloaded != shards_.states_on_host(unit);
+  const bool on_host = shards_.states_on_host(unit) || shards_.states_on_drive(unit);
+  const bool crosses = unit.offloaded != on_host;
   const Bytes bytes(crosses ? copy.size() : 0);
   const bool up = reads == unit.offloaded;
   move(up ? bytes : Bytes(), up ? Bytes() : bytes, [&] {
@@ -106,24 +134,71 @@ std::span<float> ExternalOptimizer::scaled_gradient(const Unit& unit, float scal
   return wide;
 }
 
-// By segment.
-std::vector<std::span<float>> ExternalOptimizer::lend_gradients(float scale) {
+// Appends the gradients of the shard's segments.
+void ExternalOptimizer::lend_gradients(const OptimizerShards::UnitShard& shard,
+                                       std::span<float> all,
+                                       std::vector<std::span<float>>& gradients) {
+  for (const plan::ParamSegment& segment : shard.segments) {
+    const std::size_t numel = (segment.end - segment.begin).size();
+    const bool none = all.empty() || shards_.gradients().left_out(segment.param);
+    gradients.push_back(none ? std::span<float>() : all.subspan(segment.begin.size(), numel));
+  }
+}
+
+// By segment; none of units on drives.
+std::vector<std::span<float>> ExternalOptimizer::lend_resident(float scale) {
   std::vector<std::span<float>> gradients;
   for (const OptimizerShards::UnitShard& shard : shards_.units()) {
-    const std::span<float> all = scaled_gradient(of(shard), scale);
-    for (const plan::ParamSegment& segment : shard.segments) {
-      const std::size_t numel = (segment.end - segment.begin).size();
-      const bool none = all.empty() || shards_.gradients().left_out(segment.param);
-      gradients.push_back(none ? std::span<float>() : all.subspan(segment.begin.size(), numel));
-    }
+    const bool leaves_out = on_drive(shard);
+    lend_gradients(shard, leaves_out ? std::span<float>() : scaled_gradient(of(shard), scale),
+                   gradients);
   }
   return gradients;
+}
+
+// fp32 masters of a unit on a drive: to the stage (kRead), or from it.
+void ExternalOptimizer::move_masters(const Unit& unit, offload::Access access) {
+  const std::span<float> stage = shard_in(*master_stage_, unit);
+  Weights& weights = shards_.weights();
+  if (weights.master_form(unit.id) == plan::MasterForm::kShard)
+    return move_copy(unit, stage, access);
+  const auto bytes = std::as_writable_bytes(stage);
+  weights.masters().for_each(
+      unit.id, Numel(), unit.layout.shard(), access, [&](const StateRange& range) {
+        const auto numel = bytes_of(range.end - range.first, DType::kFloat32).size();
+        const auto here = bytes.subspan(bytes_of(range.first, DType::kFloat32).size(), numel);
+        const auto there = range.bytes(0).first(numel);
+        const bool reads = access == offload::Access::kRead;
+        device_.copy(reads ? here : there, reads ? there : here, device_.compute_stream());
+      });
+}
+
+// In a call of its own, whose other gradients are empty. A unit without a gradient does not change.
+void ExternalOptimizer::update_on_drive(const OptimizerShards::UnitShard& shard,
+                                        std::size_t first_segment, float scale) {
+  const Unit& unit = of(shard);
+  GradientShards& from = shards_.gradients();
+  if (!from.filled(unit.id)) return;
+  shards_.weights().masters().adopt_written(unit.id);
+  const std::span<float> values = from.values(unit.id);
+  const std::span<float> scaled = shard_in(*gradient_stage_, unit);
+  const Bytes bytes(from.on_host(unit.id) ? 0 : values.size_bytes());
+  move(Bytes(), bytes, [&] { device_.scale(scaled, values, scale, device_.compute_stream()); });
+  move_masters(unit, offload::Access::kRead);
+  device_.compute_stream().synchronize();
+  std::vector<std::span<float>> gradients(first_segment);
+  lend_gradients(shard, scaled, gradients);
+  gradients.resize(segments_.size());
+  update_(gradients);
+  move_masters(unit, offload::Access::kReadWrite);
+  if (shards_.weights().master_form(unit.id) != plan::MasterForm::kShard) round(shard);
+  device_.compute_stream().synchronize();  // the next unit writes to the stage
 }
 
 // The unit's weights are what the update has made of its masters.
 void ExternalOptimizer::take_back(const OptimizerShards::UnitShard& shard) {
   const Unit& unit = of(shard);
-  if (has_copy(unit)) return move_copy(unit, offload::Access::kReadWrite);
+  if (has_copy(unit)) return move_copy(unit, copies_.of(unit), offload::Access::kReadWrite);
   const Bytes masters = bytes_of(unit.layout.shard(), DType::kFloat32);
   move(is_far(unit) ? masters : Bytes(), unit.offloaded ? unit.layout.shard_bytes() : Bytes(),
        [&] { round(shard); });
@@ -150,21 +225,34 @@ void ExternalOptimizer::step(std::span<const GroupScalars> /*groups*/, const Gra
   STRATA_ASSERT(update_ != nullptr);
   prepare();
   ++steps_;
-  for (const OptimizerShards::UnitShard& shard : shards_.units())
-    shards_.weights().masters().adopt_written(shard.unit);
+  if (!std::ranges::all_of(shards_.units(), [this](const auto& shard) { return on_drive(shard); }))
+    update_resident(scale.value);
+  std::size_t first_segment = 0;
+  for (const OptimizerShards::UnitShard& shard : shards_.units()) {
+    if (on_drive(shard)) {
+      update_on_drive(shard, first_segment, scale.value);
+    } else {
+      take_back(shard);
+    }
+    first_segment += shard.segments.size();
+    updated(shard.unit);
+  }
+}
+
+// All units that are not on drives, in one call.
+void ExternalOptimizer::update_resident(float scale) {
   const auto is_host_work = [this](const OptimizerShards::UnitShard& shard) {
     return is_far(of(shard));
   };
-  const std::vector<std::span<float>> gradients = lend_gradients(scale.value);
   for (const OptimizerShards::UnitShard& shard : shards_.units()) {
-    if (has_copy(of(shard))) move_copy(of(shard), offload::Access::kRead);
+    if (!on_drive(shard)) shards_.weights().masters().adopt_written(shard.unit);
+  }
+  const std::vector<std::span<float>> gradients = lend_resident(scale);
+  for (const OptimizerShards::UnitShard& shard : shards_.units()) {
+    if (has_copy(of(shard))) move_copy(of(shard), copies_.of(of(shard)), offload::Access::kRead);
   }
   if (std::ranges::any_of(shards_.units(), is_host_work)) device_.compute_stream().synchronize();
   update_(gradients);
-  for (const OptimizerShards::UnitShard& shard : shards_.units()) {
-    take_back(shard);
-    updated(shard.unit);
-  }
 }
 
 }  // namespace strata::engine

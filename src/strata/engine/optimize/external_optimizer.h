@@ -6,12 +6,18 @@
 // lie elsewhere than they are updated, they have a copy there. Each step makes that copy anew, so
 // it has the values that scripts have written.
 //
-// Threads: one thread at a time. Ownership: makes the Weights hold every master, so the masters
-// must fit in memory together. Lends gradients to the callback, scaled in place unless they lie
-// elsewhere or have a narrower type. The layer above brings the callback.
+// Units whose states rest on a drive are updated one after the other, each in a call of the
+// callback of its own. Their segments share one buffer on the host: it has the masters of a unit
+// during its call only, and they go back to the drive after it.
+//
+// Threads: one thread at a time. Ownership: makes the Weights hold every master that is not on a
+// drive, so these must fit in memory together. Lends gradients to the callback, scaled in place
+// unless they lie elsewhere or have a narrower type. The layer above brings the callback.
 #pragma once
 
 #include <functional>
+#include <memory>
+#include <span>
 #include <vector>
 
 #include "strata/device/device.h"
@@ -26,13 +32,15 @@ struct ExternalSegment {
   int param = 0;
   int group = 0;
   std::span<float> weight;
-  bool on_host = false;  // the weight and its gradients are for the host, not for kernels
+  bool on_drive = false;  // it has values during its unit's update only
+  bool on_host = false;   // the weight and its gradients are for the host, not for kernels
 };
 
 class ExternalOptimizer final : public ShardedOptimizer {
  public:
   // `gradients`: scaled, of each of segments(), as long as its weight; empty where no rank
-  // had one in this step. They are the callback's until it returns.
+  // had one in this step, and where another call of the step has it. They are the callback's until
+  // it returns.
   using Update = std::function<void(std::span<const std::span<float>> gradients)>;
 
   // Notifies `watch` of copies to the host and back.
@@ -43,7 +51,7 @@ class ExternalOptimizer final : public ShardedOptimizer {
     return segments_;
   }
   // add() appends more segments, and may move others to another group.
-  // Called by step(); must update the weights of the segments.
+  // Called by step(); must update the weights of the segments that have gradients.
   void set_update(Update update) { update_ = std::move(update); }
 
   void prepare() override;
@@ -74,9 +82,19 @@ class ExternalOptimizer final : public ShardedOptimizer {
   std::span<float> masters_of(const Unit& unit);
   // Calls `queue`, which queues work that moves `up` and `down` bytes over the link at once.
   void move(Bytes up, Bytes down, const offload::LinkWatch::Call& queue);
-  void move_copy(const Unit& unit, offload::Access access);
+  void move_copy(const Unit& unit, std::span<float> values, offload::Access access);
   std::span<float> scaled_gradient(const Unit& unit, float scale);
-  std::vector<std::span<float>> lend_gradients(float scale);
+  void lend_gradients(const OptimizerShards::UnitShard& shard, std::span<float> all,
+                      std::vector<std::span<float>>& gradients);
+  std::vector<std::span<float>> lend_resident(float scale);
+  void update_resident(float scale);
+  bool on_drive(const OptimizerShards::UnitShard& shard) const {
+    return shards_.states_on_drive(of(shard));
+  }
+  void make_stages();
+  void move_masters(const Unit& unit, offload::Access access);
+  void update_on_drive(const OptimizerShards::UnitShard& shard, std::size_t first_segment,
+                       float scale);
   void take_back(const OptimizerShards::UnitShard& shard);
   void round(const OptimizerShards::UnitShard& shard);
 
@@ -87,6 +105,9 @@ class ExternalOptimizer final : public ShardedOptimizer {
   std::vector<ExternalSegment> segments_;
   ShardMemory copies_;  // of fp32 weights
   ShardMemory wide_;    // gradients
+  // The size is that of the largest unit whose states rest on a drive; null: there is none.
+  std::unique_ptr<device::Memory> master_stage_;
+  std::unique_ptr<device::Memory> gradient_stage_;
   Update update_;
   std::int64_t steps_ = 0;
 };

@@ -32,13 +32,16 @@ class OptimizerShards {
   // The place of a trainable unit in units().
   std::size_t index_of(int unit) const { return index_[static_cast<std::size_t>(unit)]; }
   // Whether the unit's masters and optimizer states rest in host memory between steps.
-  bool states_on_host(const Unit& unit) const {
-    return unit.spec.place.states.value_or(weights_.states().tier()) == memory::Tier::kHost;
-  }
+  bool states_on_host(const Unit& unit) const { return tier_of(unit) == memory::Tier::kHost; }
+  bool states_on_drive(const Unit& unit) const { return tier_of(unit) == memory::Tier::kNvme; }
   Weights& weights() { return weights_; }
   GradientShards& gradients() { return gradients_; }
 
  private:
+  memory::Tier tier_of(const Unit& unit) const {
+    return unit.spec.place.states.value_or(weights_.states().tier());
+  }
+
   static constexpr std::size_t kNone = static_cast<std::size_t>(-1);
 
   Weights& weights_;

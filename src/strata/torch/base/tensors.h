@@ -1,4 +1,5 @@
-// Torch's tensors in Strata's words: their element types and bytes, and tensors without memory.
+// Torch's tensors in Strata's words: their element types and bytes, tensors without memory,
+// and memory formats.
 // Threads: any. Errors: UsageError, OutOfMemoryError.
 #pragma once
 
@@ -43,5 +44,21 @@ std::uintptr_t storage_of(const at::Tensor& tensor);
 
 // The number of tensors that share this tensor's memory, including itself.
 std::int64_t sharers(const at::Tensor& tensor);
+
+// Torch's formats channels_last and channels_last_3d. The engine keeps such a parameter in the
+// order of its memory, so the views of its slot are permuted and nothing is copied.
+
+// Whether a tensor of 4 or 5 dimensions has the strides of the format, and not just those of a
+// contiguous tensor. Weights of 1x1 convolutions have either: the strides of dimensions of size 1
+// tell.
+bool is_channels_last(const at::Tensor& tensor);
+
+// The strides of a dense tensor.
+std::vector<std::int64_t> dense_strides(at::IntArrayRef shape, bool channels_last);
+
+// A view whose dimensions are in the order of the memory: [N, spatial dimensions, C] of a
+// channels_last tensor; the tensor itself of others. from_memory_order() is the inverse.
+at::Tensor in_memory_order(const at::Tensor& tensor, bool channels_last);
+at::Tensor from_memory_order(const at::Tensor& tensor, bool channels_last);
 
 }  // namespace strata::torch

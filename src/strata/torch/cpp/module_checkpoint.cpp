@@ -5,10 +5,8 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include <algorithm>
 #include <nlohmann/json.hpp>
 #include <numeric>
-#include <optional>
 
 #include "strata/base/error.h"
 #include "strata/engine/checkpoint/joint_loading.h"

@@ -61,8 +61,9 @@ struct Receiver {
     // torch may reuse the memory, wait for the copy.
     const DType type = from_scalar_type(gradient.scalar_type());
     const DType dtype = type == DType::kFloat64 ? DType::kFloat32 : type;
-    auto dense =
-        std::make_shared<const at::Tensor>(gradient.to(to_scalar_type(dtype)).contiguous());
+    const bool channels_last = engine->weights().param(param).channels_last;
+    auto dense = std::make_shared<const at::Tensor>(
+        in_memory_order(gradient.to(to_scalar_type(dtype)), channels_last).contiguous());
     const auto* values = static_cast<const std::byte*>(dense->const_data_ptr());
     engine->add_gradient(param, values, dtype, std::move(dense));
   }
@@ -195,7 +196,10 @@ GradientHooks::Destination GradientHooks::begin_take(int param) {
       weights.trainable_unit_of(param).id, weights.slot_index_of(param));
   const auto options =
       at::TensorOptions().dtype(to_scalar_type(place.dtype)).device(receiver.place);
-  at::Tensor values = at::for_blob(place.values, weights.param(param).shape)
+  const plan::ParamSpec& spec = weights.param(param);
+  const std::vector<std::int64_t> strides = dense_strides(spec.shape, spec.channels_last);
+  at::Tensor values = at::for_blob(place.values, spec.shape)
+                          .strides(strides)
                           .options(options)
                           .target_device(receiver.place)
                           .make_tensor();

@@ -1,8 +1,5 @@
 #include "strata/torch/model/model_plan.h"
 
-#include <algorithm>
-#include <utility>
-
 #include "strata/base/error.h"
 #include "strata/engine/config/placement.h"
 #include "strata/engine/config/plan_options.h"
@@ -12,6 +9,14 @@
 
 namespace strata::torch {
 namespace {
+
+// A parameter that another model has sharded keeps the format that it has there.
+bool keeps_channels_last(const ModelParameter& parameter) {
+  if (parameter.tile) return false;
+  if (parameter.owner != nullptr) return parameter.owner->channels_last(parameter.owner_index);
+  return parameter.has_values && parameter.variable.sizes() == at::IntArrayRef(parameter.shape) &&
+         is_channels_last(parameter.variable);
+}
 
 std::vector<plan::ParamSpec> param_specs(const ModelInput& input, const engine::Config& config) {
   std::vector<plan::ParamSpec> specs;
@@ -29,6 +34,7 @@ std::vector<plan::ParamSpec> param_specs(const ModelInput& input, const engine::
           spec.name, name_of(spec.dtype)));
     }
     spec.group = parameter.group;
+    spec.channels_last = keeps_channels_last(parameter);
     specs.push_back(std::move(spec));
   }
   engine::place_params(specs, config.offload);

@@ -45,6 +45,8 @@ class ParameterOwner {
   virtual ~ParameterOwner() = default;
   // Elements of a parameter that this rank's shard holds: [first, second).
   virtual std::pair<Numel, Numel> owned_range(int param) const = 0;
+  // Whether its elements count in the order of the format channels_last.
+  virtual bool channels_last(int /*param*/) const { return false; }
   // Collective. Calls borrowing.use() for all of a parameter's values.
   virtual void lend_values(int param, const Borrowing& borrowing) = 0;
   // Collective. The owner leaves its parameters empty and cannot be used any more.

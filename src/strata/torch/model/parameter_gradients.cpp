@@ -29,11 +29,12 @@ c10::intrusive_ptr<c10::StorageImpl> make_gradient_storage(c10::Device place) {
 }
 
 at::Tensor make_unread(const c10::intrusive_ptr<c10::StorageImpl>& storage,
-                       const std::vector<std::int64_t>& shape, c10::ScalarType scalar) {
+                       const std::vector<std::int64_t>& shape, bool channels_last,
+                       c10::ScalarType scalar) {
   const c10::DispatchKey key = c10::computeDispatchKey(scalar, c10::kStrided, storage->device());
   at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
       c10::Storage(storage), c10::DispatchKeySet(key), c10::scalarTypeToTypeMeta(scalar));
-  tensor.unsafeGetTensorImpl()->set_sizes_contiguous(shape);
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(shape, dense_strides(shape, channels_last));
   return tensor;
 }
 
@@ -77,7 +78,9 @@ ParameterGradients::ParameterGradients(engine::Engine& engine, engine::StepContr
     for (const plan::Slot& slot : unit.layout.slots()) {
       if (slot.numel == Numel()) continue;
       index_of_[static_cast<std::size_t>(slot.param)] = static_cast<int>(shown_.size());
-      shown_.push_back({.params = {slot.param}, .shape = engine.weights().param(slot.param).shape});
+      const plan::ParamSpec& spec = engine.weights().param(slot.param);
+      shown_.push_back(
+          {.params = {slot.param}, .shape = spec.shape, .channels_last = spec.channels_last});
     }
   }
 }
@@ -115,7 +118,8 @@ void ParameterGradients::make(std::size_t index) {
     shown_[index].look = Look::kZeroed;
     return true;
   });
-  const at::Tensor view = make_unread(shown.values, shown.shape, to_scalar_type(dtype));
+  const at::Tensor view =
+      make_unread(shown.values, shown.shape, shown.channels_last, to_scalar_type(dtype));
   shown.storage->set_nbytes(bytes_of(Numel(view.numel()), dtype).size());
   shown.tensor = PendingStorage::view(shown.storage, view);
 }
@@ -253,8 +257,9 @@ void ParameterGradients::take_values(const Shown& shown, const at::Tensor& gradi
     if (!was_read) engine_.reducer().edits().store(unit, slot, nullptr);
     return;
   }
-  at::Tensor mine =
-      gradient.detach().to(parameters_.place()).reshape({-1}).narrow(0, begin.value, count);
+  at::Tensor mine = in_memory_order(gradient.detach().to(parameters_.place()), shown.channels_last)
+                        .reshape({-1})
+                        .narrow(0, begin.value, count);
   if (was_read) {
     at::Tensor kept = at::zeros({count}, mine.options().dtype(at::kFloat));
     if (shards.filled(unit)) {

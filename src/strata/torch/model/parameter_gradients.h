@@ -29,7 +29,7 @@
 #include "strata/engine/engine.h"
 #include "strata/engine/step_control.h"
 #include "strata/torch/model/parameter_set.h"
-#include "strata/torch/model/pending_storage.h"
+#include "strata/torch/model/parameter_storage.h"
 
 namespace strata::torch {
 
@@ -63,7 +63,8 @@ class ParameterGradients {
     std::vector<int> params;  // one, or the tiles of one
     at::Tensor whole = {};    // of tiles: the script's parameter
     std::vector<std::int64_t> shape = {};
-    at::Tensor tensor = {};  // the present or former `.grad`; undefined: none yet
+    bool channels_last = false;  // of the parameter, and of its gradient
+    at::Tensor tensor = {};      // the present or former `.grad`; undefined: none yet
     c10::intrusive_ptr<c10::StorageImpl> values = {};
     c10::intrusive_ptr<PendingStorage> storage = {};
     Look look = Look::kHidden;

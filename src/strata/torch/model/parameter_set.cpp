@@ -197,7 +197,7 @@ bool ParameterSet::has_values_of_unit(int param) {
   }
   const at::Tensor values = variable.detach().to(view.options());
   if (!at::equal(as_raw_bytes(values), as_raw_bytes(view))) return false;
-  if (converted || !variable.is_contiguous()) converted_ = param;
+  if (converted || variable.strides() != view.strides()) converted_ = param;
   return true;
 }
 

@@ -4,8 +4,6 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
-#include <utility>
-#include <vector>
 
 #include "strata/base/dtype.h"
 #include "strata/base/error.h"

@@ -5,7 +5,6 @@
 #include <c10/core/StreamGuard.h>
 #include <fmt/ranges.h>
 
-#include <algorithm>
 #include <utility>
 
 #include "strata/base/error.h"
@@ -13,10 +12,30 @@
 #include "strata/torch/base/tensors.h"
 
 namespace strata::torch {
+namespace {
+
+// Tensors of torch's inference mode count no writes.
+std::uint32_t version_of(const at::Tensor& tensor) {
+  const c10::VariableVersion& version = tensor.unsafeGetTensorImpl()->version_counter();
+  return version.enabled() ? version.current_version() : 0;
+}
+
+}  // namespace
 
 ValueAccess::ValueAccess(engine::Engine& engine, ParameterSet& parameters, Scopes& scopes,
                          const engine::PrecisionConfig& precision)
-    : engine_(engine), parameters_(parameters), scopes_(scopes), precision_(precision) {}
+    : engine_(engine),
+      parameters_(parameters),
+      scopes_(scopes),
+      precision_(precision),
+      versions_(static_cast<std::size_t>(parameters.size())) {
+  for (const engine::Unit& unit : engine.weights().units()) note_versions(unit.id);
+}
+
+void ValueAccess::note_versions(int unit) {
+  for (const int param : engine_.weights().units()[static_cast<std::size_t>(unit)].spec.params)
+    versions_[static_cast<std::size_t>(param)] = version_of(parameters_.variable(param));
+}
 
 std::vector<int> ValueAccess::units_of(std::span<const int> params) const {
   std::set<int> units;
@@ -26,6 +45,7 @@ std::vector<int> ValueAccess::units_of(std::span<const int> params) const {
 
 void ValueAccess::gather(std::span<const int> params) {
   for (const int unit : units_of(params)) {
+    look_for_lost_writes(engine_.weights().units()[static_cast<std::size_t>(unit)]);
     engine_.gatherer().acquire(unit);
     Held& held = held_[unit];
     if (held.times++ == 0) held.others = parameters_.others(unit);
@@ -40,6 +60,7 @@ void ValueAccess::release(std::span<const int> params, bool discard) {
       engine_.gatherer().release(unit);
       continue;
     }
+    note_versions(unit);
     scopes_.end_reads(unit);
     if (parameters_.others(unit) > held.others) parameters_.keep_views(unit);
     if (discard) {
@@ -107,7 +128,7 @@ void ValueAccess::require_own_memory() {
   const int lost = parameters_.lost();
   const int param = lost >= 0 ? lost : parameters_.find_changed();
   tell_of_conversion();
-  if (param < 0) return;
+  if (param < 0) return require_no_lost_write();
   for (int i = 0; i < parameters_.size(); ++i) parameters_.put_back(i);
   throw UsageError(fmt::format(
       "parameter '{}' was given other memory (param.data = tensor, vector_to_parameters, set_()), "
@@ -122,10 +143,33 @@ void ValueAccess::tell_of_conversion() {
     return;
   TORCH_WARN_ONCE(fmt::format(
       "parameter '{}' was converted (module.to(dtype) or .to(memory_format=...)) when the engine, "
-      "or zero.Init, had it already; it stays contiguous, and {} as the configuration says. This "
-      "is said once",
+      "or zero.Init, had it already; it stays {}, and {} as the configuration says. This is said "
+      "once",
       engine_.weights().param(param).name,
+      engine_.weights().param(param).channels_last ? "channels_last" : "contiguous",
       c10::toString(parameters_.full_view(param).scalar_type())));
+}
+
+// Looks for writes since the last look at the unit, none of which a holder of it has made.
+void ValueAccess::look_for_lost_writes(const engine::Unit& unit) {
+  const auto held = held_.find(unit.id);
+  if (unit.whole || (held != held_.end() && held->second.times > 0)) return;
+  for (const int param : unit.spec.params) {
+    const std::uint32_t found = version_of(parameters_.variable(param));
+    const bool written = std::exchange(versions_[static_cast<std::size_t>(param)], found) != found;
+    if (written && lost_write_ < 0) lost_write_ = param;
+  }
+}
+
+void ValueAccess::require_no_lost_write() {
+  for (const engine::Unit& unit : engine_.weights().units()) look_for_lost_writes(unit);
+  const int param = std::exchange(lost_write_, -1);
+  if (param < 0) return;
+  throw UsageError(fmt::format(
+      "parameter '{}' was written to (clamp_(), copy_(), an initialization) outside of "
+      "strata.zero.GatheredParameters, and the write is lost: at ZeRO stage 3 the values are in "
+      "the ranks' shards. Write within strata.zero.GatheredParameters(params, modifier_rank=0)",
+      engine_.weights().param(param).name));
 }
 
 bool ValueAccess::read(int param) {

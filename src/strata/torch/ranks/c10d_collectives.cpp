@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "strata/base/error.h"
 #include "strata/comm/agreement.h"
 #include "strata/comm/bulk_operation.h"
 #include "strata/memory/host_buffer.h"

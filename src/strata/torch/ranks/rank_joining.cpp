@@ -20,7 +20,6 @@
 #include "strata/comm/host/shm_collectives.h"
 #include "strata/comm/peer/peer_collectives.h"
 #include "strata/torch/base/placement.h"
-#include "strata/torch/ranks/c10d_collectives.h"
 
 namespace strata::torch {
 namespace {

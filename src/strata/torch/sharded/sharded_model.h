@@ -69,19 +69,19 @@ class ShardedModel final : public ParameterOwner {
   void reload_states();
 
   // --- values: ValueAccess says what they do ---
+  ValueAccess& values();
   void gather(std::span<const int> params);
   void release(std::span<const int> params, bool discard);
-  void publish(std::span<const int> params, int root);
   bool read(int param);
   bool gathered(int param) const;
-  bool held_elsewhere(int param) const;
   bool replaced(int param) const { return parameters_.replaced(param); }
   void put_back(std::span<const int> params);
-  void require_own_memory();
-  at::Tensor local_part(int param) const;
   // A parameter's index, by tensor identity; -1 for tensors that are not parameters of this model.
   int index_of(const at::Tensor& variable) const { return parameters_.index_of(variable); }
   std::pair<Numel, Numel> owned_range(int param) const override;
+  bool channels_last(int param) const override {
+    return model_.specs[static_cast<std::size_t>(param)].channels_last;
+  }
   void lend_values(int param, const Borrowing& borrowing) override;
 
   engine::Engine& engine();

@@ -4,7 +4,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <string_view>
 
 #include "strata/base/error.h"
 #include "strata/engine/checkpoint/shard_states.h"

@@ -9,9 +9,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <memory>
 #include <optional>
-#include <span>
 #include <string_view>
 #include <utility>
 

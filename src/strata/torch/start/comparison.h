@@ -6,7 +6,6 @@
 
 #include <span>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "strata/base/thread_pool.h"

@@ -3,7 +3,6 @@
 #include <c10/util/accumulate.h>
 
 #include <algorithm>
-#include <memory>
 #include <string>
 
 #include "strata/base/error.h"

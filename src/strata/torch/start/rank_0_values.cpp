@@ -147,13 +147,11 @@ bool take_from_rank_0(engine::Engine& engine, const OriginalValues& values,
   std::vector<int> params(on_host.size());
   std::iota(params.begin(), params.end(), 0);
   try {
-    engine::load_weights_together(engine, {{&attempt.memory->file()},
-                                           *attempt.map,
-                                           params,
-                                           *attempt.io,
-                                           {},
-                                           std::nullopt,
-                                           "move in"});
+    engine::LoadSource source{{&attempt.memory->file()}, *attempt.map, params, *attempt.io};
+    source.way = std::nullopt;
+    source.phase = "move in";
+    source.in_slot_order = true;
+    engine::load_weights_together(engine, source);
   } catch (const IoError& error) {  // on every rank: memory of a driver, perhaps
     tell(engine, error.what());
     ranks.barrier();  // reads that were begun have ended everywhere
