@@ -54,19 +54,6 @@ at::Tensor on_host(const std::vector<std::int64_t>& shape, at::ScalarType dtype,
       at::TensorOptions().dtype(dtype));
 }
 
-// Without memory, like the engine's parameters between their uses (model/parameter_set.h).
-at::Tensor on_gpu(const std::vector<std::int64_t>& shape, at::ScalarType dtype, c10::Device place,
-                  std::size_t bytes) {
-  const auto storage = c10::make_intrusive<c10::StorageImpl>(
-      c10::StorageImpl::use_byte_size_t(), c10::SymInt(static_cast<std::int64_t>(bytes)),
-      c10::DataPtr(nullptr, place), nullptr, /*resizable=*/false);
-  const c10::DispatchKey key = c10::computeDispatchKey(dtype, c10::kStrided, place);
-  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
-      c10::Storage(storage), c10::DispatchKeySet(key), c10::scalarTypeToTypeMeta(dtype));
-  tensor.unsafeGetTensorImpl()->set_sizes_contiguous(shape);
-  return tensor;
-}
-
 // The view keeps no reference to the tensor that it is of.
 at::Tensor permuted(const at::Tensor& tensor, const std::vector<std::int64_t>& order) {
   const at::AutoDispatchBelowADInplaceOrView no_graph;
@@ -99,12 +86,29 @@ c10::ScalarType to_scalar_type(DType dtype) {
   return ScalarType::Undefined;
 }
 
+c10::intrusive_ptr<c10::StorageImpl> bare_storage(c10::Device place, std::size_t bytes) {
+  return c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), c10::SymInt(static_cast<std::int64_t>(bytes)),
+      c10::DataPtr(nullptr, place), nullptr, /*resizable=*/false);
+}
+
+at::Tensor tensor_in(const c10::intrusive_ptr<c10::StorageImpl>& storage, at::ScalarType dtype,
+                     at::IntArrayRef shape, at::IntArrayRef strides) {
+  const c10::DispatchKey key = c10::computeDispatchKey(dtype, c10::kStrided, storage->device());
+  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(storage), c10::DispatchKeySet(key), c10::scalarTypeToTypeMeta(dtype));
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(shape, strides);
+  return tensor;
+}
+
 at::Tensor deferred_tensor(const std::vector<std::int64_t>& shape, at::ScalarType dtype,
                            c10::Device place) {
   std::size_t bytes = c10::elementSize(dtype);
   for (const std::int64_t size : shape) bytes *= static_cast<std::size_t>(size);
   STRATA_ASSERT(bytes > 0);
-  return place.is_cpu() ? on_host(shape, dtype, bytes) : on_gpu(shape, dtype, place, bytes);
+  return place.is_cpu()
+             ? on_host(shape, dtype, bytes)
+             : tensor_in(bare_storage(place, bytes), dtype, shape, dense_strides(shape, false));
 }
 
 void back(const at::Tensor& tensor, const std::string& what) {

@@ -27,6 +27,14 @@ inline std::span<std::byte> mutable_bytes(const at::Tensor& tensor) {
   return {static_cast<std::byte*>(tensor.mutable_data_ptr()), tensor.nbytes()};
 }
 
+// A storage of `bytes` bytes that has no memory yet.
+c10::intrusive_ptr<c10::StorageImpl> bare_storage(c10::Device place, std::size_t bytes);
+
+// A tensor in a storage that may have no memory. Made without set_(), whose bounds checks would
+// need some.
+at::Tensor tensor_in(const c10::intrusive_ptr<c10::StorageImpl>& storage, at::ScalarType dtype,
+                     at::IntArrayRef shape, at::IntArrayRef strides);
+
 // Deferred tensors have a shape and an address range but no memory yet. Within zero.Init
 // constructors make large parameters this way. On the host, the system adds each page when a thread
 // first writes to it; until then it reads as zeroes. On a GPU there is no memory until back().

@@ -34,21 +34,13 @@ constexpr const char* kReleased =
     "forward still needs that parameter; read it within strata.zero.GatheredParameters, or make a "
     "copy there (tensor.detach().clone()) that stays";
 
-// A view made without set_(), whose bounds checks would need memory behind the storage.
 at::Tensor make_view(at::ScalarType scalar, c10::IntArrayRef shape, c10::IntArrayRef strides,
                      c10::Device place) {
   std::size_t bytes = c10::elementSize(scalar);
   for (const std::int64_t size : shape) bytes *= static_cast<std::size_t>(size);
-  auto storage = c10::make_intrusive<c10::StorageImpl>(
-      c10::StorageImpl::use_byte_size_t(), c10::SymInt(static_cast<std::int64_t>(bytes)),
-      c10::DataPtr(nullptr, place), nullptr, /*resizable=*/false);
+  const auto storage = bare_storage(place, bytes);
   storage->release_data_and_set_meta_custom_data_ptr_error_msg_(kReleased);
-  const c10::DispatchKey key = c10::computeDispatchKey(scalar, c10::kStrided, place);
-  at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(std::move(storage)),
-                                                             c10::DispatchKeySet(key),
-                                                             c10::scalarTypeToTypeMeta(scalar));
-  view.unsafeGetTensorImpl()->set_sizes_and_strides(shape, strides);
-  return view;
+  return tensor_in(storage, scalar, shape, strides);
 }
 
 c10::StorageImpl& storage_of_view(const at::Tensor& view) {
