@@ -7,16 +7,14 @@
 #include "strata/engine/checkpoint/weight_saver.h"
 #include "strata/engine/unit/agreement.h"
 #include "strata/format/checkpoint_index.h"
+#include "strata/format/sharded_writer.h"
 #include "strata/io/thread_engine.h"
-#include "strata/torch/base/channels_last.h"
-#include "strata/torch/base/dtype.h"
 #include "strata/torch/base/host_threads.h"
-#include "strata/torch/start/value_intake.h"
+#include "strata/torch/base/tensors.h"
+#include "strata/torch/start/lending.h"
 
 namespace strata::python {
 namespace {
-
-using torch::ShardedModel;
 
 // (tensor, its whole shape, first element of the parameter, first of the tensor, how many or None)
 using PieceTuple = std::tuple<std::string, std::vector<std::int64_t>, std::int64_t, std::int64_t,
@@ -28,10 +26,8 @@ using SourcesTuple =
 using SavedTuple = std::tuple<std::string, std::vector<std::int64_t>, at::ScalarType,
                               std::vector<std::tuple<int, std::int64_t, std::int64_t>>>;
 
-std::span<const std::byte> bytes_of_tensor(const at::Tensor& tensor) {
-  return {static_cast<const std::byte*>(tensor.const_data_ptr()),
-          static_cast<std::size_t>(tensor.nbytes())};
-}
+// (name, shape, dtype)
+using SpecTuple = std::tuple<std::string, std::vector<std::int64_t>, at::ScalarType>;
 
 class Checkpoint {
  public:
@@ -39,8 +35,8 @@ class Checkpoint {
 
   const format::CheckpointIndex& index() const { return index_; }
 
-  std::vector<std::tuple<std::string, std::vector<std::int64_t>, at::ScalarType>> tensors() const {
-    std::vector<std::tuple<std::string, std::vector<std::int64_t>, at::ScalarType>> list;
+  std::vector<SpecTuple> tensors() const {
+    std::vector<SpecTuple> list;
     for (const format::CheckpointTensor& tensor : index_.tensors()) {
       list.emplace_back(tensor.info.name, tensor.info.shape,
                         torch::to_scalar_type(tensor.info.dtype));
@@ -59,8 +55,7 @@ class Checkpoint {
     }
     at::Tensor result = at::empty(
         tensor->info.shape, at::TensorOptions().dtype(torch::to_scalar_type(tensor->info.dtype)));
-    const std::span<std::byte> target{static_cast<std::byte*>(result.mutable_data_ptr()),
-                                      tensor->info.bytes.size()};
+    const std::span<std::byte> target = torch::mutable_bytes(result);
     if (!target.empty()) {
       io_.read(index_.files()[tensor->file].file(), tensor->info.offset, target)->wait();
     }
@@ -96,7 +91,7 @@ void store(ShardedModel& model, int param, const at::Tensor& values) {
     torch::ValueIntake(model.engine(), model.place()).store(param, Numel(), dense);
   } else {
     model.engine().weights().store(param, Numel(), Numel(dense.numel()),
-                                   bytes_of_tensor(dense).data(),
+                                   torch::const_bytes(dense).data(),
                                    torch::from_scalar_type(dense.scalar_type()));
   }
 }
@@ -147,7 +142,7 @@ class Saver {
   void write_pieces() { saver_->write_pieces(); }
   void write(std::size_t tensor, const at::Tensor& values) {
     const at::Tensor dense = values.contiguous();
-    saver_->write(tensor, bytes_of_tensor(dense));
+    saver_->write(tensor, torch::const_bytes(dense));
   }
   void finish() { saver_->finish(); }
 
@@ -157,10 +152,34 @@ class Saver {
   std::unique_ptr<engine::WeightSaver> saver_;
 };
 
+// A Hugging Face folder of safetensors.
+class WeightsWriter {
+ public:
+  WeightsWriter(const std::string& folder, const std::vector<SpecTuple>& tensors,
+                std::int64_t shard_max)
+      : writer_(folder, specs_from(tensors), io_, {Bytes(shard_max), {{"format", "pt"}}}) {}
+
+  void write(std::size_t tensor, const at::Tensor& values) {
+    const at::Tensor dense = values.contiguous();
+    writer_.write(tensor, Bytes(), torch::const_bytes(dense))->wait();
+  }
+  void finish() { writer_.finish(); }
+
+ private:
+  static std::vector<format::TensorSpec> specs_from(const std::vector<SpecTuple>& tensors) {
+    std::vector<format::TensorSpec> specs;
+    for (const auto& [name, shape, dtype] : tensors)
+      specs.push_back({name, torch::from_scalar_type(dtype), shape});
+    return specs;
+  }
+
+  io::ThreadEngine io_;
+  format::ShardedWriter writer_;
+};
+
 }  // namespace
 
 void bind_checkpoint(py::module_& module) {
-  const auto unlocked = py::call_guard<py::gil_scoped_release>();
   py::class_<Checkpoint>(module, "Checkpoint")
       .def(py::init<const std::string&>(), py::arg("path"), unlocked)
       // [(name, shape, dtype)]
@@ -192,6 +211,13 @@ void bind_checkpoint(py::module_& module) {
       .def("write_pieces", &Saver::write_pieces, unlocked)
       .def("write", &Saver::write, py::arg("tensor"), py::arg("values"), unlocked)
       .def("finish", &Saver::finish, unlocked);
+  py::class_<WeightsWriter>(module, "WeightsWriter")
+      .def(py::init<const std::string&, const std::vector<SpecTuple>&, std::int64_t>(),
+           py::arg("folder"), py::arg("tensors"), py::arg("shard_max"), unlocked)
+      .def("write", &WeightsWriter::write, py::arg("tensor"), py::arg("values"), unlocked)
+      .def("finish", &WeightsWriter::finish, unlocked);
+  module.def("remove_other_weights", &format::remove_other_weights, py::arg("folder"),
+             py::arg("ours"), unlocked);
 }
 
 }  // namespace strata::python

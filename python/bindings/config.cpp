@@ -5,7 +5,7 @@
 
 #include "bindings.h"
 #include "strata/engine/config/value_check.h"
-#include "strata/torch/base/dtype.h"
+#include "strata/torch/base/tensors.h"
 
 namespace strata::python {
 namespace {
@@ -20,12 +20,10 @@ std::optional<std::int64_t> parse_size(const std::string& text) {
 py::object optimizer_of(const engine::Config& config) {
   if (!config.optimizer) return py::none();
   const auto& o = *config.optimizer;
-  py::dict adam;
-  adam["lr"] = o.adam.lr;
-  adam["betas"] = py::make_tuple(o.adam.beta1, o.adam.beta2);
-  adam["eps"] = o.adam.eps;
-  adam["weight_decay"] = o.adam.weight_decay;
-  adam["bias_correction"] = o.adam.bias_correction;
+  const py::dict adam(py::arg("lr") = o.adam.lr,
+                      py::arg("betas") = py::make_tuple(o.adam.beta1, o.adam.beta2),
+                      py::arg("eps") = o.adam.eps, py::arg("weight_decay") = o.adam.weight_decay,
+                      py::arg("bias_correction") = o.adam.bias_correction);
   const bool ours = o.kind == engine::OptimizerKind::kAdam;
   return py::make_tuple(ours ? (o.adam.decoupled ? "adamw" : "adam") : "torch", o.torch_class,
                         o.torch_params, adam);
@@ -51,61 +49,80 @@ engine::Config for_construction(engine::Config c) {
   return c;
 }
 
+std::string tier_name(memory::Tier tier) {
+  return std::string(memory::name_of(tier));
+}
+
 // The tiers in which states of some parameter may lie between steps.
 std::set<std::string> states_tiers(const engine::Config& c) {
-  std::set<std::string> names{std::string(memory::name_of(c.offload.optimizer))};
-  for (const memory::Tier tier : c.offload.optimizer_tiers()) names.emplace(memory::name_of(tier));
+  std::set<std::string> names{tier_name(c.offload.optimizer)};
+  for (const memory::Tier tier : c.offload.optimizer_tiers()) names.insert(tier_name(tier));
   return names;
 }
 
-void bind_precision(py::class_<engine::Config>& config) {
-  using engine::Config;
-  config
-      .def("weight_dtype",
-           [](const Config& c, at::ScalarType own) {
-             return torch::to_scalar_type(c.precision.weight_dtype(torch::from_scalar_type(own)));
-           })
-      .def_property_readonly("dtype",
-                             [](const Config& c) -> std::optional<std::string> {
-                               const auto dtype = c.precision.param_dtype;
-                               if (!dtype) return std::nullopt;
-                               return std::string(name_of(*dtype));
-                             })
-      .def_property_readonly("autocast_dtype",
-                             [](const Config& c) -> std::optional<at::ScalarType> {
-                               const auto dtype = c.precision.autocast;
-                               if (!dtype) return std::nullopt;
-                               return torch::to_scalar_type(*dtype);
-                             })
-      .def_property_readonly(
-          "grad_accum_dtype",
-          [](const Config& c) { return torch::to_scalar_type(c.precision.grad_accum_dtype); })
-      .def_property_readonly("cast_inputs",
-                             [](const Config& c) { return c.precision.cast_inputs; });
+std::vector<std::pair<std::string, std::string>> hints_of(const engine::Config& c) {
+  std::vector<std::pair<std::string, std::string>> hints;
+  for (const auto& hint : c.hints) hints.emplace_back(hint.path, hint.reason);
+  return hints;
 }
 
-// The configuration's hints and remarks for the user, and the reports that its rank shows.
-void bind_config_findings(py::class_<engine::Config>& config) {
+// The paths of hints whose effect is missed.
+std::set<std::string> missed_hints(const engine::Config& c) {
+  std::set<std::string> paths;
+  for (const auto& hint : c.hints) {
+    if (hint.missed) paths.insert(hint.path);
+  }
+  return paths;
+}
+
+std::optional<std::string> param_dtype(const engine::Config& c) {
+  const auto dtype = c.precision.param_dtype;
+  return dtype ? std::optional(std::string(name_of(*dtype))) : std::nullopt;
+}
+
+std::optional<at::ScalarType> autocast_dtype(const engine::Config& c) {
+  const auto dtype = c.precision.autocast;
+  return dtype ? std::optional(torch::to_scalar_type(*dtype)) : std::nullopt;
+}
+
+std::optional<std::int64_t> tile_max(const engine::Config& c) {
+  return c.strata.tile_max ? std::optional(c.strata.tile_max->value) : std::nullopt;
+}
+
+void bind_values(py::class_<engine::Config>& config) {
   using engine::Config;
-  config
-      .def_property_readonly("hints",
-                             [](const Config& c) {
-                               std::vector<std::pair<std::string, std::string>> hints;
-                               for (const auto& hint : c.hints)
-                                 hints.emplace_back(hint.path, hint.reason);
-                               return hints;
-                             })
-      .def_readonly("hint_values", &Config::hint_values)
-      .def_property_readonly("missed",  // the paths of hints whose effect is missed
-                             [](const Config& c) {
-                               std::set<std::string> paths;
-                               for (const auto& hint : c.hints) {
-                                 if (hint.missed) paths.insert(hint.path);
-                               }
-                               return paths;
-                             })
-      .def_readonly("shown", &Config::shown)
-      .def_readonly("shown_given", &Config::shown_given);
+  const auto read = [&](const char* name, auto value) {
+    config.def_property_readonly(name, value);
+  };
+  read("stage", [](const Config& c) { return c.zero.stage; });
+  read("optimizer_tier", [](const Config& c) { return tier_name(c.offload.optimizer); });
+  read("states_tiers", &states_tiers);
+  read("param_tier", [](const Config& c) { return tier_name(c.offload.param); });
+  read("move_inputs", [](const Config& c) { return c.strata.move_inputs; });
+  read("train_batch_size", [](const Config& c) { return c.batch.train_batch_size; });
+  read("micro_batch_size", [](const Config& c) { return c.batch.micro_batch_size; });
+  read("accumulation_steps", [](const Config& c) { return c.batch.accumulation_steps; });
+  read("gather_16bit_weights_on_model_save",
+       [](const Config& c) { return c.zero.gather_16bit_weights_on_model_save; });
+  read("partition_stream_chunk",
+       [](const Config& c) { return c.zero.partition_stream_chunk.value; });
+  read("timeout_s", [](const Config& c) { return c.strata.timeout_s; });
+  read("threads", [](const Config& c) { return c.strata.threads; });
+  read("replay_above", [](const Config& c) { return c.strata.replay_above.value; });
+  read("init_report", [](const Config& c) { return c.strata.init_report; });
+  read("tile_max", &tile_max);
+  read("tile_matches", [](const Config& c) { return c.strata.tile_matches; });
+  read("trace", [](const Config& c) { return c.strata.trace; });
+  read("optimizer", &optimizer_of);
+  read("has_scheduler", [](const Config& c) { return c.scheduler.has_value(); });
+  read("torch_scheduler", &torch_scheduler_of);
+  read("dtype", &param_dtype);
+  read("autocast_dtype", &autocast_dtype);
+  read("grad_accum_dtype",
+       [](const Config& c) { return torch::to_scalar_type(c.precision.grad_accum_dtype); });
+  read("cast_inputs", [](const Config& c) { return c.precision.cast_inputs; });
+  read("hints", &hints_of);
+  read("missed", &missed_hints);
 }
 
 }  // namespace
@@ -121,48 +138,18 @@ void bind_config(py::module_& module) {
            py::arg("own_scheduler"))
       .def("digest", &Config::digest)
       .def("for_construction", &for_construction)
-      .def_property_readonly("stage", [](const Config& c) { return c.zero.stage; })
-      .def_property_readonly(
-          "optimizer_tier",
-          [](const Config& c) { return std::string(memory::name_of(c.offload.optimizer)); })
-      .def_property_readonly("states_tiers", &states_tiers)
-      .def_property_readonly(
-          "param_tier",
-          [](const Config& c) { return std::string(memory::name_of(c.offload.param)); })
-      .def_property_readonly("move_inputs", [](const Config& c) { return c.strata.move_inputs; })
-      .def_property_readonly("train_batch_size",
-                             [](const Config& c) { return c.batch.train_batch_size; })
-      .def_property_readonly("micro_batch_size",
-                             [](const Config& c) { return c.batch.micro_batch_size; })
-      .def_property_readonly("accumulation_steps",
-                             [](const Config& c) { return c.batch.accumulation_steps; })
+      .def("weight_dtype",
+           [](const Config& c, at::ScalarType own) {
+             return torch::to_scalar_type(c.precision.weight_dtype(torch::from_scalar_type(own)));
+           })
       .def_readonly("gradient_clipping", &Config::gradient_clipping)
       .def_readonly("steps_per_print", &Config::steps_per_print)
       .def_readonly("async_checkpoints", &Config::async_checkpoints)
       .def_readonly("drop_last", &Config::drop_last)
-      .def_property_readonly(
-          "gather_16bit_weights_on_model_save",
-          [](const Config& c) { return c.zero.gather_16bit_weights_on_model_save; })
-      .def_property_readonly("timeout_s", [](const Config& c) { return c.strata.timeout_s; })
-      .def_property_readonly("threads", [](const Config& c) { return c.strata.threads; })
-      .def_property_readonly("replay_above",
-                             [](const Config& c) { return c.strata.replay_above.value; })
-      .def_property_readonly("partition_stream_chunk",
-                             [](const Config& c) { return c.zero.partition_stream_chunk.value; })
-      .def_property_readonly("init_report", [](const Config& c) { return c.strata.init_report; })
-      .def_property_readonly("tile_max",
-                             [](const Config& c) -> std::optional<std::int64_t> {
-                               if (!c.strata.tile_max) return std::nullopt;
-                               return c.strata.tile_max->value;
-                             })
-      .def_property_readonly("tile_matches", [](const Config& c) { return c.strata.tile_matches; })
-      .def_property_readonly("trace", [](const Config& c) { return c.strata.trace; })
-      .def_property_readonly("optimizer", &optimizer_of)
-      .def_property_readonly("has_scheduler",
-                             [](const Config& c) { return c.scheduler.has_value(); })
-      .def_property_readonly("torch_scheduler", &torch_scheduler_of);
-  bind_precision(config);
-  bind_config_findings(config);
+      .def_readonly("hint_values", &Config::hint_values)
+      .def_readonly("shown", &Config::shown)  // the reports that its rank shows
+      .def_readonly("shown_given", &Config::shown_given);
+  bind_values(config);
 }
 
 }  // namespace strata::python

@@ -11,8 +11,6 @@
 namespace strata::python {
 namespace {
 
-using torch::ShardedModel;
-
 // Tensors in the containers that modules take and return: tuples, lists, dicts (and what derives
 // from them, such as transformers' outputs) and dataclasses.
 void collect_tensors(PyObject* object, std::vector<at::Tensor>& tensors, int depth) {
@@ -45,10 +43,23 @@ void collect_tensors(PyObject* object, std::vector<at::Tensor>& tensors, int dep
 
 constexpr int kNesting = 6;
 
-class ScopedForward {
+// An object in place of a module's `forward`, which it keeps.
+class Replacement {
+ public:
+  Replacement(std::shared_ptr<ShardedModel> model, py::object forward)
+      : model_(std::move(model)), forward_(std::move(forward)) {}
+  py::object forward() const { return forward_; }
+  void forget_forward() { forward_ = py::none(); }
+
+ protected:
+  std::shared_ptr<ShardedModel> model_;
+  py::object forward_;
+};
+
+class ScopedForward : public Replacement {
  public:
   ScopedForward(std::shared_ptr<ShardedModel> model, int scope, py::object forward)
-      : model_(std::move(model)), scope_(scope), forward_(std::move(forward)) {}
+      : Replacement(std::move(model), std::move(forward)), scope_(scope) {}
 
   py::object call(const py::args& args, const py::kwargs& kwargs) {
     if (!model_->alive()) return forward_(*args, **kwargs);
@@ -76,21 +87,15 @@ class ScopedForward {
     return result;
   }
 
-  py::object forward() const { return forward_; }
-  void forget_forward() { forward_ = py::none(); }
-
  private:
-  std::shared_ptr<ShardedModel> model_;
   int scope_;
-  py::object forward_;
 };
 
 // The model's own forward, however it is called. A pass begins with it. A backward pass that
 // autograd runs alone begins at its outputs.
-class RootForward {
+class RootForward : public Replacement {
  public:
-  RootForward(std::shared_ptr<ShardedModel> model, py::object forward)
-      : model_(std::move(model)), forward_(std::move(forward)) {}
+  using Replacement::Replacement;
 
   py::object call(const py::args& args, const py::kwargs& kwargs) {
     if (!model_->alive()) return forward_(*args, **kwargs);
@@ -112,17 +117,11 @@ class RootForward {
     return result;
   }
 
-  py::object forward() const { return forward_; }
-  void forget_forward() { forward_ = py::none(); }
-
  private:
   void leave(std::span<const at::Tensor> outputs) {
     const py::gil_scoped_release release;
     model_->leave_root(outputs);
   }
-
-  std::shared_ptr<ShardedModel> model_;
-  py::object forward_;
 };
 
 // For Python's cyclic collector: the module has this object, and its bound method the module.

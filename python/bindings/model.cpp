@@ -1,12 +1,12 @@
 // ShardedModel as Python drives it.
+#include <map>
+
 #include "bindings.h"
 #include "strata/torch/base/placement.h"
 #include "strata/torch/model/model_plan.h"
 
 namespace strata::python {
 namespace {
-
-using torch::ShardedModel;
 
 // (name, shape, the tile's first element in it, modules that use it) of a tile's whole parameter
 using TileTuple = std::tuple<std::string, std::vector<std::int64_t>, std::int64_t, int>;
@@ -89,21 +89,14 @@ py::object step(ShardedModel& model, const std::vector<GroupTuple>& groups) {
 
 // `states`: DeepSpeed's names of states. False: the weights were among them, and do not move.
 bool offload_states(ShardedModel& model, const std::vector<std::string>& states, bool pinned) {
+  const std::map<std::string, bool engine::StateSet::*> flags{
+      {"optim_states", &engine::StateSet::moments},
+      {"hp_params", &engine::StateSet::masters},
+      {"lp_params", &engine::StateSet::weights},
+      {"lp_grads", &engine::StateSet::gradients},
+      {"contiguous_grad_buffer", &engine::StateSet::gradient_buffers}};
   engine::StateSet set;
-  for (const std::string& name : states) {
-    if (name == "optim_states") {
-      set.moments = true;
-    } else if (name == "hp_params") {
-      set.masters = true;
-    } else if (name == "lp_params") {
-      set.weights = true;
-    } else if (name == "lp_grads") {
-      set.gradients = true;
-    } else {
-      STRATA_ASSERT(name == "contiguous_grad_buffer");
-      set.gradient_buffers = true;
-    }
-  }
+  for (const std::string& name : states) set.*flags.at(name) = true;
   const py::gil_scoped_release release;
   return model.offload_states(set, pinned);
 }
@@ -178,21 +171,38 @@ py::dict memory_report(ShardedModel& model) {
 py::list units(ShardedModel& model) {
   py::list result;
   for (const engine::Unit& unit : model.engine().weights().units()) {
-    py::dict entry;
-    entry["name"] = unit.name();
-    entry["params"] = unit.spec.params;
-    entry["dtype"] = std::string(name_of(unit.layout.dtype()));
-    entry["trainable"] = unit.trainable();
-    entry["whole"] = unit.whole;
-    entry["shard_numel"] = unit.layout.shard().value;
-    entry["flat_bytes"] = unit.layout.flat_bytes().value;
-    result.append(entry);
+    result.append(py::dict(py::arg("name") = unit.name(), py::arg("params") = unit.spec.params,
+                           py::arg("dtype") = std::string(name_of(unit.layout.dtype())),
+                           py::arg("trainable") = unit.trainable(), py::arg("whole") = unit.whole,
+                           py::arg("shard_numel") = unit.layout.shard().value,
+                           py::arg("flat_bytes") = unit.layout.flat_bytes().value));
   }
   return result;
 }
 
-void bind_training(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& model) {
-  const auto unlocked = py::call_guard<py::gil_scoped_release>();
+void leave(ShardedModel& model, const std::string& reason) {
+  model.engine().collectives().leave(reason);
+}
+
+// `words`: the reason, for the errors of peers that wait for this rank.
+void announce_departure(ShardedModel& model, const std::string& words) {
+  model.engine().collectives().announce_departure(words);
+}
+
+// Collective, at the end of a program.
+void depart(ShardedModel& model) {
+  model.wait_for_all();
+  model.engine().collectives().all_left();
+}
+
+// Calls a function of the model's StepControl.
+template <auto Function>
+auto of_control(ShardedModel& model) {
+  return (model.control().*Function)();
+}
+
+void bind_passes(ModelClass& model) {
+  using engine::StepControl;
   model.def("begin_forward", &ShardedModel::begin_forward, unlocked)
       .def("begin_backward", &ShardedModel::begin_backward, unlocked)
       .def("end_backward", &ShardedModel::end_backward, unlocked)
@@ -213,39 +223,30 @@ void bind_training(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& mode
           "finish_step", [](ShardedModel& m) { m.engine().finish_step(); }, unlocked)
       .def("factored", &ShardedModel::factored, py::arg("loss"), py::arg("by_accumulation"),
            unlocked)
-      .def("at_boundary", [](ShardedModel& m) { return m.control().at_boundary(); })
-      .def("ends_step", [](ShardedModel& m) { return m.control().ends_step(); })
+      .def("at_boundary", &of_control<&StepControl::at_boundary>)
+      .def("ends_step", &of_control<&StepControl::ends_step>)
       .def("set_boundary",
            [](ShardedModel& m, std::optional<bool> b) { m.control().set_boundary(b); })
       .def("set_synchronise", [](ShardedModel& m, bool s) { m.control().set_synchronise(s); })
       .def("set_accumulation_steps",
            [](ShardedModel& m, std::int64_t n) { m.control().set_accumulation_steps(n); })
-      .def_property_readonly("accumulation_steps",
-                             [](ShardedModel& m) { return m.control().accumulation_steps(); })
-      .def_property_readonly("micro_steps",
-                             [](ShardedModel& m) { return m.control().micro_steps(); })
-      .def_property_readonly("global_steps",
-                             [](ShardedModel& m) { return m.control().global_steps(); })
+      .def_property_readonly("accumulation_steps", &of_control<&StepControl::accumulation_steps>)
+      .def_property_readonly("micro_steps", &of_control<&StepControl::micro_steps>)
+      .def_property_readonly("global_steps", &of_control<&StepControl::global_steps>)
       .def(
           "skipped_steps",
           [](ShardedModel& m, bool wait) { return m.control().skipped_steps(wait); },
           py::arg("wait"), unlocked)
-      .def_property_readonly("last_step_applied",
-                             [](ShardedModel& m) {
-                               const py::gil_scoped_release release;
-                               return m.control().last_step_applied();
-                             })
+      .def_property_readonly(
+          "last_step_applied",
+          py::cpp_function(&of_control<&StepControl::last_step_applied>, unlocked))
       .def_property_readonly("grad_norm",
-                             [](ShardedModel& m) {
-                               const py::gil_scoped_release release;
-                               return m.control().grad_norm();
-                             })
+                             py::cpp_function(&of_control<&StepControl::grad_norm>, unlocked))
       .def_property_readonly("loss_scale",
                              [](ShardedModel& m) { return m.control().loss_scaler().scale(); });
 }
 
-void bind_values(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& model) {
-  const auto unlocked = py::call_guard<py::gil_scoped_release>();
+void bind_access(ModelClass& model) {
   model
       .def(
           "gather", [](ShardedModel& m, const std::vector<int>& p) { m.gather(p); }, unlocked)
@@ -255,22 +256,22 @@ void bind_values(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& model)
           unlocked)
       .def(
           "publish",
-          [](ShardedModel& m, const std::vector<int>& p, int root) { m.publish(p, root); },
+          [](ShardedModel& m, const std::vector<int>& p, int root) { m.values().publish(p, root); },
           unlocked)
       .def("index_of", &ShardedModel::index_of)
       .def("gathered", &ShardedModel::gathered)
-      .def("held_elsewhere", &ShardedModel::held_elsewhere)
+      .def("held_elsewhere", [](ShardedModel& m, int p) { return m.values().held_elsewhere(p); })
       .def("replaced", &ShardedModel::replaced)
       .def("put_back", [](ShardedModel& m, const std::vector<int>& p) { m.put_back(p); })
-      .def("require_own_memory", &ShardedModel::require_own_memory, unlocked)
-      .def("local_part", &ShardedModel::local_part)
+      .def(
+          "require_own_memory", [](ShardedModel& m) { m.values().require_own_memory(); }, unlocked)
+      .def("local_part", [](ShardedModel& m, int p) { return m.values().local_part(p); })
       .def("read", &ShardedModel::read, unlocked)
       .def("parameter_name",
            [](ShardedModel& m, int p) { return m.engine().weights().param(p).name; })
       .def("full_shape", [](ShardedModel& m, int p) { return m.engine().weights().param(p).shape; })
       .def("channels_last", &ShardedModel::channels_last)
       .def("free_originals", &ShardedModel::free_originals)
-      .def("replay", &replay, unlocked)
       .def("is_sharded",
            [](ShardedModel& m, int p) { return !m.engine().weights().unit_of(p).whole; })
       .def("scopes",
@@ -289,6 +290,9 @@ void bind_values(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& model)
       .def("units", &units)
       .def("destroy", &ShardedModel::destroy, py::arg("keep_values"), unlocked)
       .def("wait_for_all", &ShardedModel::wait_for_all, unlocked)
+      .def("leave", &leave, py::arg("reason"), unlocked)
+      .def("announce_departure", &announce_departure, py::arg("words"), unlocked)
+      .def("depart", &depart, unlocked)
       .def(
           "free_gathered", [](ShardedModel& m) { m.passes().free_gathered(); }, unlocked)
       .def_property_readonly("sanity_checks",
@@ -301,20 +305,18 @@ void bind_values(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& model)
 
 void bind_model(py::module_& module) {
   // Python stores attributes on it: the keepers of states that the engine does not hold.
-  py::class_<ShardedModel, std::shared_ptr<ShardedModel>> model(module, "ShardedModel",
-                                                                py::dynamic_attr());
+  ModelClass model(module, "ShardedModel", py::dynamic_attr());
   model.def(py::init(&make_model), py::arg("parameters"), py::arg("modules"), py::arg("config"),
             py::arg("rule"), py::arg("runtime"), py::arg("name"), py::arg("progress") = py::none());
   module.def("forecast_job", &forecast_job, py::arg("parameters"), py::arg("modules"),
              py::arg("config"), py::arg("rule"), py::arg("world_size"), py::arg("on_gpus"),
              py::arg("ranks_per_host"), py::arg("tier"), py::arg("device_memory"),
              py::arg("host_memory"));
-  bind_training(model);
-  bind_values(model);
-  bind_tiles(module, model);
-  bind_param_groups(model);
+  bind_passes(model);
+  bind_access(model);
+  bind_large_parameters(module, model);
+  bind_optimizer(module, model);
   bind_steps(model);
-  bind_departure(model);
 }
 
 }  // namespace strata::python

@@ -1,16 +1,140 @@
-// Updates of parameters that belong to no engine.
+// The trained parameters, the optimizers that update them, and the training states of each.
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_like.h>
+
 #include "bindings.h"
-#include "strata/torch/base/host_adam.h"
+#include "strata/base/thread_pool.h"
+#include "strata/engine/optimize/adam_optimizer.h"
+#include "strata/kernels/adam.h"
+#include "strata/offload/state_shelf.h"
+#include "strata/torch/base/host_threads.h"
+#include "strata/torch/base/placement.h"
+#include "strata/torch/base/tensors.h"
+#include "strata/torch/sharded/state_values.h"
 
 namespace strata::python {
 namespace {
 
+using torch::StateValues;
+
+// The tensors of one parameter. All have one shape and are float32, bfloat16 or float16; both
+// moments have the same dtype.
+struct HostAdamTensors {
+  at::Tensor weight;
+  at::Tensor gradient;
+  at::Tensor exp_avg;
+  at::Tensor exp_avg_sq;
+  std::int64_t step = 1;  // of this update, counted from 1
+};
+
+void check_adam_tensors(const HostAdamTensors& p) {
+  if (p.exp_avg.scalar_type() != p.exp_avg_sq.scalar_type()) {
+    throw UsageError(fmt::format("both moments of a parameter are of one type; found {} and {}",
+                                 c10::toString(p.exp_avg.scalar_type()),
+                                 c10::toString(p.exp_avg_sq.scalar_type())));
+  }
+  for (const at::Tensor& tensor : {p.weight, p.gradient, p.exp_avg, p.exp_avg_sq}) {
+    if (!tensor.device().is_cpu() || tensor.layout() != c10::kStrided) {
+      throw UsageError(
+          fmt::format("Adam on the host updates dense tensors in host memory; found one on {}, {}",
+                      tensor.device().str(), tensor.is_sparse() ? "sparse" : "dense"));
+    }
+    if (!tensor.sizes().equals(p.weight.sizes())) {
+      throw UsageError(fmt::format(
+          "a parameter, its gradient and its moments have one shape; load states that belong to "
+          "this parameter; found {} elements and {}",
+          p.weight.numel(), tensor.numel()));
+    }
+  }
+}
+
+// Tensors whose elements lie in one order: each is the original, or a copy.
+class AlignedTensors {
+ public:
+  explicit AlignedTensors(const HostAdamTensors& original) : original_(original), used_(original) {
+    used_.weight = original.weight.detach();
+    if (!original.weight.is_non_overlapping_and_dense())
+      used_.weight = original.weight.detach().contiguous();
+    used_.gradient = as_weight(original.gradient);
+    used_.exp_avg = as_weight(original.exp_avg);
+    used_.exp_avg_sq = as_weight(original.exp_avg_sq);
+  }
+
+  kernels::AdamTensor tensor() const {
+    const auto bytes = [](const at::Tensor& t) { return static_cast<std::byte*>(t.data_ptr()); };
+    return {.weight = bytes(used_.weight),
+            .weight_dtype = torch::from_scalar_type(used_.weight.scalar_type()),
+            .exp_avg = bytes(used_.exp_avg),
+            .exp_avg_sq = bytes(used_.exp_avg_sq),
+            .moment_dtype = torch::from_scalar_type(used_.exp_avg.scalar_type()),
+            .gradient = bytes(used_.gradient),
+            .gradient_dtype = torch::from_scalar_type(used_.gradient.scalar_type()),
+            .numel = Numel(used_.weight.numel()),
+            .step = used_.step};
+  }
+
+  void write_back() const {
+    write_back(original_.exp_avg, used_.exp_avg);
+    write_back(original_.exp_avg_sq, used_.exp_avg_sq);
+    if (used_.weight.is_alias_of(original_.weight)) {
+      original_.weight.unsafeGetTensorImpl()->bump_version();
+    } else {
+      original_.weight.copy_(used_.weight);
+    }
+  }
+
+ private:
+  at::Tensor as_weight(const at::Tensor& tensor) const {
+    if (tensor.strides().equals(used_.weight.strides())) return tensor.detach();
+    at::Tensor copy = at::empty_like(used_.weight, tensor.options());
+    copy.copy_(tensor);
+    return copy;
+  }
+  static void write_back(const at::Tensor& original, const at::Tensor& used) {
+    if (!used.is_alias_of(original)) original.copy_(used);
+  }
+
+  const HostAdamTensors& original_;
+  HostAdamTensors used_;
+};
+
+// Adam and AdamW over torch tensors in host memory, computed by this rank's threads. Optimizers
+// that run without an engine use it. Tensors need not be contiguous: if a tensor's elements lie in
+// another order than its parameter's, the update works on a copy and writes the result back. Its
+// threads start in the first step. UsageError for tensors that it cannot update, before it writes
+// anything.
+class HostAdam {
+ public:
+  // `world_size`: the number of ranks, which decides the number of threads (host_threads.h).
+  explicit HostAdam(int world_size) : threads_(torch::host_threads(std::nullopt, world_size)) {}
+
+  int threads() const { return threads_; }
+  // Takes all of `scalars` except their step. Autograd does not record the update, but it sees that
+  // the weights have changed.
+  void step(const std::vector<HostAdamTensors>& parameters, const kernels::AdamScalars& scalars) {
+    const at::NoGradGuard no_graph;
+    for (const HostAdamTensors& parameter : parameters) check_adam_tensors(parameter);
+    std::vector<AlignedTensors> aligned;
+    std::vector<kernels::AdamTensor> tensors;
+    for (const HostAdamTensors& parameter : parameters) aligned.emplace_back(parameter);
+    for (const AlignedTensors& parameter : aligned) tensors.push_back(parameter.tensor());
+    if (!pool_) pool_.emplace(threads_, torch::host_cores(threads_));
+    kernels::adam_step(tensors, scalars, &*pool_);
+    for (const AlignedTensors& parameter : aligned) parameter.write_back();
+  }
+
+ private:
+  int threads_;
+  std::optional<ThreadPool> pool_;
+};
+
 using HostParameter = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, std::int64_t>;
 
-void update_on_host(torch::HostAdam& adam, const std::vector<HostParameter>& parameters, double lr,
+void update_on_host(HostAdam& adam, const std::vector<HostParameter>& parameters, double lr,
                     double beta1, double beta2, double eps, double weight_decay, bool decoupled,
                     bool bias_correction) {
-  std::vector<torch::HostAdamTensors> tensors;
+  std::vector<HostAdamTensors> tensors;
   for (const auto& [weight, gradient, exp_avg, exp_avg_sq, count] : parameters)
     tensors.push_back({weight, gradient, exp_avg, exp_avg_sq, count});
   kernels::AdamScalars scalars;
@@ -25,16 +149,233 @@ void update_on_host(torch::HostAdam& adam, const std::vector<HostParameter>& par
   adam.step(tensors, scalars);
 }
 
+engine::ExternalOptimizer& external(ShardedModel& model) {
+  auto* optimizer = dynamic_cast<engine::ExternalOptimizer*>(model.engine().optimizer());
+  STRATA_ASSERT(optimizer != nullptr);
+  return *optimizer;
+}
+
+at::Tensor view_of(std::span<float> values, at::Device place) {
+  return torch::tensor_over(values.data(), static_cast<std::int64_t>(values.size()), at::kFloat,
+                            place);
+}
+
+at::Device place_of(const engine::ExternalSegment& segment, at::Device of_model) {
+  return segment.on_host ? at::Device(at::kCPU) : of_model;
+}
+
+// [(group, parameter, fp32 weight [numel])]: views of the engine's memory, on the host if the
+// states lie there.
+std::vector<std::tuple<int, int, at::Tensor>> segments(ShardedModel& model) {
+  std::vector<std::tuple<int, int, at::Tensor>> result;
+  for (const engine::ExternalSegment& s : external(model).segments())
+    result.emplace_back(s.group, s.param, view_of(s.weight, place_of(s, model.place())));
+  return result;
+}
+
+// Parameters whose parts have values during their unit's update only, each with its unit.
+std::vector<std::pair<int, int>> parts_on_drive(ShardedModel& model) {
+  std::vector<std::pair<int, int>> params;
+  for (const engine::ExternalSegment& s : external(model).segments()) {
+    if (s.on_drive) params.emplace_back(s.param, model.engine().weights().unit_of(s.param).id);
+  }
+  return params;
+}
+
+offload::StateShelf shelf_of(ShardedModel& model) {
+  return offload::StateShelf(model.engine().weights().states());
+}
+
+std::span<std::byte> host_bytes(const at::Tensor& values) {
+  STRATA_ASSERT(values.is_cpu() && values.is_contiguous());
+  return torch::mutable_bytes(values);
+}
+
+// `update` gets a list by segment: the fp32 gradient [numel], a view of the engine's memory, or
+// None.
+void set_update(ShardedModel& model, py::function update) {
+  engine::ExternalOptimizer& optimizer = external(model);
+  optimizer.set_update([shared = held(std::move(update)), place = model.place(),
+                        &optimizer](std::span<const std::span<float>> gradients) {
+    const py::gil_scoped_acquire acquire;
+    py::list views;
+    for (std::size_t i = 0; i < gradients.size(); ++i) {
+      const at::Device where = place_of(optimizer.segments()[i], place);
+      views.append(gradients[i].empty() ? py::none() : py::cast(view_of(gradients[i], where)));
+    }
+    (*shared)(views);
+  });
+}
+
+// Runs a Python function that moves states; its error about missing memory becomes Strata's.
+template <typename Call>
+void moving_states(Call&& call) {
+  const py::gil_scoped_acquire acquire;
+  try {
+    std::forward<Call>(call)();
+  } catch (py::error_already_set& error) {
+    if (error.matches(PyExc_MemoryError)) throw OutOfMemoryError(py::str(error.value()));
+    throw;
+  }
+}
+
+// `offload_states` gets three flags: moments leave, masters or weights leave, pin host memory.
+// `reload_states` gets none. StateOffload::Outside documents the times of the calls.
+void set_outside_states(ShardedModel& model, py::function offload_states,
+                        py::function reload_states) {
+  engine::StateOffload::Outside outside;
+  outside.offload_states = [shared = held(std::move(offload_states))](
+                               const engine::StateSet& moving, bool pinned) {
+    moving_states([&] { (*shared)(moving.moments, moving.masters || moving.weights, pinned); });
+  };
+  outside.reload_states = [shared = held(std::move(reload_states))] {
+    moving_states([&] { (*shared)(); });
+  };
+  model.engine().parking().set_outside(std::move(outside));
+}
+
+// `told` gets the formerly frozen parameters that become trained.
+void on_trained(ShardedModel& model, py::function told) {
+  model.passes().frozen().on_trained([shared = held(std::move(told))](std::span<const int> params) {
+    const py::gil_scoped_acquire acquire;
+    (*shared)(std::vector<int>(params.begin(), params.end()));
+  });
+}
+
+// `name`: "master", "gradient", "exp_avg" or "exp_avg_sq". `whole`: collective. None where there is
+// no such state.
+std::optional<at::Tensor> read_state(ShardedModel& model, int param, const std::string& name,
+                                     bool whole) {
+  StateValues values(model, param);
+  return whole ? values.whole(name) : values.part(name);
+}
+
+// Collective for masters. False where there is no such state.
+bool write_state(ShardedModel& model, int param, const std::string& name, bool whole,
+                 const at::Tensor& tensor) {
+  StateValues values(model, param);
+  return whole ? values.set_whole(name, tensor) : values.set_part(name, tensor);
+}
+
+// Stores masters of this rank's part, and the weights that they round to. No collective: only for
+// values that round to the present weights.
+void store_masters(ShardedModel& model, int param, const at::Tensor& values) {
+  const auto [first, last] = StateValues(model, param).range();
+  STRATA_ASSERT(values.scalar_type() == at::kFloat && values.numel() == last - first);
+  engine::Engine& engine = model.engine();
+  engine.require_intact_weights();
+  engine.weights().store(param, Numel(first), Numel(last - first),
+                         static_cast<const std::byte*>(values.const_data_ptr()), DType::kFloat32);
+}
+
+engine::AdamOptimizer* adam_of(ShardedModel& model) {
+  return dynamic_cast<engine::AdamOptimizer*>(model.engine().optimizer());
+}
+
+// (steps of the engine's Adam, steps in which each parameter took part); None if another optimizer
+// updates.
+std::optional<std::pair<std::int64_t, std::vector<std::int64_t>>> adam_steps(ShardedModel& model) {
+  model.engine().finish_step();
+  const engine::AdamOptimizer* adam = adam_of(model);
+  if (adam == nullptr) return std::nullopt;
+  std::vector<std::int64_t> by_param;
+  for (int param = 0; param < model.engine().weights().param_count(); ++param)
+    by_param.push_back(adam->steps_of(param));
+  return std::pair(adam->steps(), by_param);
+}
+
+// Sets Adam's steps and allocates its states, so that they can be written.
+void set_adam_steps(ShardedModel& model, std::int64_t all,
+                    const std::vector<std::int64_t>& by_param) {
+  engine::Engine& engine = model.engine();
+  engine.require_intact_weights();
+  engine.parking().require_all("loading the optimizer's state");
+  engine.finish_step();
+  engine.prepare();
+  STRATA_ASSERT(adam_of(model) != nullptr);
+  adam_of(model)->set_steps(all, by_param);
+}
+
+void bind_states(py::module_& module) {
+  module.def("read_state", &read_state, py::arg("model"), py::arg("parameter"), py::arg("name"),
+             py::arg("whole"), unlocked);
+  module.def("write_state", &write_state, py::arg("model"), py::arg("parameter"), py::arg("name"),
+             py::arg("whole"), py::arg("values"), unlocked);
+  // Joins a state that Python keeps from all ranks' parts; None if a rank lacks its part.
+  module.def(
+      "join_state",
+      [](ShardedModel& model, int param, const std::optional<at::Tensor>& mine) {
+        return StateValues(model, param).joined(mine);
+      },
+      py::arg("model"), py::arg("parameter"), py::arg("mine"), unlocked);
+  // Drops this rank's gradients of the step so far; `keep` sets them to zero instead.
+  module.def(
+      "zero_gradients", [](ShardedModel& model, bool keep) { model.passes().zero_gradients(keep); },
+      py::arg("model"), py::arg("keep"), unlocked);
+  // `whole`: a parameter of this shape whose rows are `tiles`.
+  module.def(
+      "show_tiled",
+      [](ShardedModel& model, const at::Tensor& whole, const std::vector<std::int64_t>& shape,
+         const std::vector<int>& tiles) {
+        model.passes().shown_gradients().add_tiled(whole, shape, tiles);
+      },
+      py::arg("model"), py::arg("whole"), py::arg("shape"), py::arg("tiles"));
+  module.def("micro_batches",
+             [](ShardedModel& model) { return model.control().state().micro_batches; });
+  module.def("store_masters", &store_masters, py::arg("model"), py::arg("parameter"),
+             py::arg("values"), unlocked);
+  module.def("adam_steps", &adam_steps, py::arg("model"), unlocked);
+  module.def("set_adam_steps", &set_adam_steps, py::arg("model"), py::arg("all"),
+             py::arg("by_parameter"), unlocked);
+  module.def("state_range",
+             [](ShardedModel& model, int param) { return StateValues(model, param).range(); });
+}
+
 }  // namespace
 
-void bind_optimizer(py::module_& module) {
-  py::class_<torch::HostAdam>(module, "HostAdam")
+void bind_optimizer(py::module_& module, ModelClass& model) {
+  py::class_<HostAdam>(module, "HostAdam")
       .def(py::init<int>(), py::arg("world_size"))
-      .def_property_readonly("threads", &torch::HostAdam::threads)
+      .def_property_readonly("threads", &HostAdam::threads)
       // parameters: [(weight, gradient, exp_avg, exp_avg_sq, step from 1)].
       .def("step", &update_on_host, py::arg("parameters"), py::arg("lr"), py::arg("beta1"),
            py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"), py::arg("decoupled"),
            py::arg("bias_correction"));
+  model.def("segments", &segments)
+      .def("parts_on_drive", &parts_on_drive)
+      // A contiguous tensor on the host goes to a block of the drive, or comes from it.
+      .def(
+          "shelf_add",
+          [](ShardedModel& m, const std::string& name, std::int64_t bytes) {
+            return shelf_of(m).add(name, Bytes(bytes));
+          },
+          unlocked)
+      .def(
+          "shelf_put",
+          [](ShardedModel& m, offload::BlockId block, const at::Tensor& values) {
+            shelf_of(m).put(block, host_bytes(values));
+          },
+          unlocked)
+      .def(
+          "shelf_bring",
+          [](ShardedModel& m, offload::BlockId block, const at::Tensor& values) {
+            shelf_of(m).bring(block, host_bytes(values));
+          },
+          unlocked)
+      .def("set_update",
+           [](ShardedModel& m, py::function update) { set_update(m, std::move(update)); })
+      .def("set_outside_states",
+           [](ShardedModel& m, py::function offload_states, py::function reload_states) {
+             set_outside_states(m, std::move(offload_states), std::move(reload_states));
+           })
+      .def(
+          "train", [](ShardedModel& m, const std::vector<int>& p) { m.passes().frozen().train(p); },
+          unlocked)
+      .def("add_to_group", [](ShardedModel& m, const std::vector<int>& p,
+                              int group) { m.passes().frozen().add_to_group(p, group); })
+      .def("on_trained",
+           [](ShardedModel& m, py::function told) { on_trained(m, std::move(told)); });
+  bind_states(module);
 }
 
 }  // namespace strata::python

@@ -10,9 +10,9 @@
 #include "strata/offload/make_store.h"
 #include "strata/torch/base/host_threads.h"
 #include "strata/torch/base/placement.h"
-#include "strata/torch/ranks/rank_environment.h"
+#include "strata/torch/rank_environment.h"
 #include "strata/torch/ranks/rank_joining.h"
-#include "strata/torch/start/warm_up.h"
+#include "strata/torch/start/model_start.h"
 
 namespace strata::python {
 namespace {
@@ -93,11 +93,11 @@ void bind_joining(py::module_& module) {
   module.def(
       "release_group",
       [](const c10::intrusive_ptr<c10d::ProcessGroup>& group) { group->release_resources(); },
-      py::arg("group"), py::call_guard<py::gil_scoped_release>());
+      py::arg("group"), unlocked);
   // The backends of some collectives: says whether living collectives use them, and ends them.
   py::class_<torch::UsedBackends>(module, "UsedBackends")
       .def("in_use", &torch::UsedBackends::in_use)
-      .def("let_go", &torch::UsedBackends::let_go, py::call_guard<py::gil_scoped_release>());
+      .def("let_go", &torch::UsedBackends::let_go, unlocked);
   // Throws if the settings are impossible regardless of the other ranks.
   module.def(
       "require_possible",
@@ -130,18 +130,17 @@ void bind_files(py::module_& module) {
   // Writes the file completely or not at all, through a temporary file that follows no link.
   // IoError.
   module.def("write_file_atomically", &io::write_file_atomically, py::arg("path"), py::arg("text"),
-             py::call_guard<py::gil_scoped_release>());
+             unlocked);
   // Such a file for contents that are more than one text: Python writes through fileno(), and
   // publish() puts the file under its name. The end of its `with` block removes an unpublished
   // file.
   py::class_<HeldFile>(module, "AtomicFile")
-      .def(py::init<std::string>(), py::arg("path"), py::call_guard<py::gil_scoped_release>())
+      .def(py::init<std::string>(), py::arg("path"), unlocked)
       .def("__enter__", [](HeldFile& file) -> HeldFile& { return file; })
       .def("__exit__", [](HeldFile& file, const py::args&) { file.end(); })
       .def("fileno", [](HeldFile& file) { return file.held().file().fd(); })
       .def(
-          "publish", [](HeldFile& file) { file.held().publish(); },
-          py::call_guard<py::gil_scoped_release>());
+          "publish", [](HeldFile& file) { file.held().publish(); }, unlocked);
 }
 
 }  // namespace
@@ -160,15 +159,12 @@ void bind_runtime(py::module_& module) {
                                return std::make_tuple(place.index, place.count, place.group,
                                                       place.groups, place.parts);
                              })
-      .def("require_usable", &comm::Collectives::require_usable,
-           py::call_guard<py::gil_scoped_release>())
+      .def("require_usable", &comm::Collectives::require_usable, unlocked)
       // For a program that an exception ends: peers raise CommError "rank 1 left: <reason>".
-      .def("leave", &comm::Collectives::leave, py::arg("reason"),
-           py::call_guard<py::gil_scoped_release>())
+      .def("leave", &comm::Collectives::leave, py::arg("reason"), unlocked)
       .def("all_left", &comm::Collectives::all_left)
-      .def("barrier", &comm::Collectives::barrier, py::call_guard<py::gil_scoped_release>())
-      .def("all_gather_text", &comm::Collectives::all_gather_text,
-           py::call_guard<py::gil_scoped_release>());
+      .def("barrier", &comm::Collectives::barrier, unlocked)
+      .def("all_gather_text", &comm::Collectives::all_gather_text, unlocked);
 
   py::class_<device::HostWaits, std::shared_ptr<device::HostWaits>>(module, "HostWaits")
       .def_property_readonly("count", &device::HostWaits::count);
@@ -194,15 +190,13 @@ void bind_runtime(py::module_& module) {
            })
       // The same runtime with one store on drives for the weights of all its models, if they lie
       // there.
-      .def("storing", &storing, py::call_guard<py::gil_scoped_release>());
+      .def("storing", &storing, unlocked);
 
-  module.def("single_rank", &torch::single_rank, py::arg("device"), py::arg("waits"),
-             py::call_guard<py::gil_scoped_release>());
+  module.def("single_rank", &torch::single_rank, py::arg("device"), py::arg("waits"), unlocked);
   // GPUs that torch and this build can both use. The first call starts the driver.
-  module.def("usable_gpus", &torch::usable_gpus, py::call_guard<py::gil_scoped_release>());
+  module.def("usable_gpus", &torch::usable_gpus, unlocked);
   // Loads what the first step of a model in this dtype would load.
-  module.def("warm_up", &torch::warm_up, py::arg("device"), py::arg("dtype"),
-             py::call_guard<py::gil_scoped_release>());
+  module.def("warm_up", &torch::warm_up, py::arg("device"), py::arg("dtype"), unlocked);
   // Chooses the device for a model whose parameters are [(name, tensor)]; an empty list: it lies
   // nowhere yet.
   module.def(
@@ -211,8 +205,7 @@ void bind_runtime(py::module_& module) {
          const std::vector<std::pair<std::string, at::Tensor>>& parameters, int local_rank) {
         return torch::choose_device(config.strata.device, torch::device_of(parameters), local_rank);
       },
-      py::arg("config"), py::arg("parameters"), py::arg("local_rank"),
-      py::call_guard<py::gil_scoped_release>());
+      py::arg("config"), py::arg("parameters"), py::arg("local_rank"), unlocked);
   bind_joining(module);
   bind_files(module);
 }

@@ -1,19 +1,30 @@
-// Training checkpoints, as Python saves and loads them.
+// Training checkpoints, as Python saves and loads them; also written from whole tensors, one after
+// the other, for importers.
 #include <ATen/ops/empty.h>
 
 #include "bindings.h"
 #include "strata/checkpoint/folder.h"
+#include "strata/checkpoint/writer.h"
 #include "strata/engine/checkpoint/training_loader.h"
 #include "strata/engine/checkpoint/training_saver.h"
 #include "strata/io/thread_engine.h"
-#include "strata/torch/base/dtype.h"
 #include "strata/torch/base/host_threads.h"
+#include "strata/torch/base/tensors.h"
 
 namespace strata::python {
 namespace {
 
 using format::TensorRole;
-using torch::ShardedModel;
+
+// The role that format::name_of() calls so.
+format::TensorRole role_from(const std::string& name) {
+  using format::TensorRole;
+  for (const TensorRole role : {TensorRole::kParameter, TensorRole::kBuffer,
+                                TensorRole::kRankBuffer, TensorRole::kClient}) {
+    if (name_of(role) == name) return role;
+  }
+  STRATA_ASSERT(false);
+}
 
 // (role, name, rank that writes it, shape, dtype, contiguous tensor on the host or, on other ranks,
 // None)
@@ -39,16 +50,13 @@ engine::SavedContent content_from(const std::vector<std::vector<std::string>>& a
   content.frozen = frozen;
   for (const auto& [role, name, rank, shape, dtype, tensor] : tensors) {
     std::span<const std::byte> bytes;
-    if (tensor) {
-      bytes = {static_cast<const std::byte*>(tensor->const_data_ptr()),
-               static_cast<std::size_t>(tensor->nbytes())};
-    }
+    if (tensor) bytes = torch::const_bytes(*tensor);
     content.tensors.push_back(
         {{name, role_from(role), shape, torch::from_scalar_type(dtype), false, {}}, bytes, rank});
   }
   for (const auto& [param, kind, tensor] : states) {
     content.states.push_back({param, kind, torch::from_scalar_type(tensor.scalar_type()),
-                              static_cast<const std::byte*>(tensor.const_data_ptr())});
+                              torch::const_bytes(tensor).data()});
   }
   return content;
 }
@@ -162,8 +170,7 @@ class Opened {
     at::Tensor values =
         at::empty(entry.shape, at::TensorOptions().dtype(torch::to_scalar_type(dtype)));
     STRATA_ASSERT(engine::whole_bytes(checkpoint_, *tensor, kind) == Bytes(values.nbytes()));
-    engine::read_whole(checkpoint_, *tensor, io_,
-                       {static_cast<std::byte*>(values.mutable_data_ptr()), values.nbytes()}, kind);
+    engine::read_whole(checkpoint_, *tensor, io_, torch::mutable_bytes(values), kind);
     return values;
   }
 
@@ -188,7 +195,7 @@ class Opened {
     request.without_frozen = without_frozen;
     for (const auto& [param, kind, tensor] : targets) {
       request.targets.push_back({param, kind, torch::from_scalar_type(tensor.scalar_type()),
-                                 static_cast<std::byte*>(tensor.mutable_data_ptr())});
+                                 torch::mutable_bytes(tensor).data()});
     }
     io::ThreadEngine io(torch::reading_options(model.threads()));
     engine::load_training(model.engine(), checkpoint_, request, io);
@@ -207,10 +214,52 @@ class Opened {
   io::ThreadEngine io_;
 };
 
+// (role, name, shape, dtype in the model, trainable, aliases, [(kind, dtype in the file)])
+using WholeTuple =
+    std::tuple<std::string, std::string, std::vector<std::int64_t>, at::ScalarType, bool,
+               std::vector<std::string>, std::vector<std::pair<std::string, at::ScalarType>>>;
+
+std::vector<checkpoint::WholeTensor> tensors_from(const std::vector<WholeTuple>& tuples) {
+  std::vector<checkpoint::WholeTensor> tensors;
+  for (const auto& [role, name, shape, dtype, trainable, aliases, kinds] : tuples) {
+    checkpoint::WholeTensor& tensor = tensors.emplace_back(checkpoint::WholeTensor{
+        {name, role_from(role), shape, torch::from_scalar_type(dtype), trainable, aliases}, {}});
+    for (const auto& [kind, stored] : kinds)
+      tensor.kinds.emplace_back(kind, torch::from_scalar_type(stored));
+  }
+  return tensors;
+}
+
+// `read(tensor, kind)` returns the values of one tensor at a time; its arguments are indices into
+// the declared tensors.
+void write_whole(const std::string& folder, const std::string& tag,
+                 const std::vector<WholeTuple>& tuples, const std::string& training, int world_size,
+                 int stage, const py::function& read) {
+  const checkpoint::WholeCheckpoint whole{folder, tag, tensors_from(tuples), training, world_size,
+                                          stage,  {}};
+  io::ThreadEngine io;
+  io::KernelFolderCalls calls;
+  at::Tensor dense;
+  const auto read_one = [&](std::size_t tensor, std::size_t kind) -> std::span<const std::byte> {
+    const py::gil_scoped_acquire acquire;
+    dense = read(tensor, kind).cast<at::Tensor>().contiguous();
+    const checkpoint::WholeTensor& declared = whole.tensors[tensor];
+    const DType wanted = declared.kinds[kind].second;
+    const DType found = torch::from_scalar_type(dense.scalar_type());
+    if (wanted != found) {
+      throw UsageError(fmt::format(
+          "a tensor has another dtype than was declared: tensor='{}' wanted={} found={}",
+          declared.tensor.name, name_of(wanted), name_of(found)));
+    }
+    return torch::const_bytes(dense);
+  };
+  const py::gil_scoped_release release;
+  checkpoint::write_whole(whole, read_one, io, calls);
+}
+
 }  // namespace
 
 void bind_training(py::module_& module) {
-  const auto unlocked = py::call_guard<py::gil_scoped_release>();
   py::class_<TrainingSaver>(module, "TrainingSaver")
       .def(py::init<std::shared_ptr<ShardedModel>, std::int64_t>(), py::arg("model"),
            py::arg("beside"), unlocked)
@@ -221,9 +270,7 @@ void bind_training(py::module_& module) {
       .def_property_readonly("pending", &TrainingSaver::pending)
       .def_property_readonly("files_written", &TrainingSaver::files_written);
   module.def("fingerprint", [](const at::Tensor& values) {
-    return format::checksum_text(
-        format::checksum_of({static_cast<const std::byte*>(values.const_data_ptr()),
-                             static_cast<std::size_t>(values.nbytes())}));
+    return format::checksum_text(format::checksum_of(torch::const_bytes(values)));
   });
   module.def(
       "loading_failed",
@@ -232,6 +279,8 @@ void bind_training(py::module_& module) {
   module.def("latest_tag", &checkpoint::latest_tag, py::arg("folder"));
   module.def("find_checkpoint", &checkpoint::find_checkpoint, py::arg("folder"), py::arg("tag"));
   module.def("whole_checkpoints", &checkpoint::whole_checkpoints, py::arg("folder"));
+  module.def("write_whole", &write_whole, py::arg("folder"), py::arg("tag"), py::arg("tensors"),
+             py::arg("training"), py::arg("world_size"), py::arg("stage"), py::arg("read"));
   py::class_<Opened>(module, "TrainingCheckpoint")
       .def(py::init<comm::Collectives&, const std::string&>(), py::arg("collectives"),
            py::arg("path"), unlocked)

@@ -18,7 +18,6 @@
 #include "strata/comm/peer/peer_collectives.h"
 #include "strata/torch/base/placement.h"
 #include "strata/torch/ranks/c10d_collectives.h"
-#include "strata/torch/ranks/device_collectives.h"
 
 namespace strata::comm::conformance {
 namespace {

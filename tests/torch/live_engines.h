@@ -6,19 +6,50 @@
 #include <torch/nn/modules/container/modulelist.h>
 #include <torch/nn/modules/linear.h>
 
+#include <exception>
 #include <functional>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
+#include "strata/comm/host/host_collectives.h"
 #include "strata/torch/cpp/module_description.h"
-#include "strata/torch/model/model_runtime.h"
+#include "strata/torch/model/model_plan.h"
 #include "strata/torch/sharded/sharded_model.h"
 #include "strata/torch/start/comparison.h"
-#include "strata/torch/start/host_intake.h"
-#include "torch/thread_ranks.h"
+#include "strata/torch/start/host_transfer.h"
 
 namespace strata::torch::testing {
+
+// Runs on every rank; a failure of one is rethrown to the caller.
+using RankBody = std::function<void(std::shared_ptr<comm::Collectives>)>;
+
+// `group`: has a rank(int).
+template <typename Group>
+void run_ranks(Group& group, int world, const RankBody& rank) {
+  std::vector<std::exception_ptr> failures(static_cast<std::size_t>(world));
+  std::vector<std::thread> threads;
+  for (int r = 0; r < world; ++r) {
+    threads.emplace_back(
+        [&, r, collectives = std::shared_ptr<comm::Collectives>(group.rank(r))]() mutable {
+          try {
+            rank(std::move(collectives));
+          } catch (...) {
+            failures[static_cast<std::size_t>(r)] = std::current_exception();
+          }
+        });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (const auto& failure : failures) {
+    if (failure) std::rethrow_exception(failure);
+  }
+}
+
+inline void run_ranks(int world, const RankBody& rank) {
+  comm::LocalGroup group(world);
+  run_ranks(group, world, rank);
+}
 
 namespace nn = ::torch::nn;
 

@@ -1,5 +1,7 @@
 #include "strata/format/safetensors.h"
 
+#include <fmt/ranges.h>
+
 #include <algorithm>
 #include <nlohmann/json.hpp>
 #include <numeric>

@@ -8,8 +8,7 @@
 #include "strata/torch/base/host_threads.h"
 #include "strata/torch/base/placement.h"
 #include "strata/torch/cpp/module_checkpoint.h"
-#include "strata/torch/cpp/module_training.h"
-#include "strata/torch/ranks/rank_environment.h"
+#include "strata/torch/rank_environment.h"
 
 namespace strata::torch {
 namespace {

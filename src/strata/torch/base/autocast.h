@@ -9,7 +9,7 @@
 
 #include <optional>
 
-#include "strata/torch/base/dtype.h"
+#include "strata/torch/base/tensors.h"
 
 namespace strata::torch {
 

@@ -6,7 +6,6 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
-#include <utility>
 
 #include "strata/base/error.h"
 #include "strata/device/cpu_device.h"

@@ -2,34 +2,30 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <fmt/core.h>
 #include <fmt/ranges.h>
 
+#include <nlohmann/json.hpp>
 #include <numeric>
-#include <optional>
 
 #include "strata/base/error.h"
+#include "strata/checkpoint/folder.h"
+#include "strata/engine/checkpoint/training_loader.h"
+#include "strata/engine/checkpoint/training_saver.h"
 #include "strata/engine/checkpoint/weight_loader.h"
 #include "strata/engine/checkpoint/weight_saver.h"
 #include "strata/engine/unit/agreement.h"
 #include "strata/io/thread_engine.h"
-#include "strata/torch/base/dtype.h"
 #include "strata/torch/base/host_threads.h"
+#include "strata/torch/base/tensors.h"
 
 namespace strata::torch {
 namespace {
 
-// Everything that a load needs, made before the load changes a value.
-struct LoadPlan {
-  explicit LoadPlan(const std::string& path) : index(path) {}
+using Json = nlohmann::json;
+using format::TensorRole;
 
-  format::CheckpointIndex index;
-  std::optional<format::WeightMap> map;
-};
-
-std::span<const std::byte> tensor_bytes(const at::Tensor& tensor) {
-  return {static_cast<const std::byte*>(tensor.const_data_ptr()),
-          static_cast<std::size_t>(tensor.nbytes())};
-}
+constexpr std::string_view kLoadingTrainer = "loading the checkpoint";
 
 void check_buffer(const format::CheckpointIndex& index, const std::string& name,
                   const at::Tensor& buffer) {
@@ -51,12 +47,94 @@ void read_buffer(const format::CheckpointIndex& index, const std::string& name, 
   const bool direct = buffer.is_contiguous() && buffer.is_cpu();
   at::Tensor dense =
       direct ? buffer : at::empty(buffer.sizes(), at::TensorOptions().dtype(buffer.scalar_type()));
-  const std::span<std::byte> target{static_cast<std::byte*>(dense.mutable_data_ptr()),
-                                    static_cast<std::size_t>(dense.nbytes())};
+  const std::span<std::byte> target = mutable_bytes(dense);
   if (!target.empty()) {
     io.read(index.files()[tensor.file].file(), tensor.info.offset, target)->wait();
   }
   if (!dense.is_same(buffer)) buffer.copy_(dense);
+}
+
+Json json_of(const TrainerState& state) {
+  Json groups = Json::array();
+  for (const engine::GroupScalars& group : state.groups) {
+    groups.push_back({{"lr", group.lr},
+                      {"betas", {group.beta1, group.beta2}},
+                      {"eps", group.eps},
+                      {"weight_decay", group.weight_decay}});
+  }
+  Json json = {{"optimizer", {{"class", "Adam"}, {"param_groups", std::move(groups)}}},
+               {"scheduler", nullptr},
+               {"client_state", Json::object()}};
+  if (state.scheduler) {
+    json["scheduler"] = {{"class", "ScheduledLR"},
+                         {"state", {{"last_batch_iteration", state.scheduler->last_iteration()}}}};
+  }
+  return json;
+}
+
+// The items of a tuple that Python wrote, or of a list.
+const Json& items_of(const Json& list) {
+  return list.is_object() ? list.at("items") : list;
+}
+
+void restore(const Json& json, TrainerState state, const std::string& path) {
+  const Json optimizer = json.value("optimizer", Json());
+  if (optimizer.is_object()) {
+    const Json& groups = optimizer.at("param_groups");
+    if (groups.size() != state.groups.size()) {
+      throw UsageError(fmt::format(
+          "the trainer has {} param groups, the checkpoint's had {}; make them alike: path={}",
+          state.groups.size(), groups.size(), path));
+    }
+    for (std::size_t i = 0; i < groups.size(); ++i) {
+      const Json& group = groups[i];
+      engine::GroupScalars& scalars = state.groups[i];
+      scalars.lr = group.at("lr");
+      scalars.eps = group.value("eps", scalars.eps);
+      scalars.weight_decay = group.value("weight_decay", scalars.weight_decay);
+      if (!group.contains("betas")) continue;
+      const Json& betas = items_of(group.at("betas"));
+      scalars.beta1 = betas.at(0);
+      scalars.beta2 = betas.at(1);
+    }
+  }
+  const Json scheduler = json.value("scheduler", Json());
+  if (state.scheduler && scheduler.is_object() &&
+      scheduler.at("state").contains("last_batch_iteration")) {
+    state.scheduler->set_last_iteration(scheduler.at("state").at("last_batch_iteration"));
+  }
+}
+
+void load_buffers(const engine::TrainingCheckpoint& checkpoint, const ::torch::nn::Module& module,
+                  io::IoEngine& io) {
+  const at::NoGradGuard no_grad;
+  for (const auto& buffer : module.named_buffers()) {
+    const auto tensor = checkpoint.find(TensorRole::kBuffer, buffer.key());
+    if (!tensor) continue;
+    at::Tensor values = buffer.value();
+    at::Tensor dense = at::empty(values.sizes(), at::TensorOptions().dtype(values.scalar_type()));
+    const Bytes bytes = engine::whole_bytes(checkpoint, *tensor);
+    if (bytes != Bytes(static_cast<std::int64_t>(dense.nbytes()))) {
+      throw FormatError(fmt::format("{}: the buffer '{}' has {} bytes, the module's {}",
+                                    checkpoint.path(), buffer.key(), bytes.value, dense.nbytes()));
+    }
+    engine::read_whole(checkpoint, *tensor, io, mutable_bytes(dense));
+    values.copy_(dense);
+  }
+}
+
+void restore_all(ShardedModel& model, TrainerState state,
+                 const engine::TrainingCheckpoint& checkpoint) {
+  const std::string& training = checkpoint.manifest().training;
+  engine::restore_progress(training, model.control(), checkpoint.path());
+  engine::restore_optimizer_steps(training, model.engine(), checkpoint.path());
+  try {
+    restore(Json::parse(training), std::move(state), checkpoint.path());
+  } catch (const Json::exception& error) {
+    throw FormatError(
+        fmt::format("the training state of a checkpoint is not as Strata writes it: {}: path={}",
+                    error.what(), checkpoint.path()));
+  }
 }
 
 }  // namespace
@@ -82,7 +160,7 @@ void save_module(ShardedModel& model, const ::torch::nn::Module& module,
   saver.write_pieces();
   for (std::size_t i = 0; i < buffers.size(); ++i) {
     const at::Tensor dense = buffers[i].value().contiguous();
-    saver.write(params + i, tensor_bytes(dense));
+    saver.write(params + i, const_bytes(dense));
   }
   saver.finish();
 }
@@ -92,24 +170,87 @@ void load_module(ShardedModel& model, const ::torch::nn::Module& module, const s
   engine::Engine& engine = model.engine();
   comm::Collectives& collectives = engine.collectives();
   const auto buffers = module.named_buffers();
-  std::optional<LoadPlan> plan;
+  // Everything that the load needs is made before it changes a value.
+  std::optional<format::CheckpointIndex> index;
+  std::optional<format::WeightMap> map;
   engine::agree_after(collectives, fmt::format("opening the checkpoint '{}'", path), [&] {
-    plan.emplace(path);
-    plan->map.emplace(engine::whole_tensors(engine.weights().params()), plan->index.tensors(),
-                      path);
-    for (const auto& buffer : buffers) check_buffer(plan->index, buffer.key(), buffer.value());
+    index.emplace(path);
+    map.emplace(engine::whole_tensors(engine.weights().params()), index->tensors(), path);
+    for (const auto& buffer : buffers) check_buffer(*index, buffer.key(), buffer.value());
   });
   std::vector<int> params(static_cast<std::size_t>(engine.weights().param_count()));
   std::iota(params.begin(), params.end(), 0);
   io::ThreadEngine io(reading_options(model.threads()));
   const checkpoint::ReadWay way =
       checkpoint::read_way_from(model.config().strata.init_read).value();
-  engine::load_weights_together(engine,
-                                {plan->index.open_files(), *plan->map, params, io, {}, way});
+  engine::load_weights_together(engine, {index->open_files(), *map, params, io, {}, way});
   engine::agree_after(collectives, fmt::format("loading '{}'", path), [&] {
-    for (const auto& buffer : buffers) read_buffer(plan->index, buffer.key(), buffer.value(), io);
+    for (const auto& buffer : buffers) read_buffer(*index, buffer.key(), buffer.value(), io);
   });
   engine.weights_changed();
+}
+
+void save_training_of(ShardedModel& model, const ::torch::nn::Module& module, TrainerState state,
+                      const std::string& folder, std::string tag) {
+  engine::Engine& engine = model.engine();
+  engine.finish_step();
+  if (tag.empty()) tag = fmt::format("global_step{}", model.control().global_steps());
+  engine::SaveRequest request;
+  request.folder = folder;
+  request.tag = std::move(tag);
+  request.training = engine::with_progress(json_of(state).dump(), engine, model.control());
+  request.publish.keep = model.config().keep_checkpoints;
+  std::vector<at::Tensor> dense;  // until all is written
+  for (const auto& buffer : module.named_buffers()) {
+    dense.push_back(buffer.value().detach().to(at::kCPU).contiguous());
+    const at::Tensor& values = dense.back();
+    request.content.tensors.push_back({{buffer.key(),
+                                        TensorRole::kBuffer,
+                                        values.sizes().vec(),
+                                        from_scalar_type(values.scalar_type()),
+                                        false,
+                                        {}},
+                                       const_bytes(values),
+                                       0});
+  }
+  io::ThreadEngine io;
+  io::KernelFolderCalls calls;
+  engine::save_training(engine, request, io, calls);
+}
+
+std::optional<std::string> load_training_of(ShardedModel& model, const ::torch::nn::Module& module,
+                                            TrainerState state, const std::string& folder,
+                                            std::string tag) {
+  engine::Engine& engine = model.engine();
+  comm::Collectives& collectives = engine.collectives();
+  std::string found;
+  engine::agree_after(collectives, kLoadingTrainer, [&] {
+    if (tag.empty()) tag = checkpoint::latest_tag(folder).value_or("");
+    if (tag.empty()) return;
+    const auto path = checkpoint::find_checkpoint(folder, tag);
+    if (!path) {
+      throw IoError(fmt::format("there is no whole checkpoint '{}' in '{}'", tag, folder));
+    }
+    found = *path;
+  });
+  found = collectives.all_gather_text(found).front();
+  if (found.empty()) return std::nullopt;
+  const engine::TrainingCheckpoint checkpoint = engine::open_training(collectives, found);
+  io::ThreadEngine io(reading_options(model.threads()));
+  engine::LoadRequest request;
+  for (const auto& buffer : module.named_buffers())
+    request.buffers.push_back({buffer.key(), buffer.value().sizes().vec()});
+  engine::load_training(engine, checkpoint, request, io);
+  try {
+    engine::agree_after(collectives, kLoadingTrainer, [&] {
+      load_buffers(checkpoint, module, io);
+      restore_all(model, std::move(state), checkpoint);
+    });
+  } catch (const std::exception& error) {
+    engine.loading_failed(error.what());
+    throw;
+  }
+  return found;
 }
 
 }  // namespace strata::torch

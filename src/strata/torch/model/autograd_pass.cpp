@@ -8,9 +8,9 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <mutex>
+#include <thread>
 #include <utility>
-
-#include "strata/torch/model/scaled_pass.h"
 
 namespace strata::torch {
 namespace {
@@ -18,6 +18,50 @@ namespace {
 namespace autograd = ::torch::autograd;
 
 constexpr const char* kDivided = "strata.loss_is_divided";  // a key without a value
+
+// An autograd pass that began at a loss times a loss scale: the graph that runs in the thread of
+// the constructor. It is identified by autograd's number for it; passes within it (reentrant
+// checkpoints) by the thread that reached the loss. Autograd's threads serve the whole process, so
+// the process keeps one list of passes. An object stands in it as long as it lives; the autograd
+// pass owns it.
+class ScaledPass {
+ public:
+  explicit ScaledPass(double scale) : scale_(scale) {
+    const std::lock_guard lock(active().mutex);
+    active().passes.push_back(this);
+  }
+  ~ScaledPass() {
+    const std::lock_guard lock(active().mutex);
+    std::erase(active().passes, this);
+  }
+  ScaledPass(const ScaledPass&) = delete;
+  ScaledPass& operator=(const ScaledPass&) = delete;
+
+  static std::optional<double> scale_here() {
+    const std::lock_guard lock(active().mutex);
+    const auto& passes = active().passes;
+    const auto found = std::find_if(passes.rbegin(), passes.rend(), [](const ScaledPass* pass) {
+      return pass->graph_task_ == autograd::get_current_graph_task_id() ||
+             pass->thread_ == std::this_thread::get_id();
+    });
+    return found == passes.rend() ? std::nullopt : std::optional((*found)->scale_);
+  }
+
+ private:
+  struct Active {
+    std::mutex mutex;
+    std::vector<const ScaledPass*> passes;  // the latest last
+  };
+  // Never freed: autograd's threads may outlive static objects.
+  static Active& active() {
+    static auto* const passes = new Active;
+    return *passes;
+  }
+
+  double scale_;
+  int graph_task_ = autograd::get_current_graph_task_id();
+  std::thread::id thread_ = std::this_thread::get_id();
+};
 
 // Runs a function when a node is about to run; passes gradients through.
 class BeforeNode final : public autograd::FunctionPreHook {
@@ -153,6 +197,10 @@ void AutogradPass::drive(bool driven) {
 
 bool AutogradPass::divided() {
   return at::impl::ThreadLocalPythonObjects::contains(kDivided);
+}
+
+std::optional<double> AutogradPass::scale_here() {
+  return ScaledPass::scale_here();
 }
 
 }  // namespace strata::torch

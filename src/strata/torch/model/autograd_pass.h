@@ -59,7 +59,7 @@ class AutogradPass {
 
   void expect(std::span<const at::Tensor> outputs);
   // Returns `loss`, which must require a gradient, times `factor`. An autograd pass from there
-  // counts as one of a loss scaled by `loss_scale` (ScaledPass), for other models, too.
+  // counts as one of a loss scaled by `loss_scale` (scale_here()), for other models, too.
   at::Tensor scaled(const at::Tensor& loss, double factor, double loss_scale);
   // Called from within autograd: begins the pass unless it runs already.
   void begin();
@@ -72,6 +72,10 @@ class AutogradPass {
   // Whether the graph that runs in this thread began at a loss that engine.backward() of any engine
   // has divided by its accumulation steps. Autograd carries this from thread to thread.
   static bool divided();
+  // The loss scale by which an engine of this process has multiplied the loss at which that graph
+  // began; nullopt: the loss was not scaled. A pass may reach parameters of several engines, of
+  // which only one has scaled the loss; the others convert their gradients to their own scale.
+  static std::optional<double> scale_here();
 
  private:
   struct State;

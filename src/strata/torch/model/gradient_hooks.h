@@ -19,7 +19,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
-#include <vector>
 
 #include "strata/engine/engine.h"
 #include "strata/torch/model/autograd_pass.h"

@@ -1,14 +1,11 @@
 #include "strata/torch/model/model_plan.h"
 
-#include <algorithm>
-#include <utility>
-
 #include "strata/base/error.h"
 #include "strata/engine/config/placement.h"
 #include "strata/engine/config/plan_options.h"
 #include "strata/forecast/job_forecast.h"
-#include "strata/torch/base/channels_last.h"
-#include "strata/torch/base/dtype.h"
+#include "strata/torch/base/placement.h"
+#include "strata/torch/base/tensors.h"
 
 namespace strata::torch {
 namespace {
@@ -72,6 +69,12 @@ forecast::MemoryForecast forecast_job(const ModelInput& input, const engine::Con
   const PlannedModel model =
       plan_model(input, config, trainers, forecast::room_for(config.offload, free));
   return forecast::forecast_training(model.specs, model.plan, model.tree, config, trainers);
+}
+
+ModelRuntime make_runtime(c10::Device place, int threads,
+                          std::shared_ptr<comm::Collectives> collectives) {
+  std::shared_ptr<device::Device> device = make_device(place, threads);
+  return {place, std::move(collectives), std::move(device), nullptr, {}, threads};
 }
 
 }  // namespace strata::torch

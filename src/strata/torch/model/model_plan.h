@@ -1,20 +1,86 @@
-// Plans a model from its description and a configuration, without memory: the parameters' specs,
-// the units and scopes, and from these the bytes that a rank's device will hold. Pure functions.
+// A model before it is under the engine: what the user built, the resources that it gets, and the
+// plan that is made of it without memory. Plain data, which shares the user's tensors and the
+// resources, and pure functions.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
 #include <vector>
 
+#include "strata/base/units.h"
+#include "strata/comm/collectives.h"
+#include "strata/device/device.h"
 #include "strata/engine/config/config.h"
 #include "strata/engine/engine.h"
+#include "strata/engine/record/init_report.h"
 #include "strata/forecast/auto_placement.h"
 #include "strata/forecast/job_traits.h"
 #include "strata/forecast/memory_forecast.h"
+#include "strata/offload/state_store.h"
 #include "strata/plan/block_search.h"
+#include "strata/plan/param_spec.h"
 #include "strata/plan/unit_plan.h"
-#include "strata/torch/model/model_input.h"
 
 namespace strata::torch {
 
+// How the values of a parameter are lent. `use` gets flat elements from `begin` on, which are valid
+// until it returns; if it queues work on the compute stream, until that work has run.
+struct Borrowing {
+  Bytes piece;            // the most that is brought from another rank, or from a drive, at once
+  bool own_part = false;  // only the part that this rank's shard holds; the borrower needs no other
+  bool may_be_whole = false;  // for a moment, on every rank: a gather is faster than many pieces
+  std::function<void(Numel begin, const at::Tensor& values)> use;
+};
+
+// A model that has sharded a parameter already, as seen by the model that takes its shards over.
+class ParameterOwner {
+ public:
+  virtual ~ParameterOwner() = default;
+  // Elements of a parameter that this rank's shard holds: [first, second).
+  virtual std::pair<Numel, Numel> owned_range(int param) const = 0;
+  // Whether its elements count in the order of the format channels_last.
+  virtual bool channels_last(int /*param*/) const { return false; }
+  // Collective. Calls borrowing.use() for all of a parameter's values.
+  virtual void lend_values(int param, const Borrowing& borrowing) = 0;
+  // Collective. The owner leaves its parameters empty and cannot be used any more.
+  virtual void retire() = 0;
+  // Called after all ranks have retired their owners: memory that peers have freed is only returned
+  // when this rank unmaps it.
+  virtual void unmap_freed() = 0;
+};
+
+// One parameter of the user's model.
+struct ModelParameter {
+  std::string name;
+  at::Tensor variable;              // the user's tensor object
+  std::vector<std::int64_t> shape;  // full
+  bool has_values = true;           // false: born flat, values come from files
+  int group = 0;                    // of the optimizer; -1: none trains it
+  // Another model that has sharded this parameter already, and its index there. Its values are
+  // taken over shard by shard; the owner retires when all its parameters are taken over.
+  std::shared_ptr<ParameterOwner> owner;
+  int owner_index = 0;
+  std::optional<plan::TileOf> tile;  // of a tile; the owner has the parameter that it is a part of
+
+  // Not from files, and not from another model.
+  bool has_own_values() const { return has_values && owner == nullptr; }
+};
+
+// A model as the user built it: its parameters by name, and its tree of modules.
+struct ModelInput {
+  std::vector<ModelParameter> parameters;
+  plan::ModuleTree tree;
+};
+
+// A model's plan from its description and a configuration: the parameters' specs, the units and
+// scopes.
 struct PlannedModel {
   std::vector<plan::ParamSpec> specs;  // in the dtype that they compute in
   plan::ModelPlan plan;
@@ -39,5 +105,25 @@ engine::EngineOptions engine_options_of(const PlannedModel& model, const engine:
 forecast::MemoryForecast forecast_job(const ModelInput& input, const engine::Config& config,
                                       engine::UpdateRule rule, const forecast::Job& job,
                                       const forecast::FreeMemory& free);
+
+// The resources of a model: a device, and the collectives of the ranks that share the work. Several
+// models of one rank may share a runtime, and with it the device's streams and kernels.
+// `collectives` carry memory of `device`, which is the engine's view of `place`; null until the
+// ranks are connected.
+struct ModelRuntime {
+  c10::Device place{c10::DeviceType::CPU};
+  std::shared_ptr<comm::Collectives> collectives;
+  std::shared_ptr<device::Device> device;
+  // Null: the configuration places the states.
+  std::shared_ptr<offload::StateStore> states = nullptr;
+  engine::InitReport::Progress progress{};  // of start-up; may be empty
+  int threads = 1;                          // that work on host memory
+  // Receives warnings for the user at the start, on rank 0; empty: they become torch's warnings.
+  std::function<void(const std::string&)> warn{};
+};
+
+// `threads`: that work on host memory (host_threads.h).
+ModelRuntime make_runtime(c10::Device place, int threads,
+                          std::shared_ptr<comm::Collectives> collectives = nullptr);
 
 }  // namespace strata::torch

@@ -11,9 +11,8 @@
 #include <utility>
 
 #include "strata/base/error.h"
-#include "strata/torch/base/channels_last.h"
-#include "strata/torch/base/dtype.h"
 #include "strata/torch/base/placement.h"
+#include "strata/torch/base/tensors.h"
 
 namespace strata::torch {
 namespace {
@@ -21,23 +20,6 @@ namespace {
 constexpr const char* kUnreadAddress =
     "the address of a gradient was asked for before its values were read; read it with an operator "
     "of torch first (p.grad.clone(), say), which brings its values";
-
-// No memory yet.
-c10::intrusive_ptr<c10::StorageImpl> make_gradient_storage(c10::Device place) {
-  return c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), c10::SymInt(0),
-                                               c10::DataPtr(nullptr, place), nullptr,
-                                               /*resizable=*/false);
-}
-
-at::Tensor make_unread(const c10::intrusive_ptr<c10::StorageImpl>& storage,
-                       const std::vector<std::int64_t>& shape, bool channels_last,
-                       c10::ScalarType scalar) {
-  const c10::DispatchKey key = c10::computeDispatchKey(scalar, c10::kStrided, storage->device());
-  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
-      c10::Storage(storage), c10::DispatchKeySet(key), c10::scalarTypeToTypeMeta(scalar));
-  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(shape, dense_strides(shape, channels_last));
-  return tensor;
-}
 
 // Gives the memory of `tensor` to a storage that tensors already use.
 void give_values(c10::StorageImpl& storage, const at::Tensor& tensor) {
@@ -111,7 +93,7 @@ const std::string& ParameterGradients::name_of(const Shown& shown) const {
 void ParameterGradients::make(std::size_t index) {
   Shown& shown = shown_[index];
   const DType dtype = engine_.weights().param(shown.params.front()).dtype;
-  shown.values = make_gradient_storage(parameters_.place());
+  shown.values = bare_storage(parameters_.place(), 0);
   shown.storage = c10::make_intrusive<PendingStorage>(
       shown.values, [this, index] { read(shown_[index]); }, kUnreadAddress);
   shown.storage->on_zero([this, index] {
@@ -119,8 +101,8 @@ void ParameterGradients::make(std::size_t index) {
     shown_[index].look = Look::kZeroed;
     return true;
   });
-  const at::Tensor view =
-      make_unread(shown.values, shown.shape, shown.channels_last, to_scalar_type(dtype));
+  const at::Tensor view = tensor_in(shown.values, to_scalar_type(dtype), shown.shape,
+                                    dense_strides(shown.shape, shown.channels_last));
   shown.storage->set_nbytes(bytes_of(Numel(view.numel()), dtype).size());
   shown.tensor = PendingStorage::view(shown.storage, view);
 }

@@ -29,7 +29,7 @@
 #include "strata/engine/engine.h"
 #include "strata/engine/step_control.h"
 #include "strata/torch/model/parameter_set.h"
-#include "strata/torch/model/pending_storage.h"
+#include "strata/torch/model/parameter_storage.h"
 
 namespace strata::torch {
 

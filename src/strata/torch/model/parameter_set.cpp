@@ -7,7 +7,7 @@
 #include <algorithm>
 
 #include "strata/base/error.h"
-#include "strata/torch/base/dtype.h"
+#include "strata/torch/base/tensors.h"
 
 namespace strata::torch {
 namespace {

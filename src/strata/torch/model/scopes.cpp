@@ -2,25 +2,49 @@
 
 #include <ATen/SequenceNumber.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
+#include <fmt/core.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <atomic>
-#include <functional>
 #include <mutex>
 #include <thread>
 #include <utility>
 
 #include "strata/base/error.h"
 #include "strata/torch/model/autograd_pass.h"
-#include "strata/torch/model/scope_range.h"
 
 namespace strata::torch {
 namespace {
 
 namespace autograd = ::torch::autograd;
+
+// Reports the time of one scope's forward or backward: as a span of the engine's recorder if the
+// step is timed, and as a range of torch's profiler if that is on ("strata.forward
+// model.layers.3"). If it is destroyed without end(), the recorder gets no span.
+class ScopeRange {
+ public:
+  ScopeRange() = default;  // reports nothing
+  ScopeRange(engine::StepRecorder& recorder, engine::Activity activity, int label) {
+    if (auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE)) {
+      profiled_ = std::make_unique<at::RecordFunction>(std::move(*callbacks));
+      profiled_->before(fmt::format("strata.{} {}", name_of(activity),
+                                    recorder.labels().at(static_cast<std::size_t>(label))));
+    }
+    recording_ = recorder.begin(activity, label);
+  }
+  void end(engine::StepRecorder& recorder) {
+    recorder.end(std::exchange(recording_, nullptr));
+    profiled_.reset();
+  }
+
+ private:
+  engine::StepRecorder::Recording recording_;
+  std::unique_ptr<at::RecordFunction> profiled_;
+};
 
 }  // namespace
 
@@ -87,9 +111,8 @@ struct Scopes::Tracker : std::enable_shared_from_this<Scopes::Tracker> {
   bool sharded_in_backward(int scope) const {
     const Scope& s = scopes[static_cast<std::size_t>(scope)];
     const auto& all = engine->weights().units();
-    return s.read_in_backward && std::any_of(s.units.begin(), s.units.end(), [&](int u) {
-             return !all[static_cast<std::size_t>(u)].whole;
-           });
+    const auto sharded = [&](int unit) { return !all[static_cast<std::size_t>(unit)].whole; };
+    return s.read_in_backward && std::ranges::any_of(s.units, sharded);
   }
   void begin(const std::shared_ptr<Life>& life) {
     if (engine == nullptr || life->state == Life::kRunning) return;
@@ -185,7 +208,7 @@ void Scopes::Tracker::hang_hooks(int scope, std::uint64_t sequence,
                                  std::span<const at::Tensor> inputs,
                                  std::span<const at::Tensor> outputs) {
   const bool sharded = sharded_in_backward(scope);
-  const bool watched = ScopeRange::watched(engine->recorder());
+  const bool watched = engine->recorder().timing() || at::hasCallbacks();
   if (!(sharded || watched) || !at::GradMode::is_enabled()) return;
   auto life = std::make_shared<Life>();
   life->scope = scope;
@@ -243,10 +266,8 @@ void Scopes::read(int unit) {
         "that trains, or while that does none of these; found: the unit '{}'",
         t.engine->weights().units()[static_cast<std::size_t>(unit)].name()));
   }
-  const bool held = std::count(t.read_units.begin(), t.read_units.end(), unit) +
-                        std::count(t.idle_read_units.begin(), t.idle_read_units.end(), unit) >
-                    0;
-  if (held) return;
+  if (std::ranges::count(t.read_units, unit) + std::ranges::count(t.idle_read_units, unit) > 0)
+    return;
   t.engine->gatherer().acquire(unit);
   (at::GradMode::is_enabled() ? t.read_units : t.idle_read_units).push_back(unit);
 }

@@ -3,11 +3,10 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 
-#include <utility>
-#include <vector>
+#include <algorithm>
 
+#include "strata/base/dtype.h"
 #include "strata/base/error.h"
-#include "strata/torch/model/scaled_pass.h"
 
 namespace strata::torch {
 namespace {
@@ -99,7 +98,7 @@ void TrainingPasses::end_backward() {
 void TrainingPasses::begin_found() {
   scopes_.failure().rethrow();
   frozen_.train_unfrozen();
-  const std::optional<double> loss_scale = ScaledPass::scale_here();
+  const std::optional<double> loss_scale = AutogradPass::scale_here();
   if (scales_loss_ && !loss_scale) {
     throw UsageError(
         "fp16 needs a scaled loss, and backward() was called on one that is not; call "
@@ -198,6 +197,51 @@ void TrainingPasses::free_gathered() {
   let_go();
   const Scopes::Claim claim(scopes_);
   engine_.gatherer().free_memory();
+}
+
+FrozenParameters::FrozenParameters(engine::Engine& engine, const ParameterSet& parameters)
+    : engine_(engine), parameters_(parameters) {
+  for (int param = 0; param < parameters.size(); ++param) {
+    if (may_be_trained(param)) frozen_.push_back(param);
+  }
+}
+
+bool FrozenParameters::may_be_trained(int param) const {
+  const plan::ParamSpec& spec = engine_.weights().param(param);
+  return !spec.trainable && is_floating(spec.dtype) && !spec.tile;
+}
+
+void FrozenParameters::add_to_group(std::span<const int> params, int group) {
+  engine::Weights& weights = engine_.weights();
+  for (const int param : params) {
+    if (weights.param(param).group < 0) continue;
+    throw UsageError(fmt::format("parameter '{}' is in a param group of the optimizer already",
+                                 weights.param(param).name));
+  }
+  for (const int param : params) weights.spec_of(param).group = group;
+}
+
+void FrozenParameters::train_unfrozen() {
+  std::vector<int> unfrozen;
+  for (const int param : frozen_) {
+    if (parameters_.variable(param).requires_grad()) unfrozen.push_back(param);
+  }
+  if (!unfrozen.empty()) train(unfrozen);
+}
+
+void FrozenParameters::train(std::span<const int> params) {
+  const engine::Weights& weights = engine_.weights();
+  std::vector<int> trained;
+  for (const int param : params) {
+    if (weights.param(param).group >= 0 && std::ranges::binary_search(frozen_, param))
+      trained.push_back(param);
+  }
+  if (trained.empty()) return;
+  engine_.parking().require_all("training parameters that were frozen");
+  engine_.finish_step();
+  engine_.unfreezing().train(trained);
+  std::erase_if(frozen_, [&](int param) { return weights.param(param).trainable; });
+  if (told_) told_(trained);
 }
 
 }  // namespace strata::torch

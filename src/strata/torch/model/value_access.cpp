@@ -5,12 +5,11 @@
 #include <c10/core/StreamGuard.h>
 #include <fmt/ranges.h>
 
-#include <algorithm>
 #include <utility>
 
 #include "strata/base/error.h"
-#include "strata/torch/base/dtype.h"
 #include "strata/torch/base/placement.h"
+#include "strata/torch/base/tensors.h"
 
 namespace strata::torch {
 namespace {

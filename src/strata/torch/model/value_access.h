@@ -9,7 +9,6 @@
 
 #include <c10/core/Stream.h>
 
-#include <atomic>
 #include <mutex>
 #include <optional>
 #include <set>

@@ -1,25 +1,22 @@
 #include "strata/torch/ranks/c10d_collectives.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
 
 #include <algorithm>
 #include <cstring>
 
-#include "strata/base/error.h"
 #include "strata/comm/agreement.h"
 #include "strata/memory/host_buffer.h"
-#include "strata/torch/base/dtype.h"
-#include "strata/torch/ranks/group_failure.h"
+#include "strata/torch/base/placement.h"
+#include "strata/torch/base/tensors.h"
 #include "strata/torch/ranks/group_work.h"
-#include "strata/torch/ranks/named_buffer.h"
 
 namespace strata::torch {
 namespace {
 
+// c10d takes mutable tensors although it only reads them.
 at::Tensor as_tensor(const void* data, std::int64_t numel, c10::ScalarType type) {
-  // c10d takes mutable tensors although it only reads them.
-  return at::from_blob(const_cast<void*>(data), {numel}, at::TensorOptions().dtype(type));
+  return tensor_over(data, numel, type, c10::kCPU);
 }
 
 at::Tensor byte_tensor(std::span<const std::byte> bytes) {

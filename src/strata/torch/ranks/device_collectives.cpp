@@ -1,5 +1,3 @@
-#include "strata/torch/ranks/device_collectives.h"
-
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -9,15 +7,18 @@
 
 #include "strata/base/error.h"
 #include "strata/comm/agreement.h"
-#include "strata/torch/base/dtype.h"
+#include "strata/comm/host/host_collectives.h"
 #include "strata/torch/base/placement.h"
-#include "strata/torch/ranks/group_clock.h"
-#include "strata/torch/ranks/group_failure.h"
+#include "strata/torch/base/tensors.h"
+#include "strata/torch/ranks/c10d_collectives.h"
 #include "strata/torch/ranks/group_work.h"
-#include "strata/torch/ranks/named_buffer.h"
 
 namespace strata::torch {
 namespace {
+
+c10::Stream pooled_stream(c10::Device place) {
+  return c10::impl::VirtualGuardImpl(place.type()).getStreamFromGlobalPool(place);
+}
 
 // result = scale * sum, or result += scale * sum, in fp32.
 void fold(const at::Tensor& result, const at::Tensor& sum, double scale, bool accumulate) {
@@ -105,6 +106,40 @@ class Planes {
   std::shared_ptr<GroupBackend> bulk_;
   GroupFailure failure_;
   bool stopped_ = false;
+};
+
+// Measures when operations of the backend ran, by the device's clock. Only the backend can reach
+// the streams on which it queues them. So a separate stream waits for the same events and records
+// the times: an operation begins when its contribution is ready and the operations before it have
+// ended.
+class GroupClock {
+ public:
+  // `device`: of `place`; its compute stream is torch's current one.
+  GroupClock(c10::Device place, device::Device& device) : place_(place), device_(device) {}
+
+  // Records the time at which all work on the current stream, and everything marked before, is
+  // done.
+  std::shared_ptr<device::TimedEvent> mark_after_compute() {
+    const auto computed = device_.compute_stream().record();
+    const c10::StreamGuard guard(stream());
+    device_.compute_stream().wait_for(*computed);
+    return device_.compute_stream().record_timed();
+  }
+  std::shared_ptr<device::TimedEvent> mark_after(c10d::Work& work) {
+    const c10::StreamGuard guard(stream());
+    work.wait();
+    return device_.compute_stream().record_timed();
+  }
+
+ private:
+  c10::Stream stream() {
+    if (!stream_) stream_ = pooled_stream(place_);
+    return *stream_;
+  }
+
+  c10::Device place_;
+  device::Device& device_;
+  std::optional<c10::Stream> stream_;  // taken at the first mark
 };
 
 class DeviceCollectives final : public comm::Collectives {
@@ -262,8 +297,7 @@ class DeviceCollectives final : public comm::Collectives {
   }
 
   c10::Stream bridge() {
-    if (!bridge_)
-      bridge_ = c10::impl::VirtualGuardImpl(place_.type()).getStreamFromGlobalPool(place_);
+    if (!bridge_) bridge_ = pooled_stream(place_);
     return *bridge_;
   }
 
@@ -273,8 +307,6 @@ class DeviceCollectives final : public comm::Collectives {
         what, [&] { comm::agree_on_operation(planes_->control(), what, names_of_ranks_); });
   }
 
-  // The backend hides its streams. So another stream waits for the same events and records the
-  // times.
   template <typename Start>
   std::unique_ptr<GroupWork> started(Start&& start, std::function<void()> finish,
                                      const std::string& what) {
@@ -310,6 +342,18 @@ std::unique_ptr<comm::Collectives> make_device_collectives(DeviceGroup group) {
   STRATA_ASSERT(group.bulk || group.control->world_size() == 1);
   if (!group.store) group.store = c10::make_intrusive<c10d::HashStore>();
   return std::make_unique<DeviceCollectives>(std::move(group));
+}
+
+std::shared_ptr<comm::Collectives> single_rank(c10::Device place,
+                                               std::shared_ptr<device::HostWaits> waits) {
+  std::shared_ptr<comm::Collectives> host = comm::LocalGroup(1).rank(0);
+  if (place.is_cpu()) return host;
+  DeviceGroup group;
+  group.place = place;
+  group.device = make_device(place, 1, std::move(waits));
+  group.control = std::move(host);
+  group.name = group.control->name();
+  return make_device_collectives(std::move(group));
 }
 
 }  // namespace strata::torch

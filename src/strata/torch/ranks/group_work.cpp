@@ -1,13 +1,129 @@
 #include "strata/torch/ranks/group_work.h"
 
-#include <utility>
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <thread>
 
 #include "strata/base/error.h"
 
 namespace strata::torch {
+namespace {
 
-GroupWork::GroupWork(c10::intrusive_ptr<c10d::Work> work, std::function<void()> finish, Fail fail)
-    : work_(std::move(work)), finish_(std::move(finish)), fail_(std::move(fail)) {}
+constexpr std::chrono::milliseconds kNoteWait{1000};
+
+}  // namespace
+
+GroupFailure::GroupFailure(c10::intrusive_ptr<c10d::Store> store, std::string id, int rank,
+                           int world_size, comm::RankNames names)
+    : store_(std::move(store)),
+      id_(std::move(id)),
+      rank_(rank),
+      world_size_(world_size),
+      names_(names) {}
+
+std::string GroupFailure::key(int rank) const {
+  return fmt::format("strata/notes/{}/{}", id_, rank);
+}
+
+void GroupFailure::post(Note::Kind kind, std::string_view text) noexcept {
+  try {
+    const std::string note = static_cast<char>(kind) + std::string(text);
+    store_->set(key(rank_), std::vector<std::uint8_t>(note.begin(), note.end()));
+  } catch (const std::exception&) {
+    return;  // the store is gone; the backend's own error must suffice
+  }
+}
+
+GroupFailure::Notes GroupFailure::read() noexcept {
+  Notes notes(static_cast<std::size_t>(world_size_));
+  try {
+    for (int r = 0; r < world_size_; ++r) {
+      if (!store_->check({key(r)})) continue;
+      const std::vector<std::uint8_t> bytes = store_->get(key(r));
+      if (bytes.empty()) continue;
+      notes[static_cast<std::size_t>(r)] =
+          Note{static_cast<Note::Kind>(bytes[0]), std::string(bytes.begin() + 1, bytes.end())};
+    }
+  } catch (const std::exception&) {
+    return notes;
+  }
+  return notes;
+}
+
+GroupFailure::Notes GroupFailure::wait_for_all(std::chrono::milliseconds limit) noexcept {
+  const auto end = std::chrono::steady_clock::now() + limit;
+  for (;;) {
+    auto notes = read();
+    const bool all =
+        std::all_of(notes.begin(), notes.end(), [](const auto& note) { return note.has_value(); });
+    if (all || std::chrono::steady_clock::now() >= end) return notes;
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+}
+
+void GroupFailure::destroyed() noexcept {
+  if (error_.empty() && !told_all_) post(Note::Kind::kLeft, "");
+}
+
+void GroupFailure::rethrow() const {
+  if (!error_.empty()) throw CommError(error_);
+}
+
+void GroupFailure::throw_if_a_peer_failed() {
+  for (const auto& note : read()) {
+    if (!note.has_value() || note->kind == Note::Kind::kAt || note->kind == Note::Kind::kLeft)
+      continue;
+    error_ = note->text;
+    throw CommError(error_);
+  }
+}
+
+void GroupFailure::fail(std::string_view what, std::string_view error) {
+  rethrow();
+  post(Note::Kind::kAt, std::string(what));
+  const std::string cause = most_telling(wait_for_all(kNoteWait));
+  fail_with(fmt::format("rank {}: {} failed: {} ({})", names_.of(rank_), what, cause, error));
+}
+
+void GroupFailure::fail_with(std::string message) {
+  error_ = std::move(message);
+  post(Note::Kind::kFailed, error_);
+  throw CommError(error_);
+}
+
+void GroupFailure::end(comm::Ending ending, std::string_view reason) noexcept {
+  if (!error_.empty()) return;
+  try {
+    error_ = fmt::format("rank {} {}: {}", names_.of(rank_),
+                         ending == comm::Ending::kLeft ? "left" : "gave up", reason);
+  } catch (const std::exception&) {  // no memory for the message
+    error_ = "a rank gave up";
+  }
+  post(Note::Kind::kGaveUp, error_);
+}
+
+// Prefers a reason that a rank gave, then a rank that is absent, then another rank's report of
+// either.
+std::string GroupFailure::most_telling(const Notes& notes) const {
+  std::string absent;
+  std::string failed;
+  for (std::size_t r = 0; r < notes.size(); ++r) {
+    const auto& note = notes[r];
+    if (r == static_cast<std::size_t>(rank_)) continue;
+    if (!note.has_value()) {
+      absent = fmt::format("rank {} did not come or is gone", names_.of(static_cast<int>(r)));
+    } else if (note->kind == Note::Kind::kGaveUp) {
+      return note->text;
+    } else if (note->kind == Note::Kind::kLeft) {
+      absent = fmt::format("rank {} has left", names_.of(static_cast<int>(r)));
+    } else if (note->kind == Note::Kind::kFailed) {
+      failed = note->text;
+    }
+  }
+  if (!absent.empty()) return absent;
+  return failed.empty() ? "the connection broke" : failed;
+}
 
 GroupWork::~GroupWork() {
   try {
@@ -15,10 +131,6 @@ GroupWork::~GroupWork() {
   } catch (const std::exception&) {
     return;  // a caller that wants the error calls wait()
   }
-}
-
-bool GroupWork::done() {
-  return !work_ || work_->isCompleted();
 }
 
 void GroupWork::wait() {
@@ -36,6 +148,31 @@ void GroupWork::wait() {
       throw;
     }
   }
+}
+
+NamedBuffer::NamedBuffer(std::string name, std::shared_ptr<BufferNames> names,
+                         std::shared_ptr<void> owner, std::span<std::byte> memory,
+                         BufferActions actions)
+    : name_(std::move(name)),
+      names_(std::move(names)),
+      owner_(std::move(owner)),
+      memory_(memory),
+      actions_(std::move(actions)) {
+  const std::lock_guard lock(names_->mutex);
+  if (!names_->living.insert(name_).second) {
+    throw UsageError(fmt::format("a buffer named '{}' exists already; names are unique", name_));
+  }
+}
+
+NamedBuffer::~NamedBuffer() {
+  if (actions_.before_free) actions_.before_free();
+  const std::lock_guard lock(names_->mutex);
+  names_->living.erase(name_);
+}
+
+void NamedBuffer::release() {
+  if (actions_.before_free) actions_.before_free();
+  if (actions_.release) actions_.release();
 }
 
 }  // namespace strata::torch

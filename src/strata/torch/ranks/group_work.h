@@ -1,20 +1,95 @@
-// An operation of a c10d backend as a Work of the Collectives interface. wait() also runs the
-// function that finishes the result. On a GPU wait() makes the current stream wait, and queues that
-// function's work behind it; the host goes on. Threads: those of the Collectives that made it.
-// Errors: wait() calls `fail` with the backend's error and throws its exception, the same one at
-// each call; the destructor waits and drops errors.
+// The parts that the collectives over a c10d backend share: their operations, their named memory,
+// and their one failure. Threads: one thread a rank; buffers may be destroyed in any. Errors:
+// CommError, UsageError for names that are in use.
 #pragma once
 
+#include <chrono>
 #include <functional>
+#include <memory>
+#include <mutex>
 #include <optional>
+#include <set>
+#include <span>
 #include <string>
+#include <string_view>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
+#include <vector>
 
 #include "strata/comm/collectives.h"
 
 namespace strata::torch {
 
+// The first failure of a process group. It is kept, so that every later call throws it again, and
+// posted as a note in the c10d Store, so that every other rank can name the failed rank and the
+// reason, although the backend only says that a connection closed. A rank has one note, the last
+// that it posted. A store that cannot be reached counts as one without notes. Shares the store.
+class GroupFailure {
+ public:
+  // `id` distinguishes the groups that share a store; it is the same on every rank, and never used
+  // again.
+  GroupFailure(c10::intrusive_ptr<c10d::Store> store, std::string id, int rank, int world_size,
+               comm::RankNames names = {});
+  GroupFailure(const GroupFailure&) = delete;
+  GroupFailure& operator=(const GroupFailure&) = delete;
+
+  // Throws the failure, if there was one.
+  void rethrow() const;
+  // Throws, and keeps, the failure that another rank has posted, if one has.
+  void throw_if_a_peer_failed();
+  // Reads the other ranks' notes, because a backend only knows that a connection closed. Then
+  // keeps, posts and throws the resulting failure. `error`: the backend's message.
+  [[noreturn]] void fail(std::string_view what, std::string_view error);
+  // Keeps, posts and throws `message` unchanged.
+  [[noreturn]] void fail_with(std::string message);
+  // Keeps the end of this rank as its failure, and posts it.
+  void end(comm::Ending ending, std::string_view reason) noexcept;
+  // Posts that this rank's collectives are destroyed, unless there was a failure.
+  void destroyed() noexcept;
+  // Collectives::all_left(): the rank that has the store may end at any time.
+  void all_left() noexcept { told_all_ = true; }
+
+  // Runs a call of the backend.
+  template <typename Call>
+  auto guarded(std::string_view what, Call&& call) -> decltype(call()) {
+    rethrow();
+    try {
+      return std::forward<Call>(call)();
+    } catch (const std::exception& error) {
+      fail(what, error.what());
+    }
+  }
+
+ private:
+  struct Note {
+    enum class Kind : char { kAt = 'w', kFailed = 'f', kGaveUp = 'a', kLeft = 'l' };
+    Kind kind;
+    std::string text;  // where it was, the error, the reason; empty for kLeft
+  };
+  using Notes = std::vector<std::optional<Note>>;  // by rank; nullopt: without a note
+
+  std::string key(int rank) const;
+  void post(Note::Kind kind, std::string_view text) noexcept;
+  Notes read() noexcept;
+  // Like read(), but waits up to `limit` for a note of every rank.
+  Notes wait_for_all(std::chrono::milliseconds limit) noexcept;
+  std::string most_telling(const Notes& notes) const;
+
+  c10::intrusive_ptr<c10d::Store> store_;
+  std::string id_;
+  int rank_;
+  int world_size_;
+  comm::RankNames names_;
+  std::string error_;  // empty while all is well
+  bool told_all_ = false;
+};
+
+// An operation of a c10d backend as a Work of the Collectives interface. wait() also runs the
+// function that finishes the result. On a GPU wait() makes the current stream wait, and queues that
+// function's work behind it; the host goes on. Threads: those of the Collectives that made it.
+// Errors: wait() calls `fail` with the backend's error and throws its exception, the same one at
+// each call; the destructor waits and drops errors.
 class GroupWork final : public comm::Work {
  public:
   // Turns the backend's error into the group's own CommError, and throws it.
@@ -23,10 +98,11 @@ class GroupWork final : public comm::Work {
   // Complete from the start: there was nothing to do, or it is done.
   GroupWork() = default;
   // `finish` may be null.
-  GroupWork(c10::intrusive_ptr<c10d::Work> work, std::function<void()> finish, Fail fail);
+  GroupWork(c10::intrusive_ptr<c10d::Work> work, std::function<void()> finish, Fail fail)
+      : work_(std::move(work)), finish_(std::move(finish)), fail_(std::move(fail)) {}
   ~GroupWork() override;
 
-  bool done() override;
+  bool done() override { return !work_ || work_->isCompleted(); }
   void wait() override;
   void set_times(comm::WorkTimes times) { times_ = std::move(times); }
   comm::WorkTimes times() const override { return times_; }
@@ -37,6 +113,45 @@ class GroupWork final : public comm::Work {
   Fail fail_;
   std::optional<std::string> failure_;
   comm::WorkTimes times_;
+};
+
+// The names of one rank's living buffers, which any thread may destroy.
+struct BufferNames {
+  std::mutex mutex;
+  std::set<std::string> living;
+};
+
+struct BufferActions {
+  std::function<void(Bytes)> back = nullptr;    // the action of SharedBuffer::back()
+  std::function<void()> before_free = nullptr;  // runs before the memory goes
+  std::function<void()> release = nullptr;      // SharedBuffer::release(); null: not releasable
+};
+
+// Memory of one rank under a name that no other living buffer of the rank has. Owns the memory,
+// shares the names.
+class NamedBuffer final : public comm::SharedBuffer {
+ public:
+  // `owner` keeps `memory`. UsageError: the name is in use.
+  NamedBuffer(std::string name, std::shared_ptr<BufferNames> names, std::shared_ptr<void> owner,
+              std::span<std::byte> memory, BufferActions actions = {});
+  ~NamedBuffer() override;
+  NamedBuffer(const NamedBuffer&) = delete;
+  NamedBuffer& operator=(const NamedBuffer&) = delete;
+
+  std::span<std::byte> local() override { return memory_; }
+  const std::string& name() const override { return name_; }
+  void back(Bytes bytes) override {
+    if (actions_.back) actions_.back(bytes);
+  }
+  bool releasable() const override { return actions_.release != nullptr; }
+  void release() override;
+
+ private:
+  std::string name_;
+  std::shared_ptr<BufferNames> names_;
+  std::shared_ptr<void> owner_;
+  std::span<std::byte> memory_;
+  BufferActions actions_;
 };
 
 }  // namespace strata::torch

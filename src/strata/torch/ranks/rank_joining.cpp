@@ -14,14 +14,11 @@
 #include <utility>
 
 #include "strata/base/error.h"
+#include "strata/comm/collectives.h"
 #include "strata/comm/combined/combined_collectives.h"
 #include "strata/comm/host/host_collectives.h"
 #include "strata/comm/peer/peer_collectives.h"
 #include "strata/torch/base/placement.h"
-#include "strata/torch/ranks/c10d_collectives.h"
-#include "strata/torch/ranks/device_collectives.h"
-#include "strata/torch/ranks/rank_environment.h"
-#include "strata/torch/ranks/store_bootstrap.h"
 
 namespace strata::torch {
 namespace {
@@ -34,6 +31,56 @@ constexpr std::string_view kFailed = "failed: ";
 std::chrono::milliseconds timeout_of(const engine::Config& config) {
   return std::chrono::milliseconds(static_cast<std::int64_t>(config.strata.timeout_s * 1000.0));
 }
+
+// Ranks find each other through a c10d Store (torchrun's, or a TCPStore of one's own).
+// CommError names the ranks that did not come within the timeout.
+class StoreBootstrap final : public comm::Bootstrap {
+ public:
+  StoreBootstrap(c10::intrusive_ptr<c10d::Store> store, int rank, int world_size,
+                 std::chrono::milliseconds timeout)
+      : store_(std::move(store)), rank_(rank), world_size_(world_size), timeout_(timeout) {
+    // Every rank makes its bootstraps in the same order, so its own count tells which one this is.
+    const std::int64_t count = store_->add(fmt::format("strata/bootstraps/{}", rank_), 1);
+    prefix_ = fmt::format("strata/bootstrap/{}", count);
+  }
+
+  int rank() const override { return rank_; }
+  int world_size() const override { return world_size_; }
+
+  std::vector<std::string> exchange(const std::string& text) override {
+    ++round_;
+    store_->set(key(rank_), std::vector<std::uint8_t>(text.begin(), text.end()));
+    std::vector<std::string> texts;
+    std::vector<int> absent;
+    for (int r = 0; r < world_size_; ++r) {
+      try {
+        store_->wait({key(r)}, absent.empty() ? timeout_ : std::chrono::milliseconds(1));
+        const std::vector<std::uint8_t> bytes = store_->get(key(r));
+        texts.emplace_back(bytes.begin(), bytes.end());
+      } catch (const std::exception&) {
+        absent.push_back(r);
+      }
+    }
+    if (!absent.empty()) {
+      throw CommError(fmt::format(
+          "rank {} waited {} s for the other ranks to start; these did not come: {}. Start every "
+          "rank with the same script, or look at their own errors",
+          rank_, std::chrono::duration_cast<std::chrono::seconds>(timeout_).count(),
+          fmt::join(absent, ", ")));
+    }
+    return texts;
+  }
+
+ private:
+  std::string key(int rank) const { return fmt::format("{}/{}/{}", prefix_, round_, rank); }
+
+  c10::intrusive_ptr<c10d::Store> store_;
+  int rank_;
+  int world_size_;
+  std::chrono::milliseconds timeout_;
+  std::string prefix_;  // distinguishes the bootstraps of one store
+  int round_ = 0;
+};
 
 // The facts that each rank publishes about itself, one per line.
 enum Line : std::size_t { kHost, kDevice, kGroups, kKinds, kNcclRuns, kLines };

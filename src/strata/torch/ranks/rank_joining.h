@@ -12,7 +12,6 @@
 #include <chrono>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -22,7 +21,7 @@
 #include "strata/comm/combined/transport_join.h"
 #include "strata/device/device.h"
 #include "strata/engine/config/config.h"
-#include "strata/torch/ranks/group_backend.h"
+#include "strata/torch/ranks/c10d_collectives.h"
 
 namespace strata::torch {
 

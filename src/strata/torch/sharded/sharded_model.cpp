@@ -1,14 +1,12 @@
 #include "strata/torch/sharded/sharded_model.h"
 
 #include <system_error>
-#include <utility>
 
 #include "strata/base/error.h"
-#include "strata/torch/base/channels_last.h"
-#include "strata/torch/sharded/shard_lending.h"
+#include "strata/torch/start/adoption.h"
+#include "strata/torch/start/init_choice.h"
+#include "strata/torch/start/lending.h"
 #include "strata/torch/start/model_start.h"
-#include "strata/torch/start/original_values.h"
-#include "strata/torch/start/rank_room.h"
 
 namespace strata::torch {
 namespace {
@@ -75,6 +73,11 @@ TrainingPasses& ShardedModel::passes() {
   return *passes_;
 }
 
+ValueAccess& ShardedModel::values() {
+  require_alive();
+  return *values_;
+}
+
 forecast::MemoryForecast ShardedModel::memory_forecast() {
   forecast::Training training;
   training.options = engine().options();
@@ -94,7 +97,7 @@ void ShardedModel::begin_forward() {
 }
 
 void ShardedModel::enter_root() {
-  require_own_memory();
+  values().require_own_memory();
   engine_->parking().require_weights("a forward");  // even without gradients
   passes_->enter_root();
 }
@@ -129,7 +132,7 @@ void ShardedModel::abandon_backward() noexcept {
 }
 
 std::optional<engine::StepResult> ShardedModel::step(std::span<const engine::GroupScalars> groups) {
-  require_own_memory();
+  values().require_own_memory();
   values_->note_step();
   return passes_->step(groups);
 }
@@ -163,11 +166,6 @@ void ShardedModel::release(std::span<const int> params, bool discard) {
   if (alive()) values_->release(params, discard);
 }
 
-void ShardedModel::publish(std::span<const int> params, int root) {
-  require_alive();
-  values_->publish(params, root);
-}
-
 bool ShardedModel::read(int param) {
   return alive() && values_->read(param);
 }
@@ -176,23 +174,8 @@ bool ShardedModel::gathered(int param) const {
   return alive() && values_->gathered(param);
 }
 
-bool ShardedModel::held_elsewhere(int param) const {
-  require_alive();
-  return values_->held_elsewhere(param);
-}
-
 void ShardedModel::put_back(std::span<const int> params) {
   for (const int param : params) parameters_.put_back(param);
-}
-
-void ShardedModel::require_own_memory() {
-  require_alive();
-  values_->require_own_memory();
-}
-
-at::Tensor ShardedModel::local_part(int param) const {
-  require_alive();
-  return values_->local_part(param);
 }
 
 std::pair<Numel, Numel> ShardedModel::owned_range(int param) const {
@@ -201,7 +184,7 @@ std::pair<Numel, Numel> ShardedModel::owned_range(int param) const {
 }
 
 void ShardedModel::lend_values(int param, const Borrowing& borrowing) {
-  require_own_memory();
+  values().require_own_memory();
   if (lends_pieces(*engine_) && (borrowing.own_part || !borrowing.may_be_whole)) {
     lend_pieces(*engine_, runtime_.place, param, borrowing);
     return;

@@ -30,9 +30,7 @@
 #include "strata/engine/optimize/external_optimizer.h"
 #include "strata/engine/step_control.h"
 #include "strata/forecast/memory_forecast.h"
-#include "strata/torch/model/model_input.h"
 #include "strata/torch/model/model_plan.h"
-#include "strata/torch/model/model_runtime.h"
 #include "strata/torch/model/parameter_set.h"
 #include "strata/torch/model/training_passes.h"
 #include "strata/torch/model/value_access.h"
@@ -71,16 +69,13 @@ class ShardedModel final : public ParameterOwner {
   void reload_states();
 
   // --- values: ValueAccess says what they do ---
+  ValueAccess& values();
   void gather(std::span<const int> params);
   void release(std::span<const int> params, bool discard);
-  void publish(std::span<const int> params, int root);
   bool read(int param);
   bool gathered(int param) const;
-  bool held_elsewhere(int param) const;
   bool replaced(int param) const { return parameters_.replaced(param); }
   void put_back(std::span<const int> params);
-  void require_own_memory();
-  at::Tensor local_part(int param) const;
   // A parameter's index, by tensor identity; -1 for tensors that are not parameters of this model.
   int index_of(const at::Tensor& variable) const { return parameters_.index_of(variable); }
   std::pair<Numel, Numel> owned_range(int param) const override;

@@ -4,13 +4,12 @@
 #include <fmt/core.h>
 
 #include <algorithm>
-#include <string_view>
 
 #include "strata/base/error.h"
 #include "strata/engine/checkpoint/shard_states.h"
 #include "strata/format/manifest.h"
-#include "strata/torch/base/dtype.h"
 #include "strata/torch/base/placement.h"
+#include "strata/torch/base/tensors.h"
 
 namespace strata::torch {
 namespace {
@@ -27,22 +26,9 @@ std::int64_t count_of(const plan::ShardRange& piece) {
   return piece.param_end.value - piece.param_begin.value;
 }
 
-std::span<std::byte> values_of(const at::Tensor& tensor) {
-  return {static_cast<std::byte*>(tensor.data_ptr()), tensor.nbytes()};
-}
-
-std::string_view kind_of(StateKind kind) {
-  switch (kind) {
-    case StateKind::kMaster:
-      return format::kValue;
-    case StateKind::kFirstMoment:
-      return engine::kExpAvg;
-    case StateKind::kSecondMoment:
-      return engine::kExpAvgSq;
-    case StateKind::kGradient:
-      break;
-  }
-  STRATA_ASSERT(false);
+// As the engine's stores and checkpoints name it.
+std::string_view kind_of(std::string_view kind) {
+  return kind == kMaster ? format::kValue : kind;
 }
 
 bool has(const engine::ShardStates& states, int unit, std::string_view kind) {
@@ -84,10 +70,10 @@ at::Tensor StateValues::gradient_view() {
                      model_.place());
 }
 
-std::optional<at::Tensor> StateValues::part(StateKind kind) {
+std::optional<at::Tensor> StateValues::part(std::string_view kind) {
   finish_queued();
   if (!unit_.trainable()) return std::nullopt;
-  if (kind == StateKind::kGradient) {
+  if (kind == kGradient) {
     model_.passes().shown_gradients().apply();
     if (!engine_.shards().gradients().filled(unit_.id)) return std::nullopt;
     at::Tensor copy = gradient_view().clone();
@@ -99,12 +85,12 @@ std::optional<at::Tensor> StateValues::part(StateKind kind) {
   const auto dtype = to_scalar_type(states.dtype_of(unit_.id, kind_of(kind)));
   const at::Tensor copy = at::empty({count_of(piece_)}, dtype);
   states.enqueue_read(unit_.id, kind_of(kind), piece_.shard_offset, Numel(count_of(piece_)),
-                      values_of(copy));
+                      mutable_bytes(copy));
   states.settle();
   return copy.to(at::TensorOptions(at::kFloat).device(model_.place()));
 }
 
-std::optional<at::Tensor> StateValues::whole(StateKind kind) {
+std::optional<at::Tensor> StateValues::whole(std::string_view kind) {
   const std::optional<at::Tensor> mine = part(kind);
   if (!mine) return std::nullopt;
   return join(*mine);
@@ -131,7 +117,7 @@ at::Tensor StateValues::join(const at::Tensor& mine) {
     const plan::ShardRange piece = piece_of(weights, param_, index);
     if (count_of(piece) == 0) continue;
     engine_.collectives().broadcast(
-        values_of(all.narrow(0, piece.param_begin.value, count_of(piece))), index);
+        mutable_bytes(all.narrow(0, piece.param_begin.value, count_of(piece))), index);
   }
   engine_.device().compute_stream().synchronize();
   return all;
@@ -142,19 +128,19 @@ void StateValues::set_masters(const at::Tensor& values) {
   engine_.gatherer().invalidate(engine::Changed::kAll);
   engine_.collectives().barrier();  // now no rank reads this rank's shard
   engine_.weights().store(param_, piece_.param_begin, Numel(count_of(piece_)),
-                          values_of(values).data(), DType::kFloat32);
+                          mutable_bytes(values).data(), DType::kFloat32);
   engine_.weights_changed();
 }
 
-bool StateValues::set_part(StateKind kind, const at::Tensor& values) {
+bool StateValues::set_part(std::string_view kind, const at::Tensor& values) {
   require_numel(values, count_of(piece_), engine_.weights().param(param_).name);
   if (!unit_.trainable()) return false;
   finish_queued();
-  if (kind == StateKind::kMaster) {
+  if (kind == kMaster) {
     set_masters(values);
     return true;
   }
-  if (kind == StateKind::kGradient) {
+  if (kind == kGradient) {
     if (!engine_.shards().gradients().filled(unit_.id)) return false;
     model_.passes().shown_gradients().take_back();
     engine_.reducer().edits().store(unit_.id, engine_.weights().slot_index_of(param_),
@@ -166,12 +152,12 @@ bool StateValues::set_part(StateKind kind, const at::Tensor& values) {
   engine::ShardStates states(engine_);
   if (!has(states, unit_.id, kind_of(kind))) return false;
   states.enqueue_store(param_, kind_of(kind), piece_.param_begin, Numel(count_of(piece_)),
-                       values_of(values).data(), DType::kFloat32);
+                       mutable_bytes(values).data(), DType::kFloat32);
   states.settle();
   return true;
 }
 
-bool StateValues::set_whole(StateKind kind, const at::Tensor& values) {
+bool StateValues::set_whole(std::string_view kind, const at::Tensor& values) {
   require_numel(values, engine_.weights().slot_of(param_).numel.value,
                 engine_.weights().param(param_).name);
   return set_part(kind,

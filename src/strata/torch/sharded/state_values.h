@@ -9,22 +9,18 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <memory>
 #include <optional>
-#include <span>
+#include <string_view>
 #include <utility>
 
-#include "strata/engine/optimize/adam_optimizer.h"
 #include "strata/torch/sharded/sharded_model.h"
 
 namespace strata::torch {
 
-enum class StateKind {
-  kMaster,    // of a trainable parameter
-  kGradient,  // from the first reduction to the end of the step; times the loss scale under fp16
-  kFirstMoment,
-  kSecondMoment,
-};
+// Kinds of states; the others are those of the engine's Adam (engine::kExpAvg, kExpAvgSq).
+inline constexpr std::string_view kMaster = "master";  // of a trainable parameter
+// From the first reduction to the end of the step; times the loss scale under fp16.
+inline constexpr std::string_view kGradient = "gradient";
 
 class StateValues {
  public:
@@ -34,16 +30,16 @@ class StateValues {
   std::pair<std::int64_t, std::int64_t> range() const;
   // Copies; nullopt if there is no such state, which holds on all ranks or on none. whole() is
   // collective.
-  std::optional<at::Tensor> part(StateKind kind);
-  std::optional<at::Tensor> whole(StateKind kind);
+  std::optional<at::Tensor> part(std::string_view kind);
+  std::optional<at::Tensor> whole(std::string_view kind);
   // Joins a state that the caller keeps: `mine` is this rank's part. Collective; nullopt if a rank
   // lacks its part.
   std::optional<at::Tensor> joined(const std::optional<at::Tensor>& mine);
   // `values`: fp32, for this rank's part or for the whole parameter. Collective for masters,
   // because the weights are updated from them. Returns false and does nothing if there is no such
   // state.
-  bool set_part(StateKind kind, const at::Tensor& values);
-  bool set_whole(StateKind kind, const at::Tensor& values);
+  bool set_part(std::string_view kind, const at::Tensor& values);
+  bool set_whole(std::string_view kind, const at::Tensor& values);
 
  private:
   at::Tensor gradient_view();

@@ -1,31 +1,26 @@
 #include "strata/torch/start/adoption.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <functional>
 #include <utility>
 
 #include "strata/base/error.h"
-#include "strata/torch/base/dtype.h"
+#include "strata/memory/host_buffer.h"
 #include "strata/torch/base/placement.h"
+#include "strata/torch/base/tensors.h"
 #include "strata/torch/start/comparison.h"
-#include "strata/torch/start/host_export.h"
-#include "strata/torch/start/host_intake.h"
-#include "strata/torch/start/owner_intake.h"
+#include "strata/torch/start/host_transfer.h"
+#include "strata/torch/start/lending.h"
 #include "strata/torch/start/rank_0_values.h"
-#include "strata/torch/start/value_intake.h"
 
 namespace strata::torch {
 namespace {
 
 constexpr Bytes kReleasedAtOnce = 128_MiB;
 constexpr std::size_t kBlocksSent = ValueIntake::kPiece / kBlock;
-
-std::span<std::byte> bytes_of_tensor(const at::Tensor& tensor) {
-  return {static_cast<std::byte*>(tensor.mutable_data_ptr()),
-          static_cast<std::size_t>(tensor.nbytes())};
-}
 
 class Adoption {
  public:
@@ -47,6 +42,7 @@ class Adoption {
   std::function<void()> gathering_early();
   void store_missing_of(int param);
   void store_missing(bool freeing);
+  std::vector<at::Tensor> copies_on_host(const std::vector<int>& params, bool own);
   void move_to_host();
   void carry_own_parts_through_host();
 
@@ -114,7 +110,7 @@ Bytes Adoption::owned_bytes(const std::vector<int>& params) const {
 // blocks on rank 0, in a unit that stays whole, and for values on the device.
 std::vector<bool> Adoption::blocks_kept(int param) const {
   const at::Tensor& values = originals_.of(param);
-  std::vector<bool> kept(block_count(Bytes(values.nbytes()), kBlock), true);
+  std::vector<bool> kept(block_count(Bytes(values.nbytes())), true);
   const bool all = engine_.weights().unit_of(param).whole || !values.is_cpu();
   if (comparison_.is_reference() || all) return kept;
   const auto [begin, end] = engine_.weights().owned_range(param);
@@ -129,7 +125,7 @@ std::vector<bool> Adoption::blocks_kept(int param) const {
 void Adoption::add_fingerprints(Fingerprints& fingerprints, int param) {
   const at::Tensor& values = originals_.of(param);
   const at::Tensor flat = values.contiguous();
-  const std::span bytes(static_cast<const std::byte*>(flat.const_data_ptr()), flat.nbytes());
+  const std::span<const std::byte> bytes = const_bytes(flat);
   const std::vector<bool> kept = blocks_kept(param);
   for (std::size_t i = 0; i < kept.size();) {
     std::size_t end = i + 1;
@@ -147,7 +143,7 @@ void Adoption::add_fingerprints(Fingerprints& fingerprints, int param) {
 
 void Adoption::fingerprint_in_place() {
   if (!comparison_.wanted()) return;
-  Fingerprints fingerprints(kBlock, engine_.device(), threads_);
+  Fingerprints fingerprints(engine_.device(), threads_);
   for (const int param : those(false)) add_fingerprints(fingerprints, param);
   fingerprints.flush();
 }
@@ -232,24 +228,33 @@ void Adoption::store_missing(bool freeing) {
   engine_.device().compute_stream().synchronize();
 }
 
+// Copies of the values on the host: of whole parameters, or of this rank's `own` parts.
+std::vector<at::Tensor> Adoption::copies_on_host(const std::vector<int>& params, bool own) {
+  std::vector<at::Tensor> copies;
+  engine::InitReport::Phase phase(engine_.init_report(), "move out",
+                                  own ? owned_bytes(params) : whole_bytes(params));
+  HostExport way(engine_, threads_, phase);
+  for (const int param : params) {
+    at::Tensor values = originals_.of(param).contiguous();
+    if (own) {
+      const auto [begin, end] = engine_.weights().owned_range(param);
+      values = values.view({-1}).narrow(0, begin.value, (end - begin).value);
+    }
+    copies.push_back(empty_on_host(values));
+    way.add(mutable_bytes(copies.back()), const_bytes(values));
+    if (!originals_.of(param).is_contiguous()) way.flush();  // one copy at a time
+  }
+  way.flush();
+  return copies;
+}
+
 // Moves all values from the device to the host and points the parameters at them.
 void Adoption::move_to_host() {
   const std::vector<int> params = those(false);
   if (params.empty()) return;
-  std::vector<at::Tensor> there;
-  {
-    engine::InitReport::Phase phase(engine_.init_report(), "move out", whole_bytes(params));
-    HostExport way(engine_, threads_, phase);
-    for (const int param : params) {
-      const at::Tensor values = originals_.of(param).contiguous();
-      there.push_back(empty_on_host(values));
-      way.add(bytes_of_tensor(there.back()), bytes_of_tensor(values));
-      if (!originals_.of(param).is_contiguous()) way.flush();  // one copy at a time
-    }
-    way.flush();
-  }
+  std::vector<at::Tensor> there = copies_on_host(params, false);
   for (std::size_t i = 0; i < params.size(); ++i) {
-    originals_.move(params[i], there[i]);
+    originals_.move(params[i], std::move(there[i]));
     on_host_[static_cast<std::size_t>(params[i])] = true;
   }
   release_cached_memory(place_);
@@ -258,21 +263,8 @@ void Adoption::move_to_host() {
 // Copies each rank's own part of the values to the host, gives the values up, and stores the parts:
 // the device never holds both.
 void Adoption::carry_own_parts_through_host() {
-  std::vector<at::Tensor> parts;
+  const std::vector<at::Tensor> parts = copies_on_host(order_, true);
   const Bytes total = owned_bytes(order_);
-  {
-    engine::InitReport::Phase phase(engine_.init_report(), "move out", total);
-    HostExport way(engine_, threads_, phase);
-    for (const int param : order_) {
-      const auto [begin, end] = engine_.weights().owned_range(param);
-      const at::Tensor values = originals_.of(param).contiguous();
-      const at::Tensor own = values.view({-1}).narrow(0, begin.value, (end - begin).value);
-      parts.push_back(empty_on_host(own));
-      way.add(bytes_of_tensor(parts.back()), bytes_of_tensor(own));
-      if (!originals_.of(param).is_contiguous()) way.flush();  // one copy at a time
-    }
-    way.flush();
-  }
   for (const int param : order_) originals_.give_up(param);
   release_cached_memory(place_);
   engine::InitReport::Phase phase(engine_.init_report(), "move in", total);
@@ -327,6 +319,90 @@ bool adopt_values(engine::Engine& engine, c10::Device place,
   double least[] = {complete ? 1.0 : 0.0};
   engine.collectives().all_reduce(least, comm::ReduceOp::kMin);
   return least[0] > 0.0;
+}
+
+namespace {
+
+void point_back(at::Tensor variable, const at::Tensor& values) {
+  variable.set_data(values);
+}
+
+at::Tensor nothing_like(const at::Tensor& variable) {
+  return at::empty({0}, variable.options().requires_grad(false));
+}
+
+// Memory with another deleter may belong to an owner who still reads it.
+bool is_of_torchs_allocator(const c10::Storage& storage) {
+  const c10::Allocator* const allocator = storage.allocator();
+  return allocator != nullptr && allocator->raw_deleter() != nullptr &&
+         storage.data_ptr().get_deleter() == allocator->raw_deleter();
+}
+
+}  // namespace
+
+OriginalValues::OriginalValues(const std::vector<ModelParameter>& parameters,
+                               std::span<const plan::ParamSpec> specs)
+    : gone_(parameters.size()) {
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    const ModelParameter& parameter = parameters[i];
+    const bool channels_last = specs[i].channels_last;
+    variables_.push_back(parameter.variable);
+    values_.push_back(parameter.has_own_values()
+                          ? in_memory_order(parameter.variable.detach(), channels_last)
+                          : at::Tensor());
+    channels_last_.push_back(channels_last);
+    homes_.push_back(parameter.variable.device());
+  }
+}
+
+void OriginalValues::move(int param, at::Tensor values) {
+  const auto i = static_cast<std::size_t>(param);
+  point_back(variables_[i], from_memory_order(values, channels_last_[i]));
+  values_[i] = std::move(values);
+}
+
+void OriginalValues::give_up(int param) {
+  const auto i = static_cast<std::size_t>(param);
+  point_back(variables_[i], nothing_like(values_[i]));
+  values_[i].reset();
+  gone_[i] = true;
+  ++given_up_;
+}
+
+std::vector<at::Tensor> OriginalValues::release() {
+  std::vector<at::Tensor> handed_over;
+  for (at::Tensor& values : values_) {
+    if (values.defined() && values.is_cpu() && values.use_count() == 1) {
+      c10::StorageImpl* storage = values.storage().unsafeGetStorageImpl();
+      if (values.storage().use_count() == 1 && storage->pyobj_slot()->load_pyobj() == nullptr)
+        handed_over.push_back(std::move(values));
+    }
+    values.reset();
+  }
+  return handed_over;
+}
+
+void free(std::vector<at::Tensor> values) noexcept {
+  for (at::Tensor& one : values) {
+    const c10::Storage& storage = one.storage();
+    if (is_of_torchs_allocator(storage)) {
+      memory::give_back_pages({static_cast<std::byte*>(storage.mutable_data()), storage.nbytes()});
+    }
+    one.reset();
+  }
+}
+
+void OriginalValues::restore() noexcept {
+  for (std::size_t i = 0; i < values_.size(); ++i) {
+    try {
+      if (gone_[i]) point_back(variables_[i], nothing_like(variables_[i]));
+      if (!values_[i].defined()) continue;
+      point_back(variables_[i], from_memory_order(values_[i], channels_last_[i]));
+      if (values_[i].device() != homes_[i]) move(static_cast<int>(i), values_[i].to(homes_[i]));
+    } catch (const std::exception&) {
+      continue;  // no room there now: the values are on the host
+    }
+  }
 }
 
 }  // namespace strata::torch

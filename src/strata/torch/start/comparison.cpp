@@ -1,11 +1,58 @@
 #include "strata/torch/start/comparison.h"
 
 #include <algorithm>
+#include <cstring>
 #include <string_view>
 
 #include "strata/base/error.h"
 
 namespace strata::torch {
+
+static_assert(sizeof(kernels::Fingerprint) == kFingerprintBytes);
+
+std::size_t block_count(Bytes bytes) {
+  return static_cast<std::size_t>((bytes.value + kBlock.value - 1) / kBlock.value);
+}
+
+void Fingerprints::add(std::span<const std::byte> bytes, bool on_host, std::span<char> target) {
+  STRATA_ASSERT(target.size() == block_count(Bytes(bytes.size())) * kFingerprintBytes);
+  if (bytes.empty()) return;
+  if (!on_host) {
+    on_device_.push_back({bytes, target.data()});
+    return;
+  }
+  char* next = target.data();
+  for (std::size_t at = 0; at < bytes.size(); at += kBlock.size()) {
+    on_host_.push_back({bytes.subspan(at, std::min(kBlock.size(), bytes.size() - at)), next});
+    next += kFingerprintBytes;
+  }
+}
+
+void Fingerprints::flush() {
+  threads_.parallel_for(
+      static_cast<std::int64_t>(on_host_.size()), 1, [&](std::int64_t begin, std::int64_t end) {
+        for (auto i = static_cast<std::size_t>(begin); i < static_cast<std::size_t>(end); ++i) {
+          const kernels::Fingerprint sums = kernels::fingerprint(on_host_[i].bytes, nullptr);
+          std::memcpy(on_host_[i].target, &sums, kFingerprintBytes);
+        }
+      });
+  on_host_.clear();
+  flush_device();
+}
+
+void Fingerprints::flush_device() {
+  if (on_device_.empty()) return;
+  std::vector<std::span<const std::byte>> runs;
+  for (const Added& each : on_device_) runs.push_back(each.bytes);
+  const auto sums = device_.fingerprints(runs, kBlock, device_.compute_stream());
+  auto next = sums.begin();
+  for (std::size_t i = 0; i < runs.size(); ++i) {
+    const std::size_t blocks = block_count(Bytes(runs[i].size()));
+    std::memcpy(on_device_[i].target, &*next, blocks * kFingerprintBytes);
+    next += static_cast<std::ptrdiff_t>(blocks);
+  }
+  on_device_.clear();
+}
 
 Comparison::Comparison(comm::Collectives& collectives,
                        const std::vector<ModelParameter>& parameters)
@@ -13,7 +60,7 @@ Comparison::Comparison(comm::Collectives& collectives,
   first_.push_back(0);
   for (const ModelParameter& parameter : parameters) {
     const Bytes bytes(parameter.variable.nbytes());
-    first_.push_back(first_.back() + (parameter.has_own_values() ? block_count(bytes, kBlock) : 0));
+    first_.push_back(first_.back() + (parameter.has_own_values() ? block_count(bytes) : 0));
   }
   differs_.resize(first_.back());
   if (!wanted()) return;

@@ -1,23 +1,56 @@
 // Finds the blocks of a live model's values that differ from rank 0's on any rank that keeps a part
-// of them. The code that reads the values also writes their fingerprints; one exchange then gives
-// all ranks the same result. Threads: one; fingerprints of different blocks may be written by
-// different threads.
-// Ownership: borrows all. Errors: CommError.
+// of them, by fingerprints of the blocks (kernels::Fingerprint), so that no values are sent.
+// Threads: one; fingerprints of different blocks may be written by different threads. Ownership:
+// borrows all. Errors: CommError.
 #pragma once
 
 #include <span>
 #include <string>
-#include <utility>
 #include <vector>
 
+#include "strata/base/thread_pool.h"
+#include "strata/base/units.h"
 #include "strata/comm/collectives.h"
-#include "strata/torch/model/model_input.h"
-#include "strata/torch/start/fingerprint.h"
+#include "strata/device/device.h"
+#include "strata/torch/model/model_plan.h"
 
 namespace strata::torch {
 
+inline constexpr std::size_t kFingerprintBytes = 16;
+
 inline constexpr Bytes kBlock = 1_MiB;
 
+// How many blocks a tensor of `bytes` is cut into.
+std::size_t block_count(Bytes bytes);
+
+// Fingerprints of the blocks of tensors' bytes, many tensors at a time.
+// The bits do not depend on where a tensor lies. The threads share the work on the host. Borrows
+// until flush() the bytes that were added and the targets of their fingerprints.
+class Fingerprints {
+ public:
+  // `device`: of tensors that are not on the host.
+  Fingerprints(device::Device& device, ThreadPool& threads) : device_(device), threads_(threads) {}
+
+  // Fingerprints of the blocks of these bytes go to `target`, one after the other.
+  void add(std::span<const std::byte> bytes, bool on_host, std::span<char> target);
+  // Computes the fingerprints of all added bytes.
+  void flush();
+
+ private:
+  struct Added {
+    std::span<const std::byte> bytes;
+    char* target;
+  };
+  void flush_device();
+
+  device::Device& device_;
+  ThreadPool& threads_;
+  std::vector<Added> on_device_;
+  std::vector<Added> on_host_;  // a block each
+};
+
+// The code that reads the values also writes their fingerprints; one exchange then gives all ranks
+// the same result.
 class Comparison {
  public:
   Comparison(comm::Collectives& collectives, const std::vector<ModelParameter>& parameters);

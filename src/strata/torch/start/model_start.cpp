@@ -1,8 +1,11 @@
 #include "strata/torch/start/model_start.h"
 
 #include <c10/util/Exception.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
+#include <optional>
+#include <span>
 #include <utility>
 
 #include "strata/base/error.h"
@@ -10,16 +13,67 @@
 #include "strata/engine/unit/agreement.h"
 #include "strata/engine/unit/consistency.h"
 #include "strata/memory/system_memory.h"
+#include "strata/plan/param_spec.h"
 #include "strata/torch/base/host_threads.h"
 #include "strata/torch/base/placement.h"
 #include "strata/torch/start/adoption.h"
 #include "strata/torch/start/init_choice.h"
-#include "strata/torch/start/memory_formats.h"
-#include "strata/torch/start/original_values.h"
-#include "strata/torch/start/rank_room.h"
 
 namespace strata::torch {
 namespace {
+
+// A parameter without values yet is on the meta device, or of the shape [0].
+bool is_permuted(const ModelParameter& parameter, const plan::ParamSpec& spec) {
+  if (spec.channels_last) return false;  // it keeps its format
+  const at::Tensor& tensor = parameter.variable;
+  return tensor.layout() == at::kStrided && tensor.sizes() == at::IntArrayRef(parameter.shape) &&
+         !tensor.is_contiguous() && tensor.is_non_overlapping_and_dense();
+}
+
+std::optional<at::MemoryFormat> channels_last_format(const at::Tensor& tensor) {
+  for (const at::MemoryFormat format :
+       {at::MemoryFormat::ChannelsLast, at::MemoryFormat::ChannelsLast3d}) {
+    const bool fits = tensor.dim() == (format == at::MemoryFormat::ChannelsLast ? 4 : 5);
+    if (fits && tensor.is_contiguous(format)) return format;
+  }
+  return std::nullopt;
+}
+
+std::string name_of_format(at::MemoryFormat format) {
+  return format == at::MemoryFormat::ChannelsLast ? "channels_last" : "channels_last_3d";
+}
+
+// A warning that names the first parameter whose strides are permuted (channels_last, say), counts
+// the others, and says what that costs; empty where all are contiguous. `specs`: of the parameters.
+std::string lost_memory_formats(std::span<const ModelParameter> parameters,
+                                std::span<const plan::ParamSpec> specs) {
+  const ModelParameter* first = nullptr;
+  std::optional<at::MemoryFormat> format;  // the first of convolutions'
+  std::size_t count = 0;
+  Bytes copied;
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    if (!is_permuted(parameters[i], specs[i])) continue;
+    const auto found = channels_last_format(parameters[i].variable);
+    ++count;
+    if (first == nullptr || (found && !format)) first = &parameters[i];
+    if (!found) continue;
+    if (!format) format = found;
+    copied += bytes_of(specs[i].numel(), specs[i].dtype);
+  }
+  if (first == nullptr) return "";
+  const std::string others =
+      count == 1 ? "" : fmt::format(", as do {} other parameters", count - 1);
+  const std::string text = fmt::format(
+      "parameter '{}' has permuted strides ({}){}; the engine keeps the values, but lays all "
+      "parameters out contiguous",
+      first->name, fmt::join(first->variable.strides(), ", "), others);
+  if (!format) return text;
+  return text + fmt::format(
+                    ". Convolutions run {0} kernels where their input is {0}, so convert the "
+                    "input: x.to(memory_format=torch.{0}). torch then copies each such weight at "
+                    "each use, in forward and in backward; these weights have {1} together",
+                    name_of_format(*format), to_string(copied));
+}
 
 // Threads that take the values of a live model in.
 int intake_threads(const ModelInput& input, const engine::Config& config,

@@ -16,9 +16,7 @@
 #include <vector>
 
 #include "strata/engine/engine.h"
-#include "strata/torch/model/model_input.h"
 #include "strata/torch/model/model_plan.h"
-#include "strata/torch/model/model_runtime.h"
 #include "strata/torch/model/parameter_set.h"
 #include "strata/torch/model/training_passes.h"
 
@@ -41,5 +39,14 @@ struct StartedModel {
 StartedModel start_model(const ModelInput& input, const PlannedModel& model,
                          const engine::Config& config, const ModelRuntime& runtime,
                          ParameterSet& parameters, StartOptions options);
+
+// Loads the libraries and kernels that torch would load when a model first computes: those of a
+// transformer's forward and backward pass. On a GPU loading takes most of the first step, so it
+// runs beside a start, which leaves the GPU idle. Threads: any, without Python's lock; work goes to
+// the place's default stream. Memory: some megabytes of torch's cache, and memory that its
+// libraries keep for themselves. Errors: torch's own; the first step would fail with them, too.
+// Runs one pass of a tiny block in this floating dtype, and returns when it is over. Draws no
+// random numbers.
+void warm_up(c10::Device place, c10::ScalarType dtype);
 
 }  // namespace strata::torch

@@ -17,8 +17,8 @@
 #include "strata/io/process_memory.h"
 #include "strata/io/thread_engine.h"
 #include "strata/memory/system_memory.h"
-#include "strata/torch/base/dtype.h"
 #include "strata/torch/base/host_threads.h"
+#include "strata/torch/base/tensors.h"
 
 namespace strata::torch {
 namespace {
@@ -42,13 +42,6 @@ std::vector<at::Tensor> dense_values(const OriginalValues& values, std::span<con
     dense.push_back(tensor.contiguous());
   }
   return dense;
-}
-
-std::vector<std::span<const std::byte>> parts_of(std::span<const at::Tensor> dense) {
-  std::vector<std::span<const std::byte>> parts;
-  for (const at::Tensor& tensor : dense)
-    parts.emplace_back(static_cast<const std::byte*>(tensor.const_data_ptr()), tensor.nbytes());
-  return parts;
 }
 
 // One rank's state while the ranks read rank 0's memory.
@@ -78,7 +71,8 @@ void attempt_to(Attempt& attempt, Step&& step) {
 void offer(Attempt& attempt, const OriginalValues& values, std::span<const int> params,
            Bytes copied_most) {
   attempt.values = dense_values(values, params, copied_most);
-  const std::vector<std::span<const std::byte>> parts = parts_of(attempt.values);
+  std::vector<std::span<const std::byte>> parts;
+  for (const at::Tensor& tensor : attempt.values) parts.push_back(const_bytes(tensor));
   if (memory::shares_pages(parts)) throw UsageError("another process has the same pages");
   attempt.offered = std::make_unique<io::OfferedMemory>(parts);
 }

@@ -7,7 +7,7 @@
 #include <span>
 
 #include "strata/engine/engine.h"
-#include "strata/torch/start/original_values.h"
+#include "strata/torch/start/adoption.h"
 
 namespace strata::torch {
 

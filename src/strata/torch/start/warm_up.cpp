@@ -1,5 +1,3 @@
-#include "strata/torch/start/warm_up.h"
-
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/arange.h>
@@ -16,6 +14,7 @@
 #include <c10/core/GradMode.h>
 
 #include "strata/torch/base/placement.h"
+#include "strata/torch/start/model_start.h"
 
 namespace strata::torch {
 namespace {

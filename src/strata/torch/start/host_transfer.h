@@ -1,17 +1,14 @@
-// Copies values from the host into the engine's weights. Several threads read each byte once: they
-// compute the fingerprints by which ranks compare, and copy this rank's part into a ring of pinned
-// buffers, which the device drains meanwhile. The ring is small enough to stay in the processor's
-// cache, so its traffic costs no memory bandwidth, and the model is read at the memory's speed.
-// Threads read blocks that only need a fingerprint while all buffers are full, and at the end, so
-// the link never waits for them. Threads: the engine's, those of the pool, and one that leads them.
-// Ownership: borrows all; values until flush(). Work is in order with the current stream. Errors:
-// OutOfMemoryError for the buffers, or as the engine's memory grows.
+// Copies a live model's values between the host and the engine's device, through a ring of pinned
+// buffers: the Sources and Sinks of checkpoint/pipeline.h. Work is in order with the current
+// stream. Threads: the engine's, and those of the pool. Ownership: borrows all; sources, values and
+// targets until flush(). Errors: OutOfMemoryError for the buffers, or as the engine's memory grows.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <functional>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "strata/base/thread_pool.h"
@@ -21,6 +18,12 @@
 
 namespace strata::torch {
 
+// Copies values from the host into the engine's weights. Several threads read each byte once: they
+// compute the fingerprints by which ranks compare, and copy this rank's part into a ring of pinned
+// buffers, which the device drains meanwhile. The ring is small enough to stay in the processor's
+// cache, so its traffic costs no memory bandwidth, and the model is read at the memory's speed.
+// Threads read blocks that only need a fingerprint while all buffers are full, and at the end, so
+// the link never waits for them. One more thread leads those of the pool.
 class HostIntake {
  public:
   // Buffers that the device reads, or is about to, while threads fill the others.
@@ -82,6 +85,39 @@ class HostIntake {
   std::vector<Block> blocks_;  // to be kept, in the order of their turns
   std::vector<Block> looks_;   // only to be fingerprinted
   bool complete_ = true;
+};
+
+// A contiguous tensor like this one on the host, with undefined contents. A large one lies in huge
+// pages, which the system provides faster.
+at::Tensor empty_on_host(const at::Tensor& like);
+
+// Copies values from the device to ordinary host memory, through a ring of pinned buffers. The
+// device fills one buffer while several threads empty earlier ones, and thereby touch the pages of
+// the target for the first time.
+class HostExport {
+ public:
+  // Records the moved bytes in `phase`.
+  HostExport(engine::Engine& engine, ThreadPool& threads, engine::InitReport::Phase& phase);
+
+  // Both spans have the same length.
+  void add(std::span<std::byte> target, std::span<const std::byte> source);
+  // Returns when all that was added has been copied.
+  void flush();
+
+ private:
+  struct Part {
+    std::span<std::byte> target;
+    std::span<const std::byte> source;
+    std::size_t at;  // in the buffer
+  };
+  class PartSource;
+  class PartSink;
+
+  engine::Engine& engine_;
+  ThreadPool& threads_;
+  engine::InitReport::Phase& phase_;
+  checkpoint::TransferRing ring_;
+  std::vector<std::vector<Part>> turns_;  // the parts that go through one buffer
 };
 
 }  // namespace strata::torch

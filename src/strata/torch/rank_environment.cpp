@@ -1,4 +1,4 @@
-#include "strata/torch/ranks/rank_environment.h"
+#include "strata/torch/rank_environment.h"
 
 #include <charconv>
 #include <chrono>
@@ -8,10 +8,7 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "strata/base/error.h"
-#include "strata/comm/host/host_collectives.h"
 #include "strata/comm/transports.h"
-#include "strata/torch/base/placement.h"
-#include "strata/torch/ranks/device_collectives.h"
 #include "strata/torch/ranks/rank_joining.h"
 
 namespace strata::torch {
@@ -79,18 +76,6 @@ void require_one_transport(const engine::Config& config, c10::Device place) {
 }
 
 }  // namespace
-
-std::shared_ptr<comm::Collectives> single_rank(c10::Device place,
-                                               std::shared_ptr<device::HostWaits> waits) {
-  std::shared_ptr<comm::Collectives> host = comm::LocalGroup(1).rank(0);
-  if (place.is_cpu()) return host;
-  DeviceGroup group;
-  group.place = place;
-  group.device = make_device(place, 1, std::move(waits));
-  group.control = std::move(host);
-  group.name = group.control->name();
-  return make_device_collectives(std::move(group));
-}
 
 RankEnvironment RankEnvironment::read() {
   RankEnvironment result;
