@@ -3,7 +3,7 @@
 // configuration is a ValueError, too, and a call out of order an AssertionError.
 #include "bindings.h"
 #include "strata/engine/config/json_text.h"
-#include "strata/engine/missing_backward.h"
+#include "strata/engine/pass_state.h"
 #include "strata/engine/schedule/loss_scaler.h"
 
 namespace strata::python {

@@ -6,7 +6,7 @@
 
 #include "bindings.h"
 #include "strata/base/error.h"
-#include "strata/engine/record/link_speed.h"
+#include "strata/engine/record/links.h"
 #include "strata/torch/base/placement.h"
 
 namespace strata::python {

@@ -69,7 +69,7 @@ py::dict offload_dict(const engine::LinkReport& report) {
   py::dict links;
   for (const engine::LinkUse& use : report.uses) links[py::cast(name_of(use.link))] = link(use);
   py::list drives;
-  for (const offload::DriveWrites& each : report.wear) {
+  for (const offload::DriveWrites& each : report.drive_writes) {
     py::dict drive;
     drive["folder"] = each.folder;
     drive["written_bytes"] = each.written.value;

@@ -1,8 +1,8 @@
-#include "strata/offload/fetch_sequence.h"
-
 #include <gtest/gtest.h>
 
 #include <vector>
+
+#include "strata/offload/nvme_store.h"
 
 namespace strata::offload {
 namespace {

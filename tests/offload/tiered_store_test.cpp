@@ -1,10 +1,9 @@
 // A store of several tiers: blocks that are added together all have room, or none of them is added.
-#include "strata/offload/tiered_store.h"
-
 #include <gtest/gtest.h>
 
+#include "offload/store_harness.h"
 #include "strata/base/error.h"
-#include "strata/device/cpu_device.h"
+#include "strata/offload/make_store.h"
 #include "strata/offload/memory_store.h"
 
 namespace strata::offload {
@@ -20,9 +19,8 @@ class TieredStoreTest : public ::testing::Test {
   Bytes held(memory::Tier tier) { return device_.ledger()->held(tier, kKind); }
 
   static constexpr memory::Kind kKind = memory::Kind::kOptimizerState;
-  device::CpuDevice device_;
-  TieredStore store_{{MemoryStore::on_device(device_),
-                      MemoryStore::on_host({.device = &device_, .memory_limit = 10000_B})}};
+  OnSmallHost<device::CpuDevice, 10000> device_;
+  TieredStore store_{{MemoryStore::on_device(device_), MemoryStore::on_host(device_)}};
 };
 
 TEST_F(TieredStoreTest, NothingIsLeftWhereTheSecondTierHasNoRoom) {

@@ -4,9 +4,9 @@
 #include <utility>
 
 #include "strata/base/error.h"
-#include "strata/engine/gather/scope_needs.h"
-#include "strata/engine/optimize/make_optimizer.h"
-#include "strata/engine/unit/consistency.h"
+#include "strata/engine/gather/gatherer.h"
+#include "strata/engine/optimize/sharded_optimizer.h"
+#include "strata/engine/unit/agreement.h"
 
 namespace strata::engine {
 namespace {

@@ -4,7 +4,6 @@
 
 #include "strata/base/error.h"
 #include "strata/engine/unit/agreement.h"
-#include "strata/engine/unit/consistency.h"
 
 namespace strata::engine {
 namespace {

@@ -21,7 +21,7 @@
 #include "strata/comm/collectives.h"
 #include "strata/device/device.h"
 #include "strata/engine/gather/gatherer.h"
-#include "strata/engine/optimize/optimizer_shards.h"
+#include "strata/engine/optimize/sharded_optimizer.h"
 #include "strata/engine/pass_state.h"
 #include "strata/engine/reduce/reducer.h"
 #include "strata/engine/unit/weights.h"

@@ -6,7 +6,6 @@
 #include "strata/base/error.h"
 #include "strata/base/first_error.h"
 #include "strata/engine/unit/agreement.h"
-#include "strata/engine/unit/unit_numbers.h"
 
 namespace strata::engine {
 namespace {

@@ -1,8 +1,9 @@
-// The file behind the blocks of a store on a drive: one range of bytes that begins at 0 and grows.
-// It is read and written at multiples of 4 KiB. The bytes lie in one file, or in several files on
-// as many drives.
-// Threads: one at a time. Ownership: the BlockFile outlives its transfers, as io::IoEngine
-// requires. Errors: OutOfMemoryError from grow(); IoError from the transfers.
+// The file behind the blocks of a store on a drive (BlockFile), and how fast its drives are. The
+// bytes lie in one file, or in several files on as many drives (DriveFile).
+//
+// Threads: one at a time. Ownership: a DriveFile owns its file and folder; the folder is removed
+// after the file. The BlockFile outlives its transfers, as io::IoEngine requires. Errors:
+// OutOfMemoryError from grow(); IoError.
 #pragma once
 
 #include <cstring>
@@ -12,12 +13,48 @@
 #include <vector>
 
 #include "strata/base/units.h"
+#include "strata/io/file.h"
 #include "strata/io/io_engine.h"
-#include "strata/offload/store_counts.h"
+#include "strata/offload/state_store.h"
 #include "strata/offload/swap_folder.h"
 
 namespace strata::offload {
 
+// One file on a drive that takes its space before it is used.
+class DriveFile {
+ public:
+  // Makes the file, which only its owner may read. `folder`: null where another object keeps the
+  // folder.
+  DriveFile(const std::string& path, std::unique_ptr<SwapFolder> folder)
+      : folder_(std::move(folder)), file_(io::File(path, io::File::Mode::kCreateNew).direct()) {}
+
+  const io::File& file() const { return file_; }
+  Bytes size() const { return size_; }
+
+  // Takes space until the file has `size` bytes in all. When it throws, the file has the same space
+  // as before.
+  void grow(Bytes size);
+  void count_written(Bytes bytes) { written_ += bytes; }
+  // Counted for the folder that users named: the parent of the rank's own folder.
+  DriveWrites drive_writes() const;
+  // Gives back the space beyond; no transfer is under way there.
+  void shrink(Bytes size) noexcept;
+
+ private:
+  Bytes free_bytes() const;
+  [[noreturn]] void refuse(Bytes more, Bytes free, int code) const;
+
+  std::unique_ptr<SwapFolder> folder_;
+  io::File file_;
+  Bytes size_;
+  Bytes written_;
+};
+
+// The bytes a second at which a drive reads and writes in turns, measured with some megabytes that
+// the file has for a moment.
+double measure_speed(DriveFile& drive, io::IoEngine& io);
+
+// One range of bytes that begins at 0 and grows. It is read and written at multiples of 4 KiB.
 class BlockFile {
  public:
   virtual ~BlockFile() = default;
@@ -33,7 +70,7 @@ class BlockFile {
   // engine.
   virtual void expect_memory(std::span<std::byte> /*memory*/) {}
   // One entry for each folder in which the file lies.
-  virtual std::vector<DriveWrites> wear() const { return {}; }
+  virtual std::vector<DriveWrites> drive_writes() const { return {}; }
 };
 
 // Makes a file at this path, which only its owner may read. Transfers bypass the page cache where
@@ -45,5 +82,14 @@ std::unique_ptr<BlockFile> make_block_file(std::shared_ptr<io::IoEngine> io,
 // bytes (io/striping.h).
 std::unique_ptr<BlockFile> make_block_file(std::shared_ptr<io::IoEngine> io,
                                            std::vector<std::unique_ptr<SwapFolder>> folders);
+
+// Measures how fast a drive is: it writes 8 to 32 MiB past the end of the store's data and reads
+// them back, with several transfers at once, as the store does. Reports compare a run's speed with
+// the result. So the measurement takes only some hundredths of a second, and shows the drive's
+// speed at that moment. A drive with a cache of its own, or with a budget for bursts, may not
+// sustain it; and the share of other users is missing from it.
+// Memory: some megabytes while it runs. Errors: OutOfMemoryError where the drive is full; IoError.
+// `begin`: a multiple of 4 KiB. The file holds no data from there on.
+DriveLimit measure_drive(BlockFile& file, Bytes begin);
 
 }  // namespace strata::offload

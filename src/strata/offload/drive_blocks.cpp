@@ -73,7 +73,7 @@ bool DriveBlocks::written(const Part& part) const {
   return std::find(first + begin, first + end, true) != first + end;
 }
 
-void DriveBlocks::note_written(const Part& part, std::span<const std::byte> pages) {
+void DriveBlocks::record_written(const Part& part, std::span<const std::byte> pages) {
   at(part.block);
   Block& block = blocks_[static_cast<std::size_t>(part.block)];
   const std::size_t begin = part.begin.size() / kPage;

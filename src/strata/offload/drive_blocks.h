@@ -35,7 +35,7 @@ class DriveBlocks {
   // Whether any page of the part was written.
   bool written(const Part& part) const;
   // `pages`: the part's whole pages, which are about to be written.
-  void note_written(const Part& part, std::span<const std::byte> pages);
+  void record_written(const Part& part, std::span<const std::byte> pages);
   // Turns the bytes that were read into the part's content: pages that were never written become
   // zeroes. IoError if a page differs from what was written; `path` is for the message.
   void accept_read(const Part& part, std::span<std::byte> pages, const std::string& path) const;

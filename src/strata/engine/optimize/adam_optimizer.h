@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "strata/device/device.h"
-#include "strata/engine/optimize/optimizer_shards.h"
+#include "strata/engine/optimize/sharded_optimizer.h"
 #include "strata/offload/device_stage.h"
 #include "strata/offload/state_store.h"
 

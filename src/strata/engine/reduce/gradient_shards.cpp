@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "strata/base/error.h"
-#include "strata/offload/pinned_memory.h"
+#include "strata/offload/host_memory.h"
 
 namespace strata::engine {
 namespace {
@@ -248,24 +248,20 @@ void GradientShards::clear() {
   for (Shard& shard : shards_) {
     shard.filled = false;
     shard.measured = false;
-    shard.parked.reset();
+    shard.offloaded.reset();
     if (shard.arriving != nullptr) spare_.push_back(std::move(shard.arriving));  // abandoned
   }
   left_out_.clear();
 }
 
 void GradientShards::offload_states(bool pinned) {
-  std::vector<std::pair<Shard*, std::unique_ptr<offload::OffloadedCopy>>> copies;
+  std::vector<offload::OffloadedMemory> memory;
   for (Shard& shard : shards_) {
-    if (shard.memory == nullptr || !shard.filled) continue;
-    const Bytes bytes(shard.memory->bytes().size());
-    copies.emplace_back(&shard, std::make_unique<offload::OffloadedCopy>(
-                                    device_, bytes, memory::Kind::kGradientShards, pinned));
+    if (shard.memory != nullptr && shard.filled)
+      memory.push_back({shard.memory->bytes(), &shard.offloaded});
   }
   wait_for_arrived();
-  for (auto& [shard, copy] : copies) copy->take(shard->memory->bytes());
-  device_.compute_stream().synchronize();
-  for (auto& [shard, copy] : copies) shard->parked = std::move(copy);
+  offload::offload_all(device_, memory, memory::Kind::kGradientShards, pinned);
   for (Shard& shard : shards_) {
     if (std::exchange(shard.memory, nullptr) != nullptr) shard.values = nullptr;
   }
@@ -277,11 +273,9 @@ void GradientShards::offload_states(bool pinned) {
 void GradientShards::reload_states() {
   for (std::size_t i = 0; i < shards_.size(); ++i) {
     Shard& shard = shards_[i];
-    if (shard.parked == nullptr) continue;
+    if (shard.offloaded == nullptr) continue;
     take_memory(static_cast<int>(i));
-    shard.parked->give_back(shard.memory->bytes());
-    device_.compute_stream().synchronize();
-    shard.parked.reset();
+    offload::reload(shard.offloaded, shard.memory->bytes());
   }
 }
 

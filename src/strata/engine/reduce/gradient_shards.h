@@ -16,8 +16,8 @@
 
 #include "strata/device/device.h"
 #include "strata/engine/unit/unit.h"
-#include "strata/offload/link_watch.h"
-#include "strata/offload/offloaded_copy.h"
+#include "strata/offload/host_memory.h"
+#include "strata/offload/state_store.h"
 
 namespace strata::engine {
 
@@ -71,7 +71,7 @@ class GradientShards {
     std::unique_ptr<device::Memory> memory;    // null on the host
     std::byte* values = nullptr;               // null: no memory yet
     std::unique_ptr<device::Memory> arriving;  // fp32 scratch, between begin() and settle()
-    std::unique_ptr<offload::OffloadedCopy> parked;
+    std::unique_ptr<offload::OffloadedCopy> offloaded;
     bool filled = false;
     bool measured = false;  // its place in squares_ is of these values
     bool stale = false;     // its place in squares_ is not 0

@@ -4,10 +4,14 @@
 #include <optional>
 #include <utility>
 
-#include "strata/engine/unit/unit_numbers.h"
+#include "strata/engine/unit/agreement.h"
 
 namespace strata::engine {
 namespace {
+
+Bytes bytes_of_buffer(const GradientBuffers::Buffer& buffer) {
+  return buffer == nullptr ? Bytes() : Bytes(buffer->memory->local().size());
+}
 
 // So much of complete units may wait for one that is not: what may be under reduction, and a unit.
 Bytes most_waiting(std::span<const Unit> units, const GradientWrites& writes, Bytes max_reducing) {
@@ -19,6 +23,113 @@ Bytes most_waiting(std::span<const Unit> units, const GradientWrites& writes, By
 }
 
 }  // namespace
+
+void ReductionsInFlight::add(int unit, GradientBuffers::Buffer buffer,
+                             std::unique_ptr<comm::Work> work, StepRecorder::Recording recording) {
+  held_ += bytes_of_buffer(buffer);
+  pending_.push_back({unit, std::move(buffer), std::move(work), std::move(recording)});
+}
+
+void ReductionsInFlight::progress() {
+  if (!pending_.empty()) pending_.back().work->done();
+}
+
+void ReductionsInFlight::free_buffers(Bytes at_most) {
+  for (Pending& pending : pending_) {
+    if (held_ <= at_most) break;
+    if (pending.buffer == nullptr) continue;
+    recorder_.measure(Activity::kReduceWait, pending.unit,
+                      [&] { pending.work->wait_for_readers(); });
+    held_ -= bytes_of_buffer(pending.buffer);
+    buffers_.give_back(std::move(pending.buffer));
+  }
+  while (!pending_.empty() && pending_.front().buffer == nullptr && pending_.front().work->done())
+    settle_front();
+}
+
+void ReductionsInFlight::settle_front() {
+  Pending& pending = pending_.front();
+  recorder_.measure(Activity::kReduceWait, pending.unit, [&] { pending.work->wait(); });
+  recorder_.end(pending.recording);
+  shards_.settle(pending.unit);
+  pending_.pop_front();
+}
+
+void ReductionsInFlight::finish(int unit) {
+  const auto last = std::find_if(pending_.rbegin(), pending_.rend(),
+                                 [unit](const Pending& pending) { return pending.unit == unit; });
+  for (auto left = pending_.rend() - last; left > 0; --left) {
+    Pending& pending = pending_.front();
+    if (pending.buffer != nullptr) {
+      recorder_.measure(Activity::kReduceWait, pending.unit,
+                        [&] { pending.work->wait_for_readers(); });
+      held_ -= bytes_of_buffer(pending.buffer);
+      buffers_.give_back(std::move(pending.buffer));
+    }
+    settle_front();
+  }
+}
+
+void ReductionsInFlight::finish() {
+  free_buffers(Bytes());
+  while (!pending_.empty()) settle_front();
+}
+
+void ReductionsInFlight::abandon() {
+  for (Pending& pending : pending_) {
+    pending.work.reset();  // waits, drops its error
+    buffers_.give_back(std::move(pending.buffer));
+  }
+  pending_.clear();
+  held_ = Bytes();
+}
+
+void GradientEdits::drop_all() {
+  if (!record_.collects()) return;
+  writes_.drop();
+  // Shard groups add up their parts later, also with ranks that have dropped nothing: zeroes then.
+  std::vector<int> parts;
+  for (const Unit& unit : units_) {
+    if (collectives_.shard_position().groups > 1 && shards_.filled(unit.id))
+      parts.push_back(unit.id);
+  }
+  shards_.clear();
+  for (const int unit : parts) shards_.change(unit);
+  record_.record_all_dropped();
+}
+
+void GradientEdits::drop(int unit, int slot, bool came) {
+  const plan::FlatLayout& layout = units_[static_cast<std::size_t>(unit)].layout;
+  writes_.drop(unit, slot);
+  if (shards_.filled(unit)) write(unit, slot, nullptr);
+  record_.record_dropped(layout.slots()[static_cast<std::size_t>(slot)].param, came);
+}
+
+void GradientEdits::store(int unit, int slot, const float* values) {
+  const plan::FlatLayout& layout = units_[static_cast<std::size_t>(unit)].layout;
+  writes_.drop(unit, slot);
+  write(unit, slot, values);
+  record_.record_gradient(layout.slots()[static_cast<std::size_t>(slot)].param);
+}
+
+void GradientEdits::write(int unit, int slot, const float* values) {
+  const plan::FlatLayout& layout = units_[static_cast<std::size_t>(unit)].layout;
+  const DType dtype = shards_.dtype();
+  const std::span<std::byte> kept = shards_.change(unit);
+  device::Stream& stream = device_.compute_stream();
+  for (const plan::ShardRange& piece : layout.pieces(collectives_.shard_position().index)) {
+    if (piece.slot != slot) continue;
+    const Numel numel = piece.param_end - piece.param_begin;
+    const std::span<std::byte> target =
+        kept.subspan(bytes_of(piece.shard_offset, dtype).size(), bytes_of(numel, dtype).size());
+    if (values == nullptr) {
+      device_.fill_zero(target, stream);
+    } else {
+      device_.cast(target.data(), dtype, reinterpret_cast<const std::byte*>(values),
+                   DType::kFloat32, numel, stream);
+    }
+  }
+}
 
 Reducer::Reducer(std::vector<Unit>& units, comm::Collectives& collectives, device::Device& device,
                  StepRecorder& recorder, ReducerOptions options)

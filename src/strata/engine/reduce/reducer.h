@@ -1,3 +1,105 @@
+// Reductions that have started and are not settled, in the order of their starts, with the flat
+// gradient buffers that they read. Buffers are given back as soon as their bytes were read;
+// results are folded into the gradient shards in the order of starts.
+//
+// Threads: one thread at a time. Ownership: owns the works and their buffers; borrows the rest.
+// Errors: CommError of the reductions; DeviceError.
+#pragma once
+
+#include <deque>
+#include <exception>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "strata/comm/collectives.h"
+#include "strata/device/device.h"
+#include "strata/engine/record/step_recorder.h"
+#include "strata/engine/reduce/gradient_arrivals.h"
+#include "strata/engine/reduce/gradient_shards.h"
+#include "strata/engine/reduce/gradient_writes.h"
+#include "strata/engine/unit/unit.h"
+
+namespace strata::engine {
+
+class ReductionsInFlight {
+ public:
+  ReductionsInFlight(GradientBuffers& buffers, GradientShards& shards, StepRecorder& recorder)
+      : buffers_(buffers), shards_(shards), recorder_(recorder) {}
+
+  // `buffer`: the memory that the reduction reads; null: none of this rank's.
+  void add(int unit, GradientBuffers::Buffer buffer, std::unique_ptr<comm::Work> work,
+           StepRecorder::Recording recording);
+  // Lets the collectives continue with the started reductions. Where ranks pull, this rank does
+  // that work, and its peers would otherwise wait for it until its next call.
+  void progress();
+  // Waits until buffers hold at most `at_most`, and settles the ended reductions.
+  void free_buffers(Bytes at_most);
+  // Settles all reductions up to this unit's, if that is under way: its shard may be added to then.
+  void finish(int unit);
+  // Waits for all, and settles them.
+  void finish();
+  // Waits for all, and drops their results and errors.
+  void abandon();
+
+ private:
+  struct Pending {
+    int unit = -1;
+    GradientBuffers::Buffer buffer;  // null: given back, while the result is on its way
+    std::unique_ptr<comm::Work> work;
+    StepRecorder::Recording recording;  // of `work`
+  };
+  void settle_front();
+
+  GradientBuffers& buffers_;
+  GradientShards& shards_;
+  StepRecorder& recorder_;
+  std::deque<Pending> pending_;
+  Bytes held_;  // by buffers of pending_
+};
+
+// A script's edits, on this rank, to the gradients that a step has collected so far: it drops all
+// of them or those of one parameter, or puts others in their place. This includes reduced gradients
+// and those that wait for a reduction. The step then updates with the gradients that are left, and
+// leaves parameters without a gradient on any rank unchanged.
+//
+// No edit waits for other ranks. If a rank drops reduced gradients, all others have to drop the
+// same ones: the next step checks that (GradientRecord::dropped()).
+//
+// Threads: one thread at a time, between backward passes. Ownership: borrows all. Errors:
+// OutOfMemoryError, DeviceError.
+class GradientEdits {
+ public:
+  GradientEdits(const std::vector<Unit>& units, const comm::Collectives& collectives,
+                device::Device& device, GradientShards& shards, GradientWrites& writes,
+                GradientRecord& record)
+      : units_(units),
+        collectives_(collectives),
+        device_(device),
+        shards_(shards),
+        writes_(writes),
+        record_(record) {}
+
+  // Nothing was collected: costs nothing.
+  void drop_all();
+  // `came`: it still counts as one that got a gradient, of zeroes.
+  void drop(int unit, int slot, bool came);
+  // Sets this rank's part of the parameter's gradient to these fp32 values; null if this rank owns
+  // no part. The compute stream reads the values.
+  void store(int unit, int slot, const float* values);
+
+ private:
+  void write(int unit, int slot, const float* values);
+
+  const std::vector<Unit>& units_;
+  const comm::Collectives& collectives_;
+  device::Device& device_;
+  GradientShards& shards_;
+  GradientWrites& writes_;
+  GradientRecord& record_;
+};
+
 // Takes gradients as autograd produces them and turns them into reduced, accumulated gradient
 // shards. It orders the work of its parts: the gradients that have come (GradientArrivals), the
 // places where they are written (GradientWrites), the reductions that run (ReductionsInFlight), and
@@ -11,28 +113,6 @@
 // Threads: one thread at a time. Ownership: gradients are read during add(), or held by it.
 // Errors: CommError, OutOfMemoryError, DeviceError; after a CommError the reducer is broken with
 // its collectives.
-#pragma once
-
-#include <exception>
-#include <memory>
-#include <span>
-#include <string>
-#include <vector>
-
-#include "strata/comm/collectives.h"
-#include "strata/device/device.h"
-#include "strata/engine/record/step_recorder.h"
-#include "strata/engine/reduce/gradient_arrivals.h"
-#include "strata/engine/reduce/gradient_buffers.h"
-#include "strata/engine/reduce/gradient_edits.h"
-#include "strata/engine/reduce/gradient_record.h"
-#include "strata/engine/reduce/gradient_shards.h"
-#include "strata/engine/reduce/gradient_writes.h"
-#include "strata/engine/reduce/reductions_in_flight.h"
-#include "strata/engine/unit/unit.h"
-
-namespace strata::engine {
-
 struct ReducerOptions {
   std::string name;  // of the engine
   DType reduce_dtype = DType::kFloat32;

@@ -87,10 +87,8 @@ void Weights::copy_for_offload(bool pinned) {
   back_all();
   const Bytes all = offsets_.back();
   if (all == Bytes()) return;
-  offloaded_ =
-      std::make_unique<offload::OffloadedCopy>(device_, all, memory::Kind::kWeights, pinned);
-  offloaded_->take(memory_->buffer->local().first(all.size()));
-  device_.compute_stream().synchronize();
+  offload::offload_all(device_, {{{memory_->buffer->local().first(all.size()), &offloaded_}}},
+                       memory::Kind::kWeights, pinned);
 }
 
 void Weights::offload_states() {
@@ -106,10 +104,8 @@ void Weights::reload_states() {
   if (offloaded_ == nullptr) return;
   const Bytes all = offsets_.back();
   memory_->buffer->back(all);
-  offloaded_->give_back(memory_->buffer->local().first(all.size()));
-  device_.compute_stream().synchronize();
+  offload::reload(offloaded_, memory_->buffer->local().first(all.size()));
   memory_->charge.grow(all);
-  offloaded_.reset();
 }
 
 void Weights::finish_reload() {

@@ -15,11 +15,10 @@
 #include "strata/device/device.h"
 #include "strata/engine/unit/engine_options.h"
 #include "strata/engine/unit/master_states.h"
-#include "strata/engine/unit/owed_masters.h"
 #include "strata/engine/unit/unit.h"
 #include "strata/engine/unit/weight_shards.h"
 #include "strata/memory/ledger.h"
-#include "strata/offload/offloaded_copy.h"
+#include "strata/offload/host_memory.h"
 #include "strata/offload/state_store.h"
 #include "strata/plan/master_form.h"
 

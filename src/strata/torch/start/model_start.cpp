@@ -6,9 +6,8 @@
 #include <utility>
 
 #include "strata/base/error.h"
-#include "strata/engine/optimize/staging_need.h"
 #include "strata/engine/unit/agreement.h"
-#include "strata/engine/unit/consistency.h"
+#include "strata/engine/unit/engine_options.h"
 #include "strata/memory/available_memory.h"
 #include "strata/torch/base/host_threads.h"
 #include "strata/torch/base/placement.h"
