@@ -1,5 +1,3 @@
-#include "strata/offload/swap_folder.h"
-
 #include <gmock/gmock.h>
 #include <sys/stat.h>
 #include <sys/vfs.h>

@@ -1,20 +1,3 @@
-// The error of a step() without a backward pass since the last step(): nothing has changed then. It
-// has a class of its own, since a script may end a step twice (engine.step() and optimizer.step()),
-// and the engine's caller tells that from a mistake. Plain value.
-#pragma once
-
-#include <string>
-#include <string_view>
-
-#include "strata/base/error.h"
-
-namespace strata::engine {
-
-class MissingBackward : public UsageError {
- public:
-  using UsageError::UsageError;
-};
-
 // The state of a training loop: which of the engine's calls may come next, and the error of a call
 // that may not.
 //
@@ -28,6 +11,23 @@ class MissingBackward : public UsageError {
 //
 // Threads: one thread at a time. Pure bookkeeping. Errors: UsageError from a call that may not come
 // now; the state does not change then.
+#pragma once
+
+#include <string>
+#include <string_view>
+
+#include "strata/base/error.h"
+
+namespace strata::engine {
+
+// The error of a step() without a backward pass since the last step(): nothing has changed then. It
+// has a class of its own, since a script may end a step twice (engine.step() and optimizer.step()),
+// and the engine's caller tells that from a mistake. Plain value.
+class MissingBackward : public UsageError {
+ public:
+  using UsageError::UsageError;
+};
+
 class PassState {
  public:
   // True: a new pass starts. A pass is a forward and its backward.

@@ -52,7 +52,7 @@ class WeightUpdate {
                                    const GradientScale& scale);
   void agree_on(const std::exception_ptr& mine);
   void bring_new_shards();
-  const Unit& unit(int index) const { return weights_.units()[static_cast<std::size_t>(index)]; }
+  const Unit& unit(int index) const { return nth(weights_.units(), index); }
 
   Weights& weights_;
   Gatherer& gatherer_;

@@ -5,8 +5,8 @@
 #include <utility>
 
 #include "strata/base/error.h"
-#include "strata/offload/drive_blocks.h"
 #include "strata/offload/part_cache.h"
+#include "strata/offload/resident_parts.h"
 
 namespace strata::offload {
 namespace {

@@ -1,8 +1,12 @@
-// Predicts the next fetched part. It learns which part came after the same two parts in a row, or
-// at least after the last one. So it knows a loop over all parts in one order from the second round
-// on, including the wrap to the first part. If the order changes, the part in question comes late
-// once. Threads: one. Memory: some tens of bytes for each position of a round; it learns nothing of
-// rounds with more than a million parts. Pure bookkeeping.
+// StateStore on a drive. Blocks lie in one range of bytes, at multiples of 4 KiB; add_all() takes
+// their space. Leases lie in an arena of host memory, where the device's kernels work on them. A
+// lease covers a part of a block, so a block may be larger than the arena, and there may be any
+// number of blocks. The store writes returned parts to the drive while the caller continues. Once
+// one round of fetches has shown the order, the store prefetches the next parts.
+//
+// Threads: one at a time, that of the arena. Ownership: keeps arena and file; the device outlives
+// the store and its leases. Memory: the charged arena, and some bytes a page. Errors:
+// as StateStore says. An IoError names the block, the path, offset, wanted and got bytes.
 #pragma once
 
 #include <cstdint>
@@ -20,6 +24,11 @@
 
 namespace strata::offload {
 
+// Predicts the next fetched part. It learns which part came after the same two parts in a row, or
+// at least after the last one. So it knows a loop over all parts in one order from the second round
+// on, including the wrap to the first part. If the order changes, the part in question comes late
+// once. Threads: one. Memory: some tens of bytes for each position of a round; it learns nothing of
+// rounds with more than a million parts. Pure bookkeeping.
 class FetchSequence {
  public:
   // `part` is fetched. Returns the parts that were predicted before it, and are not any more.
@@ -53,15 +62,6 @@ class FetchSequence {
   std::deque<int> expected_;
 };
 
-// StateStore on a drive. Blocks lie in one range of bytes, at multiples of 4 KiB; add_all() takes
-// their space. Leases lie in an arena of host memory, where the device's kernels work on them. A
-// lease covers a part of a block, so a block may be larger than the arena, and there may be any
-// number of blocks. The store writes returned parts to the drive while the caller continues. Once
-// one round of fetches has shown the order, the store prefetches the next parts.
-//
-// Threads: one at a time, that of the arena. Ownership: keeps arena and file; the device outlives
-// the store and its leases. Memory: the charged arena, and some bytes a page. Errors:
-// as StateStore says. An IoError names the block, the path, offset, wanted and got bytes.
 class DriveBlocks;
 class PartCache;
 

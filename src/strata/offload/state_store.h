@@ -82,8 +82,7 @@ Numel elements_at_once(std::span<const int> bits, Bytes budget);
 // Receives a notification of each transfer over a rank's links: copies between the host and a
 // separate device, and transfers of drives. The code that queues a copy or begins a transfer
 // notifies this class, at one place for each kind. This base class ignores all notifications.
-// Threads: one at a time. Ownership: outlives its callers. Errors: those of the calls that it is
-// given.
+// Ownership: outlives its callers. Errors: those of the calls that it is given.
 
 enum class Link : std::uint8_t {
   kUp,    // from the host to the device

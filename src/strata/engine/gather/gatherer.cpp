@@ -15,7 +15,7 @@ Bytes largest_scope(std::span<const plan::ScopeSpec> scopes, std::span<const Uni
   for (const plan::ScopeSpec& scope : scopes) {
     Bytes bytes;
     for (const int index : scope.units) {
-      const Unit& unit = units[static_cast<std::size_t>(index)];
+      const Unit& unit = nth(units, index);
       if (which == ScopeUnits::kAll || !unit.whole)
         bytes += align_up(unit.layout.flat_bytes(), memory::page_size());
     }
@@ -156,8 +156,8 @@ std::vector<int> Gatherer::whole_units(Changed changed) const {
   std::vector<bool> listed(units_.size());
   const auto add = [&](int index) {
     const Unit& u = unit(index);
-    if (!u.whole || listed[static_cast<std::size_t>(index)]) return;
-    listed[static_cast<std::size_t>(index)] = true;
+    if (!u.whole || nth(listed, index)) return;
+    nth(listed, index) = true;
     if (changed == Changed::kAll || u.trainable()) result.push_back(index);
   };
   if (collectives_.traits().one_sided) std::ranges::for_each(order_.next_pass(), add);

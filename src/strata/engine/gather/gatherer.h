@@ -1,5 +1,20 @@
-// The needs of a model's scopes: how much memory at once, and which units in which order. Pure
-// functions of the plan.
+// Gathers units' whole weights when a scope needs them, and releases them afterwards.
+//
+// acquire() pins a unit: its flat buffer is complete and stays. release() unpins it. The unit's
+// memory stays while the bound on gathered bytes allows, so that the backward pass still finds the
+// last blocks of the forward pass; a unit that is used sooner may take the room. The Gatherer
+// learns the order of uses (plan::FetchOrder), which also drives prefetching, within a bound of its
+// own. Units that stay whole are complete, except between a change of the shards and
+// gather_whole(). With `gather_lazily` they may stay incomplete longer, until their first acquire()
+// or complete(). The Gatherer decides; GatheredUnits and WholeUnits hold the state of sharded and
+// of whole units.
+//
+// Threads: complete(), complete_all(), wait_for_readers(), and gathered() of whole units: any
+// thread, beside all other calls. The rest: one thread at a time. Errors: CommError from the
+// collectives. OutOfMemoryError after all unpinned units were evicted; it lists the pinned ones.
+// The unit is released and unpinned then, and may be acquired again. If memory does not suffice for
+// a prefetch, it is left out, on all ranks where gathers are collectives (GatherMemory). UsageError
+// from acquire() of a unit whose weights are offloaded (offload_states()).
 #pragma once
 
 #include <cstdint>
@@ -17,6 +32,9 @@
 #include "strata/plan/fetch_order.h"
 
 namespace strata::engine {
+
+// The needs of a model's scopes: how much memory at once, and which units in which order. Pure
+// functions of the plan.
 
 // The most memory that the units of one scope take when they are whole.
 enum class ScopeUnits { kSharded, kAll };
@@ -36,24 +54,6 @@ Bytes most_reducing(const EngineOptions& options, std::span<const Unit> units);
 // backward. Both times a scope's units come in their order, and then its tiles one by one,
 // backwards the second time.
 std::vector<int> expected_uses(std::span<const plan::ScopeSpec> scopes);
-
-// Gathers units' whole weights when a scope needs them, and releases them afterwards.
-//
-// acquire() pins a unit: its flat buffer is complete and stays. release() unpins it. The unit's
-// memory stays while the bound on gathered bytes allows, so that the backward pass still finds the
-// last blocks of the forward pass; a unit that is used sooner may take the room. The Gatherer
-// learns the order of uses (plan::FetchOrder), which also drives prefetching, within a bound of its
-// own. Units that stay whole are complete, except between a change of the shards and
-// gather_whole(). With `gather_lazily` they may stay incomplete longer, until their first acquire()
-// or complete(). The Gatherer decides; GatheredUnits and WholeUnits hold the state of sharded and
-// of whole units.
-//
-// Threads: complete(), complete_all(), wait_for_readers(), and gathered() of whole units: any
-// thread, beside all other calls. The rest: one thread at a time. Errors: CommError from the
-// collectives. OutOfMemoryError after all unpinned units were evicted; it lists the pinned ones.
-// The unit is released and unpinned then, and may be acquired again. If memory does not suffice for
-// a prefetch, it is left out, on all ranks where gathers are collectives (GatherMemory). UsageError
-// from acquire() of a unit whose weights are offloaded (offload_states()).
 
 // The shards that change: those of all units, or those that an optimizer step updates.
 enum class Changed { kAll, kTrainable };
@@ -130,7 +130,7 @@ class Gatherer {
  private:
   std::vector<int> whole_units(Changed changed) const;
   void prefetch();
-  const Unit& unit(int index) const { return units_[static_cast<std::size_t>(index)]; }
+  const Unit& unit(int index) const { return nth(units_, index); }
 
   std::vector<Unit>& units_;
   comm::Collectives& collectives_;

@@ -31,13 +31,12 @@ OptimizerShards::OptimizerShards(Weights& weights, GradientShards& gradients, in
 }
 
 void OptimizerShards::add(int unit) {
-  std::size_t& index = index_[static_cast<std::size_t>(unit)];
+  std::size_t& index = nth(index_, unit);
   if (index == kNone) {
     index = units_.size();
     units_.push_back({unit, {}});
   }
-  units_[index].segments =
-      weights_.units()[static_cast<std::size_t>(unit)].layout.segments(rank_, weights_.params());
+  units_[index].segments = nth(weights_.units(), unit).layout.segments(rank_, weights_.params());
 }
 
 std::vector<int> OptimizerShards::order(std::span<const int> first) const {
@@ -64,13 +63,13 @@ void run_recorded(ShardedOptimizer& optimizer, StepRecorder& recorder,
 }
 
 bool ShardMemory::lacks(const Unit& unit) const {
-  return places_[static_cast<std::size_t>(unit.id)].values == nullptr && wanted_(unit);
+  return nth(places_, unit.id).values == nullptr && wanted_(unit);
 }
 
 std::span<float> ShardMemory::of(const Unit& unit) {
   STRATA_ASSERT(wanted_(unit));
   places_.resize(shards_.weights().units().size());
-  Place& place = places_[static_cast<std::size_t>(unit.id)];
+  Place& place = nth(places_, unit.id);
   if (lacks(unit) && shards_.states_on_host(unit)) take_on_host();
   if (lacks(unit)) {
     place.own = device_.allocate(room_of(unit), kind_);
@@ -92,7 +91,7 @@ void ShardMemory::take_on_host() {
   std::byte* next = host_.back()->bytes().data();
   for (const Unit& unit : units) {
     if (!missing(unit)) continue;
-    places_[static_cast<std::size_t>(unit.id)].values = next;
+    nth(places_, unit.id).values = next;
     next += room_of(unit).size();
   }
 }

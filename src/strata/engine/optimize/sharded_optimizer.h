@@ -36,7 +36,7 @@ class OptimizerShards {
   // The numbers of units(): those in `first` come first, in their order, then the others.
   std::vector<int> order(std::span<const int> first) const;
   // The place of a trainable unit in units().
-  std::size_t index_of(int unit) const { return index_[static_cast<std::size_t>(unit)]; }
+  std::size_t index_of(int unit) const { return nth(index_, unit); }
   // Whether the unit's masters and optimizer states rest in host memory between steps.
   bool states_on_host(const Unit& unit) const {
     return unit.spec.place.states.value_or(weights_.states().tier()) == memory::Tier::kHost;
@@ -111,8 +111,7 @@ void run_recorded(ShardedOptimizer& optimizer, StepRecorder& recorder,
 // memory, taken for all units at once, since the driver takes long to pin memory. Otherwise it is
 // device memory, taken unit by unit. Its first content is undefined.
 //
-// Threads: one thread at a time. Ownership: borrows the shards and the device. Errors:
-// OutOfMemoryError.
+// Ownership: borrows the shards and the device. Errors: OutOfMemoryError.
 class ShardMemory {
  public:
   // `wanted`: whether of() will be called for the unit.
@@ -140,9 +139,6 @@ class ShardMemory {
   std::vector<Place> places_;  // by unit
 };
 
-// Makes the optimizer that updates an engine's shards. Threads: one. Ownership: borrows all, for as
-// long as the optimizer lives. Errors: none.
-
 // Null where there is no rule. `moments`: their type where masters are rounded. The optimizer
 // notifies `watch` of copies between the host and the device.
 std::unique_ptr<ShardedOptimizer> make_optimizer(UpdateRule rule, DType moments,
@@ -154,9 +150,8 @@ std::unique_ptr<ShardedOptimizer> make_optimizer(UpdateRule rule, DType moments,
 // which begin at the weights, room for gradients, and states of the optimizer. Parameters that stay
 // frozen in such a unit have room there, too, but get no gradients, and do not change.
 //
-// Threads: one thread at a time. Ownership: borrows all. Errors: CommError where a rank does
-// something else meanwhile, ConfigError where it unfreezes other parameters, both with their names;
-// OutOfMemoryError, on every rank.
+// Errors: CommError where a rank does something else meanwhile, ConfigError where it unfreezes
+// other parameters, both with their names; OutOfMemoryError, on every rank.
 class Unfreezing {
  public:
   // `optimizer`: null where no optimizer updates the weights.

@@ -1,11 +1,18 @@
-// This rank's record of the gradients of one step, beside their values: which parameters got one,
-// which one was missing when its unit was reduced, and which ones a script has dropped since.
+// The gradients of a backward pass that have come, and the unit that is reduced next.
 //
-// Each rank holds a part of every reduced gradient, so ranks must drop the same ones: dropped() is
-// a number by which they compare. A gradient that was not reduced yet is this rank's own, and it
-// may drop that alone.
+// A unit is complete when all gradients that are expected for it have come. All ranks reduce units
+// in one order, each unit as soon as it and those before it are complete, so that the collectives
+// match, whatever each rank's autograd did. The first pass expects one gradient of each parameter
+// and reduces in the reverse of forward's order. Later passes expect the gradients that came in it,
+// in their order on rank 0. If a unit does not become complete, at most `most_waiting` bytes of
+// complete units wait for it: then the unit is reduced without the missing gradients.
 //
-// Threads: one thread at a time. Pure bookkeeping. Errors: none.
+// If several modules use a tile, as with a head that is tied to its embedding, the tile has several
+// turns in that order, one for each gradient. Otherwise its first gradient would wait for the last,
+// and all tiles with it.
+//
+// Threads: one thread at a time. Ownership: borrows the units and the collectives. Errors:
+// CommError from begin_pass() and end_pass(), which are collectives once each.
 #pragma once
 
 #include <algorithm>
@@ -20,6 +27,14 @@
 
 namespace strata::engine {
 
+// This rank's record of the gradients of one step, beside their values: which parameters got one,
+// which one was missing when its unit was reduced, and which ones a script has dropped since.
+//
+// Each rank holds a part of every reduced gradient, so ranks must drop the same ones: dropped() is
+// a number by which they compare. A gradient that was not reduced yet is this rank's own, and it
+// may drop that alone.
+//
+// Threads: one thread at a time. Pure bookkeeping. Errors: none.
 class GradientRecord {
  public:
   explicit GradientRecord(std::span<const Unit> units) {
@@ -31,7 +46,7 @@ class GradientRecord {
 
   void begin_pass() { collects_ = true; }
   void record_reduced_pass() { ++reduced_passes_; }
-  void record_gradient(int param, bool got = true) { got_[static_cast<std::size_t>(param)] = got; }
+  void record_gradient(int param, bool got = true) { nth(got_, param) = got; }
   void record_unused(int param) {
     if (unused_ < 0) unused_ = param;
   }
@@ -54,7 +69,7 @@ class GradientRecord {
 
   // Whether a backward pass has begun since the last forget(), whatever was dropped of it.
   bool collects() const { return collects_; }
-  bool got(int param) const { return got_[static_cast<std::size_t>(param)]; }
+  bool got(int param) const { return nth(got_, param); }
   // A parameter whose gradient was missing on this rank when its unit was reduced; -1: none.
   int unused() const { return unused_; }
   // 0: nothing that was reduced; at most kDroppedMost.
@@ -81,21 +96,6 @@ class GradientRecord {
   std::uint32_t dropped_ = 0;
 };
 
-// The gradients of a backward pass that have come, and the unit that is reduced next.
-//
-// A unit is complete when all gradients that are expected for it have come. All ranks reduce units
-// in one order, each unit as soon as it and those before it are complete, so that the collectives
-// match, whatever each rank's autograd did. The first pass expects one gradient of each parameter
-// and reduces in the reverse of forward's order. Later passes expect the gradients that came in it,
-// in their order on rank 0. If a unit does not become complete, at most `most_waiting` bytes of
-// complete units wait for it: then the unit is reduced without the missing gradients.
-//
-// If several modules use a tile, as with a head that is tied to its embedding, the tile has several
-// turns in that order, one for each gradient. Otherwise its first gradient would wait for the last,
-// and all tiles with it.
-//
-// Threads: one thread at a time. Ownership: borrows the units and the collectives. Errors:
-// CommError from begin_pass() and end_pass(), which are collectives once each.
 class GradientArrivals {
  public:
   GradientArrivals(std::span<const Unit> units, comm::Collectives& collectives, Bytes most_waiting);
@@ -141,8 +141,8 @@ class GradientArrivals {
   void learn();
   static bool complete(const Progress& p);
   void share_order(std::span<const int> mine);
-  Progress& of(int unit) { return progress_[static_cast<std::size_t>(unit)]; }
-  const Progress& of(int unit) const { return progress_[static_cast<std::size_t>(unit)]; }
+  Progress& of(int unit) { return nth(progress_, unit); }
+  const Progress& of(int unit) const { return nth(progress_, unit); }
 
   std::span<const Unit> units_;
   comm::Collectives& collectives_;

@@ -1,17 +1,11 @@
 #include "strata/engine/reduce/gradient_check.h"
 
 #include <algorithm>
-#include <bit>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
 #include <limits>
-#include <memory>
 #include <span>
 #include <string>
 #include <string_view>
 #include <utility>
-#include <vector>
 
 #include "strata/base/error.h"
 #include "strata/comm/agreement.h"
@@ -23,134 +17,6 @@ namespace {
 constexpr std::string_view kWantsToRead = "reads";  // in place of a text of what is missing
 
 }  // namespace
-
-PackedCounts::PackedCounts(std::size_t counts, int most)
-    : counts_(counts),
-      bits_(static_cast<std::size_t>(std::bit_width(static_cast<unsigned>(most)))),
-      // A double holds whole numbers of up to this many bits exactly.
-      per_double_(static_cast<std::size_t>(std::numeric_limits<double>::digits) / bits_) {
-  STRATA_ASSERT(most >= 1);
-}
-
-std::vector<double> PackedCounts::ones_without(std::span<const int> absent) const {
-  std::vector<bool> one(counts_, true);
-  for (const int index : absent) one[static_cast<std::size_t>(index)] = false;
-  std::vector<std::uint64_t> words((counts_ + per_double_ - 1) / per_double_);
-  for (std::size_t i = 0; i < counts_; ++i) {
-    if (one[i]) words[i / per_double_] |= std::uint64_t{1} << (i % per_double_ * bits_);
-  }
-  return {words.begin(), words.end()};
-}
-
-std::vector<int> PackedCounts::zeroes(std::span<const double> sum) const {
-  const std::uint64_t mask = (std::uint64_t{1} << bits_) - 1;
-  std::vector<int> result;
-  for (std::size_t i = 0; i < counts_; ++i) {
-    const auto word = static_cast<std::uint64_t>(sum[i / per_double_]);
-    if ((word >> (i % per_double_ * bits_) & mask) == 0) result.push_back(static_cast<int>(i));
-  }
-  return result;
-}
-
-using kernels::GradientFactor;
-
-bool GradientNorm::available() const {
-  return shards_.dtype() == DType::kFloat32 &&
-         (collectives_.world_size() == 1 || collectives_.traits().gathers_on_device);
-}
-
-GradientNorm::Values GradientNorm::values() const {
-  const std::span<std::byte> bytes = memory_->bytes();
-  const auto ranks = static_cast<std::size_t>(collectives_.world_size());
-  auto* const factors = reinterpret_cast<GradientFactor*>(bytes.data());
-  auto* const doubles = reinterpret_cast<double*>(factors + 2);
-  return {{doubles + ranks, shards_.count()}, {doubles, ranks}, factors, factors + 1};
-}
-
-void GradientNorm::begin(double loss_scale, double clipping) {
-  STRATA_ASSERT(available() && !begun());
-  loss_scale_ = loss_scale;
-  if (memory_ == nullptr) {
-    const std::size_t doubles =
-        shards_.count() + static_cast<std::size_t>(collectives_.world_size());
-    memory_ = device_.allocate(Bytes(2 * sizeof(GradientFactor) + doubles * sizeof(double)),
-                               memory::Kind::kStaging);
-    host_ = device_.allocate_host(Bytes(sizeof(GradientFactor)), memory::Kind::kStaging);
-  }
-  device::Stream& stream = device_.compute_stream();
-  const Values v = values();
-  // Kept, since the next backward pass writes where the shards have theirs.
-  device_.copy(std::as_writable_bytes(v.by_unit), std::as_bytes(shards_.squares()), stream);
-  if (collectives_.world_size() == 1) {
-    device_.gradient_factor(*v.result, v.by_unit, loss_scale, clipping, stream);
-  } else {
-    device_.gradient_factor(*v.mine, v.by_unit, loss_scale, clipping, stream);
-    collectives_.all_gather_on_device(std::as_writable_bytes(v.by_rank),
-                                      std::as_bytes(std::span(&v.mine->sum_of_squares, 1)));
-    device_.gradient_factor(*v.result, v.by_rank, loss_scale, clipping, stream);
-  }
-  device_.copy(host_->bytes().first(sizeof(GradientFactor)), std::as_bytes(std::span(v.result, 1)),
-               stream);
-  computed_ = stream.record();
-}
-
-GradientNorm::Finding GradientNorm::finish() {
-  STRATA_ASSERT(begun());
-  std::exchange(computed_, nullptr)->wait();
-  GradientFactor result;
-  std::memcpy(&result, host_->bytes().data(), sizeof(result));
-  return {kernels::norm_of(result.sum_of_squares, loss_scale_), !std::isnan(result.factor)};
-}
-
-int GradientNorm::first_not_finite() {
-  std::vector<double> sums(shards_.count());
-  device::Stream& stream = device_.compute_stream();
-  device_.copy(std::as_writable_bytes(std::span(sums)), std::as_bytes(values().by_unit), stream);
-  stream.synchronize();
-  for (std::size_t i = 0; i < sums.size(); ++i) {
-    if (!std::isfinite(sums[i])) return static_cast<int>(i);
-  }
-  return -1;
-}
-
-void WholeGradients::gather(const Take& take) {
-  reducer_.complete_groups();
-  reducer_.reduce_late();
-  GradientShards& shards = reducer_.shards();
-  const auto wanted = [](const Unit& unit) { return unit.trainable() && !unit.spec.tile(); };
-  Bytes largest;
-  for (const Unit& unit : units_) {
-    if (wanted(unit)) largest = std::max(largest, bytes_of(unit.layout.padded(), DType::kFloat32));
-  }
-  if (largest == Bytes()) return;
-  const auto memory = device_.allocate(largest, memory::Kind::kStaging);
-  device::Stream& stream = device_.compute_stream();
-  const auto mine = static_cast<std::size_t>(collectives_.shard_position().index);
-  for (const Unit& unit : units_) {
-    if (!wanted(unit)) continue;
-    const std::size_t bytes = bytes_of(unit.layout.shard(), DType::kFloat32).size();
-    const auto slice = [&](std::size_t rank) {
-      return memory->bytes().subspan(rank * bytes, bytes);
-    };
-    if (shards.filled(unit.id)) {
-      device_.copy(slice(mine), std::as_bytes(shards.values(unit.id)), stream);
-    } else {
-      device_.fill_zero(slice(mine), stream);
-    }
-    stream.synchronize();
-    // Where every shard group holds all of them, those of the first count.
-    for (int rank = 0; rank < unit.layout.world_size(); ++rank)
-      collectives_.broadcast(slice(static_cast<std::size_t>(rank)), rank);
-    if (take) take(unit, reinterpret_cast<const float*>(memory->bytes().data()));
-  }
-  stream.synchronize();
-}
-
-void WholeGradients::take_shard(int unit, const Take& take) {
-  reducer_.reduce_late();
-  GradientShards& shards = reducer_.shards();
-  if (shards.filled(unit)) take(units_[static_cast<std::size_t>(unit)], shards.values(unit).data());
-}
 
 GradientCheck::GradientCheck(Reducer& reducer, Weights& weights, comm::Collectives& collectives,
                              device::Device& device, StepRecorder& recorder,
@@ -310,8 +176,8 @@ void GradientCheck::tell(bool late) {
   const bool one_too_many = in_a_row_ > options_.max_skipped_steps;
   if (!one_too_many && std::exchange(told_, true)) return;
   const int mine = late ? norm_.first_not_finite() : first_not_finite();
-  const std::vector<std::string> texts = collectives_.all_gather_text(
-      mine < 0 ? "" : weights_.units()[static_cast<std::size_t>(mine)].name());
+  const std::vector<std::string> texts =
+      collectives_.all_gather_text(mine < 0 ? "" : nth(weights_.units(), mine).name());
   // Even if all gradients are finite, the sum of their squares may be too large for a number.
   const std::optional<std::size_t> first = comm::first_text(texts);
   const std::string where =

@@ -1,121 +1,3 @@
-// Many small counts in few doubles, so that one sum of doubles over all ranks adds up each of them,
-// exactly. Pure arithmetic, immutable.
-#pragma once
-
-#include <cstddef>
-#include <cstdint>
-#include <functional>
-#include <memory>
-#include <optional>
-#include <span>
-#include <string>
-#include <utility>
-#include <vector>
-
-#include "strata/comm/collectives.h"
-#include "strata/device/device.h"
-#include "strata/engine/record/step_recorder.h"
-#include "strata/engine/reduce/gradient_shards.h"
-#include "strata/engine/reduce/reducer.h"
-#include "strata/engine/unit/engine_options.h"
-#include "strata/engine/unit/unit.h"
-#include "strata/engine/unit/weights.h"
-
-namespace strata::engine {
-
-class PackedCounts {
- public:
-  // `most`: no count exceeds it in the sum; from 1.
-  PackedCounts(std::size_t counts, int most);
-
-  // 1 each, but 0 for `absent`.
-  std::vector<double> ones_without(std::span<const int> absent) const;
-  // The counts that are 0 in the sum, in ascending order.
-  std::vector<int> zeroes(std::span<const double> sum) const;
-
- private:
-  std::size_t counts_;
-  std::size_t bits_;        // of a count
-  std::size_t per_double_;  // counts
-};
-
-// The global norm of a step's gradients, computed by the device without a host wait: sums of
-// squares by unit, the totals of all ranks, and the factor by which the update multiplies its
-// gradients. The update reads the factor from the device's memory when it runs. Gradients that are
-// not finite make the factor NaN: the update then changes nothing, and finish() reports it, as late
-// as the caller asks.
-//
-// Threads: one thread at a time. Errors: CommError from the collectives; OutOfMemoryError.
-class GradientNorm {
- public:
-  GradientNorm(comm::Collectives& collectives, device::Device& device, GradientShards& shards)
-      : collectives_(collectives), device_(device), shards_(shards) {}
-
-  // Whether begin() can be used at all; the same on every rank.
-  bool available() const;
-  // Collective: queues the computation for the filled shards, on the compute stream; the shards of
-  // any rank may change in that stream afterwards. finish() before the next one.
-  void begin(double loss_scale, double clipping);
-  // In memory of the device; of the last begin().
-  const float* factor() const { return &values().result->factor; }
-  bool begun() const { return computed_ != nullptr; }
-
-  struct Finding {
-    double norm = 0.0;
-    bool finite = true;
-  };
-  // The finding that begin() queued; waits for the device.
-  Finding finish();
-  // A unit of which this rank's gradients were not finite; -1: none. After finish().
-  int first_not_finite();
-
- private:
-  // Parts of `memory_`.
-  struct Values {
-    std::span<double> by_unit;
-    std::span<double> by_rank;
-    kernels::GradientFactor* mine = nullptr;
-    kernels::GradientFactor* result = nullptr;
-  };
-  Values values() const;
-
-  comm::Collectives& collectives_;
-  device::Device& device_;
-  GradientShards& shards_;
-  std::unique_ptr<device::Memory> memory_;    // null: none yet
-  std::unique_ptr<device::HostMemory> host_;  // the result; null: none yet
-  double loss_scale_ = 1.0;
-  std::unique_ptr<device::Event> computed_;  // null: nothing is begun
-};
-
-// The reduced gradients of a step, whole: gathers all ranks' shards of each unit for a script that
-// reads gradients between backward and step. It keeps none of them. A step whose gradients no
-// script reads costs nothing here.
-//
-// Threads: one thread at a time. Ownership: borrows all. Errors: CommError, OutOfMemoryError,
-// DeviceError.
-class WholeGradients {
- public:
-  WholeGradients(Reducer& reducer, const std::vector<Unit>& units, comm::Collectives& collectives,
-                 device::Device& device)
-      : reducer_(reducer), units_(units), collectives_(collectives), device_(device) {}
-
-  // `flat`: fp32 values of the unit's layout, zeroes where no gradient is; readable in the compute
-  // stream until this returns.
-  using Take = std::function<void(const Unit& unit, const float* flat)>;
-  // Collective: reduces the gradients that still wait for it, and gathers every trainable unit
-  // except tiles. `take` may be empty: then only other ranks read them.
-  void gather(const Take& take);
-  // The same for one unit, on the only rank; does not call `take` if the unit has no gradient.
-  void take_shard(int unit, const Take& take);
-
- private:
-  Reducer& reducer_;
-  const std::vector<Unit>& units_;
-  comm::Collectives& collectives_;
-  device::Device& device_;
-};
-
 // The facts about a step's gradients that are needed before the update: whether ranks agree on the
 // gradients that are there, the parameters for which no rank has a gradient, the global norm, and
 // whether all gradients are finite.
@@ -139,6 +21,24 @@ class WholeGradients {
 // Threads: one thread at a time. Ownership: borrows all. Errors, on every rank: NumericsError for
 // too many skipped steps; UsageError for parameters without a gradient where that is not allowed,
 // and for ranks that dropped different gradients; the step's gradients are dropped. CommError.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "strata/comm/collectives.h"
+#include "strata/device/device.h"
+#include "strata/engine/record/step_recorder.h"
+#include "strata/engine/reduce/gradient_norm.h"
+#include "strata/engine/reduce/reducer.h"
+#include "strata/engine/unit/engine_options.h"
+#include "strata/engine/unit/weights.h"
+
+namespace strata::engine {
+
 class GradientCheck {
  public:
   GradientCheck(Reducer& reducer, Weights& weights, comm::Collectives& collectives,

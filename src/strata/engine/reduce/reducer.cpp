@@ -99,21 +99,21 @@ void GradientEdits::drop_all() {
 }
 
 void GradientEdits::drop(int unit, int slot, bool came) {
-  const plan::FlatLayout& layout = units_[static_cast<std::size_t>(unit)].layout;
+  const plan::FlatLayout& layout = nth(units_, unit).layout;
   writes_.drop(unit, slot);
   if (shards_.filled(unit)) write(unit, slot, nullptr);
-  record_.record_dropped(layout.slots()[static_cast<std::size_t>(slot)].param, came);
+  record_.record_dropped(nth(layout.slots(), slot).param, came);
 }
 
 void GradientEdits::store(int unit, int slot, const float* values) {
-  const plan::FlatLayout& layout = units_[static_cast<std::size_t>(unit)].layout;
+  const plan::FlatLayout& layout = nth(units_, unit).layout;
   writes_.drop(unit, slot);
   write(unit, slot, values);
-  record_.record_gradient(layout.slots()[static_cast<std::size_t>(slot)].param);
+  record_.record_gradient(nth(layout.slots(), slot).param);
 }
 
 void GradientEdits::write(int unit, int slot, const float* values) {
-  const plan::FlatLayout& layout = units_[static_cast<std::size_t>(unit)].layout;
+  const plan::FlatLayout& layout = nth(units_, unit).layout;
   const DType dtype = shards_.dtype();
   const std::span<std::byte> kept = shards_.change(unit);
   device::Stream& stream = device_.compute_stream();
@@ -154,8 +154,6 @@ Reducer::Reducer(std::vector<Unit>& units, comm::Collectives& collectives, devic
       record_(units),
       edits_(units, collectives, device, shards_, writes_, record_) {}
 
-Reducer::~Reducer() = default;
-
 void Reducer::expect(int unit, int slot) {
   writes_.add(unit);
   arrivals_.expect(unit, static_cast<std::size_t>(slot),
@@ -188,7 +186,7 @@ void Reducer::open_buffer(int unit) {
 void Reducer::add(int unit, int slot, const std::byte* gradient, DType dtype,
                   std::shared_ptr<const void> owner) {
   const auto index = static_cast<std::size_t>(slot);
-  const plan::Slot& place = units_[static_cast<std::size_t>(unit)].layout.slots()[index];
+  const plan::Slot& place = nth(units_, unit).layout.slots()[index];
   record_gradient(unit, index);
   const bool alone =
       is_pushed(unit) && !arrivals_.reduced(unit) && arrivals_.only_one_expected(unit, index);
@@ -213,17 +211,13 @@ void Reducer::end_add(int unit, int slot) {
 }
 
 void Reducer::record_gradient(int unit, std::size_t slot) {
-  record_.record_gradient(units_[static_cast<std::size_t>(unit)].layout.slots()[slot].param);
+  record_.record_gradient(nth(units_, unit).layout.slots()[slot].param);
 }
 
 void Reducer::note_written(int unit, std::size_t slot) {
   in_flight_.progress();
-  if (arrivals_.note(unit, slot, writes_.bytes(unit)) && pass_ != BackwardPass::kKeeps)
-    start_ready();
-}
-
-void Reducer::start_ready() {
-  while (const std::optional<int> unit = arrivals_.next_ready()) start_reduction(*unit);
+  if (!arrivals_.note(unit, slot, writes_.bytes(unit)) || pass_ == BackwardPass::kKeeps) return;
+  while (const std::optional<int> ready = arrivals_.next_ready()) start_reduction(*ready);
 }
 
 void Reducer::start_reduction(int unit) {
@@ -232,7 +226,7 @@ void Reducer::start_reduction(int unit) {
   if (!pushed) open_buffer(unit);
   const std::optional<std::size_t> unused =
       pushed ? writes_.push_missing(unit) : writes_.write_missing(unit);
-  const Unit& u = units_[static_cast<std::size_t>(unit)];
+  const Unit& u = nth(units_, unit);
   if (unused && !late) record_.record_unused(u.layout.slots()[*unused].param);
   const Bytes bytes = writes_.bytes(unit);
   if (late) in_flight_.finish(unit);
@@ -324,7 +318,7 @@ std::vector<int> Reducer::late_units() const {
 void Reducer::reduce_late() {
   std::vector<bool> late(units_.size());
   for (const std::string& text : collectives_.all_gather_text(text_of_numbers(late_units()))) {
-    for (const int unit : numbers_of_text(text)) late[static_cast<std::size_t>(unit)] = true;
+    for (const int unit : numbers_of_text(text)) nth(late, unit) = true;
   }
   std::vector<int> units;
   for (std::size_t i = 0; i < late.size(); ++i) {
@@ -342,7 +336,7 @@ void Reducer::complete_groups() {
   pass_ = BackwardPass::kLast;
   std::vector<int> units;
   for (const int unit : arrivals_.order()) {
-    if (of_group_[static_cast<std::size_t>(unit)]) units.push_back(unit);
+    if (nth(of_group_, unit)) units.push_back(unit);
   }
   if (!units.empty()) reduce_once_more(units);
 }

@@ -1,9 +1,16 @@
-// Reductions that have started and are not settled, in the order of their starts, with the flat
-// gradient buffers that they read. Buffers are given back as soon as their bytes were read;
-// results are folded into the gradient shards in the order of starts.
+// Takes gradients as autograd produces them and turns them into reduced, accumulated gradient
+// shards. It orders the work of its parts: the gradients that have come (GradientArrivals), the
+// places where they are written (GradientWrites), the reductions that run (ReductionsInFlight), and
+// their results (GradientShards).
 //
-// Threads: one thread at a time. Ownership: owns the works and their buffers; borrows the rest.
-// Errors: CommError of the reductions; DeviceError.
+// A gradient may come after its unit was reduced, if the graph differs from the last one. It is
+// kept, and goes with the next reduction or at the step. A parameter without a gradient on this
+// rank contributes zeroes. With several shard groups, micro-steps are added up inside each group,
+// and over the groups in the last micro-step of a step.
+//
+// Threads: one thread at a time. Ownership: gradients are read during add(), or held by it.
+// Errors: CommError, OutOfMemoryError, DeviceError; after a CommError the reducer is broken with
+// its collectives.
 #pragma once
 
 #include <deque>
@@ -23,6 +30,12 @@
 
 namespace strata::engine {
 
+// Reductions that have started and are not settled, in the order of their starts, with the flat
+// gradient buffers that they read. Buffers are given back as soon as their bytes were read;
+// results are folded into the gradient shards in the order of starts.
+//
+// Threads: one thread at a time. Ownership: owns the works and their buffers; borrows the rest.
+// Errors: CommError of the reductions; DeviceError.
 class ReductionsInFlight {
  public:
   ReductionsInFlight(GradientBuffers& buffers, GradientShards& shards, StepRecorder& recorder)
@@ -67,8 +80,7 @@ class ReductionsInFlight {
 // No edit waits for other ranks. If a rank drops reduced gradients, all others have to drop the
 // same ones: the next step checks that (GradientRecord::dropped()).
 //
-// Threads: one thread at a time, between backward passes. Ownership: borrows all. Errors:
-// OutOfMemoryError, DeviceError.
+// Threads: one thread at a time, between backward passes. Errors: OutOfMemoryError, DeviceError.
 class GradientEdits {
  public:
   GradientEdits(const std::vector<Unit>& units, const comm::Collectives& collectives,
@@ -100,19 +112,6 @@ class GradientEdits {
   GradientRecord& record_;
 };
 
-// Takes gradients as autograd produces them and turns them into reduced, accumulated gradient
-// shards. It orders the work of its parts: the gradients that have come (GradientArrivals), the
-// places where they are written (GradientWrites), the reductions that run (ReductionsInFlight), and
-// their results (GradientShards).
-//
-// A gradient may come after its unit was reduced, if the graph differs from the last one. It is
-// kept, and goes with the next reduction or at the step. A parameter without a gradient on this
-// rank contributes zeroes. With several shard groups, micro-steps are added up inside each group,
-// and over the groups in the last micro-step of a step.
-//
-// Threads: one thread at a time. Ownership: gradients are read during add(), or held by it.
-// Errors: CommError, OutOfMemoryError, DeviceError; after a CommError the reducer is broken with
-// its collectives.
 struct ReducerOptions {
   std::string name;  // of the engine
   DType reduce_dtype = DType::kFloat32;
@@ -135,7 +134,6 @@ class Reducer {
  public:
   Reducer(std::vector<Unit>& units, comm::Collectives& collectives, device::Device& device,
           StepRecorder& recorder, ReducerOptions options);
-  ~Reducer();
 
   // This parameter, which was frozen, gets gradients from the next pass on; its unit is trainable.
   // Collective between passes, after a barrier.
@@ -188,7 +186,6 @@ class Reducer {
  private:
   void forget_step();
   void reduce_once_more(std::span<const int> units);
-  void start_ready();
   void start_reduction(int unit);
   comm::Replicas replicas_of(int unit);
   void open_buffer(int unit);
@@ -196,7 +193,7 @@ class Reducer {
   void note_written(int unit, std::size_t slot);
   // Whether the unit's gradients may be pushed. A tile's gradients are written where its reduction
   // reads them, and a tied tile would occur twice in a pass.
-  bool is_pushed(int unit) const { return !units_[static_cast<std::size_t>(unit)].spec.tile(); }
+  bool is_pushed(int unit) const { return !nth(units_, unit).spec.tile(); }
 
   std::vector<Unit>& units_;
   comm::Collectives& collectives_;

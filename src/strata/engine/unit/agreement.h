@@ -43,8 +43,6 @@ void agree_after(comm::Collectives& collectives, std::string_view what, Part&& p
   agree_on_outcome(collectives, what, mine);
 }
 
-// Finds out whether all ranks brought the same thing, before anything depends on it.
-
 // Collective. Compares every rank's `text` with rank 0's, line by line. If they differ, throws
 // ConfigError on every rank, with the first differing line, rank 0's text there, that of the first
 // other rank, and the ranks that differ. `what` names the thing ("model", "configuration").

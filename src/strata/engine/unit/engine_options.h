@@ -1,5 +1,6 @@
 // The settings that the engine's parts read, in their own units. engine_options_from() derives them
 // from a Config; tests and programs without a configuration file set them by hand. Immutable value.
+// The functions are pure arithmetic on options and plan, the same for the engine and its forecast.
 #pragma once
 
 #include <optional>
@@ -73,12 +74,11 @@ struct EngineOptions {
   int trace_steps = 3;  // that are in it
 };
 
-// The rule that updates the shards, and the form of the masters that it needs. Pure functions.
-// Errors: ConfigError for settings that do not fit the rule.
-
+// The rule that updates the shards.
 enum class UpdateRule { kNone, kAdam, kAdamW, kExternal };
 
-// A user's optimizer sees fp32 masters; Adam and AdamW work on weights and remainders, or round.
+// The form of the masters that the rule needs. ConfigError for settings that do not fit it. A
+// user's optimizer sees fp32 masters; Adam and AdamW work on weights and remainders, or round.
 inline plan::Masters masters_for(UpdateRule rule, const EngineOptions& options) {
   if (rule == UpdateRule::kExternal && options.rounds_masters) {
     throw ConfigError(
@@ -96,14 +96,12 @@ inline plan::Masters masters_for(UpdateRule rule, const EngineOptions& options) 
   return options.rounds_masters ? plan::Masters::kRounded : plan::Masters::kRemainder;
 }
 
-// The memory through which drives are staged: the configured budget, or less if less holds all
-// bytes of a rank on drives, so that nothing is read again. Less is one and a half times those
-// bytes. If weights and states both rest on drives, it is also enough that leases at once hold the
-// states of any unit whole. Otherwise an update would take such a unit in parts, and gathers, which
-// take weights whole, would read its weights again each time. Pure arithmetic on the plan, the same
-// for the engine and for its forecast. Units: bytes of one rank, in whole pages.
-
-// Lowers the budgets of `options` to that memory, but not below kLeastStaging. `shards`: the parts
+// Lowers the budgets of `options` to the memory through which drives are staged, but not below
+// kLeastStaging: the configured budget, or less if less holds all bytes of a rank on drives, so
+// that nothing is read again. Less is one and a half times those bytes. If weights and states both
+// rest on drives, it is also enough that leases at once hold the states of any unit whole.
+// Otherwise an update would take such a unit in parts, and gathers, which take weights whole, would
+// read its weights again each time. Units: bytes of one rank, in whole pages. `shards`: the parts
 // into which a unit is cut (ShardPosition::count).
 void cap_staging(EngineOptions& options, std::span<const plan::ParamSpec> params,
                  const plan::ModelPlan& plan, UpdateRule rule, int shards);

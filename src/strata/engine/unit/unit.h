@@ -23,6 +23,12 @@
 
 namespace strata::engine {
 
+// The entry of a list by a number, such as that of a unit or a parameter.
+template <typename List>
+decltype(auto) nth(List&& list, int index) {
+  return list[static_cast<std::size_t>(index)];
+}
+
 struct Unit {
   int id = 0;
   plan::UnitSpec spec;

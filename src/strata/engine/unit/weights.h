@@ -14,7 +14,6 @@
 
 #include "strata/device/device.h"
 #include "strata/engine/unit/engine_options.h"
-#include "strata/engine/unit/master_states.h"
 #include "strata/engine/unit/unit.h"
 #include "strata/engine/unit/weight_shards.h"
 #include "strata/memory/ledger.h"
@@ -48,20 +47,16 @@ class Weights {
 
   std::vector<Unit>& units() { return units_; }
   const std::vector<Unit>& units() const { return units_; }
-  const plan::ParamSpec& param(int index) const { return params_[static_cast<std::size_t>(index)]; }
-  plan::ParamSpec& spec_of(int param) { return params_[static_cast<std::size_t>(param)]; }
+  const plan::ParamSpec& param(int index) const { return nth(params_, index); }
+  plan::ParamSpec& spec_of(int param) { return nth(params_, param); }
   int param_count() const { return static_cast<int>(params_.size()); }
   std::span<const plan::ParamSpec> params() const { return params_; }
-  Unit& unit_of(int param) {
-    return units_[static_cast<std::size_t>(unit_of_param_[static_cast<std::size_t>(param)])];
-  }
-  const Unit& unit_of(int param) const {
-    return units_[static_cast<std::size_t>(unit_of_param_[static_cast<std::size_t>(param)])];
-  }
+  Unit& unit_of(int param) { return nth(units_, nth(unit_of_param_, param)); }
+  const Unit& unit_of(int param) const { return nth(units_, nth(unit_of_param_, param)); }
   // Throws UsageError for a frozen parameter, which gets no gradient.
   const Unit& trainable_unit_of(int param) const;
   const plan::Slot& slot_of(int param) const;
-  int slot_index_of(int param) const { return slot_of_param_[static_cast<std::size_t>(param)]; }
+  int slot_index_of(int param) const { return nth(slot_of_param_, param); }
 
   // Sets elements [begin, begin + numel) of `param`. Elements outside this rank's shard are
   // ignored. The source may be host or device memory, and may change when this returns.
