@@ -71,7 +71,7 @@ void set_outside_states(ShardedModel& model, py::function offload_states,
   outside.reload_states = [shared = held(std::move(reload_states))] {
     moving_states([&] { (*shared)(); });
   };
-  model.engine().parking().set_outside(std::move(outside));
+  model.engine().state_offload().set_outside(std::move(outside));
 }
 
 // `told` gets the formerly frozen parameters that become trained.

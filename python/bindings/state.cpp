@@ -64,7 +64,7 @@ void set_adam_steps(ShardedModel& model, std::int64_t all,
                     const std::vector<std::int64_t>& by_param) {
   engine::Engine& engine = model.engine();
   engine.require_intact_weights();
-  engine.parking().require_all("loading the optimizer's state");
+  engine.state_offload().require_all("loading the optimizer's state");
   engine.finish_step();
   engine.prepare();
   STRATA_ASSERT(adam_of(model) != nullptr);

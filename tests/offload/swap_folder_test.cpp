@@ -137,7 +137,7 @@ TEST(SwapFolder, MemoryThatPassesForADriveIsRemarkedOn) {
   const SwapFolder folder("/dev/shm", 0);
   EXPECT_EQ(folder.medium(), SwapFolder::Medium::kMemory);
   EXPECT_EQ(folder.file_system(), "tmpfs");
-  EXPECT_THAT(folder.remark(), HasSubstr("/dev/shm is on tmpfs"));
+  EXPECT_THAT(folder.warning(), HasSubstr("/dev/shm is on tmpfs"));
 }
 
 }  // namespace

@@ -85,8 +85,10 @@ class Engine {
   void loading_failed(std::string_view cause) { pass_.fail_loading(cause); }
   // Throws UsageError if an update or a load has failed half-way, with no load since.
   void require_intact_weights() const { pass_.require_intact_weights(); }
-  StateOffload& parking() { return state_offload_; }  // lends the memory of states for a while
-  Unfreezing& unfreezing() { return unfreezing_; }    // after finish_step()
+  StateOffload& state_offload() {
+    return state_offload_;
+  }                                                 // lends the memory of states for a while
+  Unfreezing& unfreezing() { return unfreezing_; }  // after finish_step()
 
   // --- the pass ---
   Gatherer& gatherer() { return gatherer_; }

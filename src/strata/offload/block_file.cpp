@@ -274,7 +274,7 @@ bool SwapFolder::remove_leftover(const std::string& folder) const {
   return !failed;
 }
 
-std::string SwapFolder::remark() const {
+std::string SwapFolder::warning() const {
   std::string text;
   if (medium_ == Medium::kMemory) {
     text = fmt::format(

@@ -47,7 +47,7 @@ class SwapFolder {
   // The number of folders of ended jobs that were removed.
   int removed() const { return removed_; }
   // A message for users, shown once, if the path is not on a drive; empty otherwise.
-  std::string remark() const;
+  std::string warning() const;
 
  private:
   bool make(int rank);

@@ -215,22 +215,22 @@ std::shared_ptr<StateStore> make_tiered_store(std::vector<std::shared_ptr<StateS
 
 MadeStores make_stores(const StatePlacement& states, const StatePlacement& weights,
                        device::Device& device, int rank) {
-  std::string remark;
+  std::string warning;
   const auto say = [&](const std::string& text) {
-    if (text.empty() || remark.find(text) != std::string::npos) return;
-    remark += (remark.empty() ? "" : "; ") + text;
+    if (text.empty() || warning.find(text) != std::string::npos) return;
+    warning += (warning.empty() ? "" : "; ") + text;
   };
   MadeStores made = stores_of(states, weights, device, [&](const StatePlacement& place) {
     std::vector<std::unique_ptr<SwapFolder>> folders;
     for (const std::string& path : place.folders) {
       folders.push_back(std::make_unique<SwapFolder>(path, rank));
-      say(folders.back()->remark());
+      say(folders.back()->warning());
     }
     io::ChosenEngine io = io::make_io_engine(place.io);
     say(io.refused);
     return make_block_file(std::move(io.engine), std::move(folders));
   });
-  made.remark = std::move(remark);
+  made.warning = std::move(warning);
   return made;
 }
 

@@ -33,7 +33,7 @@ struct StatePlacement {
 struct MadeStores {
   std::shared_ptr<StateStore> states;
   std::shared_ptr<StateStore> weights;
-  std::string remark;  // what users should be told once; empty: nothing
+  std::string warning;  // what users should be told once; empty: nothing
 };
 
 // Stores that use a drive stage through one arena, with the sum of their budgets: each may use the

@@ -209,11 +209,12 @@ class StateStore {
 
   // Frees the device memory of blocks of this kind before it returns; their content is on the host,
   // in pinned memory if `pinned`. Until reload_states(), a fetch of such a block is a UsageError.
-  // Parked blocks stay parked. Throws OutOfMemoryError, and UsageError if one of the blocks is
-  // leased: nothing has changed then.
+  // Offloaded blocks stay offloaded. Throws OutOfMemoryError, and UsageError if one of the blocks
+  // is leased: nothing has changed then.
   virtual void offload_states(memory::Kind /*kind*/, bool /*pinned*/) {}
-  // Brings all parked blocks back, with the same bits; their leases may have other addresses than
-  // before. Throws OutOfMemoryError: the rest stays parked, and a later call may bring it back.
+  // Brings all offloaded blocks back, with the same bits; their leases may have other addresses
+  // than before. Throws OutOfMemoryError: the rest stays offloaded, and a later call may bring it
+  // back.
   virtual void reload_states() {}
   virtual StoreCounts counts() const { return {}; }
 

@@ -88,7 +88,7 @@ std::vector<GatherPoint> plan_gather_points(const Weights& weights, const format
 LoadedBytes load_weights_together(Engine& engine, const LoadSource& source,
                                   std::optional<Bytes> enough) {
   comm::Collectives& collectives = engine.collectives();
-  engine.parking().require_all("loading weights");
+  engine.state_offload().require_all("loading weights");
   // No rank stores before all ranks have released their gathered units.
   agree_after(collectives, kReading, [&] { engine.gatherer().invalidate(Changed::kAll); });
   bool agreeing = false;  // what is thrown meanwhile is thrown on every rank

@@ -90,7 +90,7 @@ void begin_save(SaveJob& job, Engine& engine, ShardStates& states, const SaveReq
   agree_on_tag(collectives, request.tag);
   agree_after(collectives, kSavingTraining, [&] {
     engine.require_intact_weights();
-    engine.parking().require_all("saving a checkpoint");
+    engine.state_offload().require_all("saving a checkpoint");
     format::require_tag(request.tag);
     if (collectives.rank() == 0) job.checkpoint.emplace(request.folder, request.tag, calls);
   });

@@ -14,7 +14,7 @@ constexpr int kPieces = 2;
 
 void replay_weights(Engine& engine, std::span<const ParamRecipe> recipes, Bytes piece,
                     ThreadPool& threads) {
-  engine.parking().require_all("replaying constructors");
+  engine.state_offload().require_all("replaying constructors");
   agree_after(engine.collectives(), "replaying constructors", [&] {
     Weights& weights = engine.weights();
     checkpoint::TransferRing ring({kPieces, std::max(piece, 16_B)}, engine.device());

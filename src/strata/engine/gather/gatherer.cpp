@@ -69,7 +69,7 @@ void Gatherer::start_pass() {
 }
 
 bool Gatherer::gathered(int index) const {
-  if (unit(index).parked) return false;
+  if (unit(index).away) return false;
   return unit(index).whole ? whole_.is_complete(index) : gathered_.gathered(index);
 }
 
@@ -78,7 +78,7 @@ std::span<std::byte> Gatherer::flat(int index) const {
 }
 
 void Gatherer::acquire(int index) {
-  if (unit(index).parked)
+  if (unit(index).away)
     offload::throw_offloaded(fmt::format("unit '{}' of the weights", unit(index).name()));
   order_.record_use(index);
   gathered_.drop_idle_tiles(index);

@@ -22,7 +22,7 @@ WholeUnits::WholeUnits(const std::vector<Unit>& units, comm::Collectives& collec
 WholeUnits::~WholeUnits() {
   const std::lock_guard lock(mutex_);
   for (const Unit& u : units_) {
-    if (!u.whole || u.parked) continue;
+    if (!u.whole || u.away) continue;
     of(u.id).work.reset();  // waits
     try {
       if (views_.held(u.id)) {

@@ -13,7 +13,7 @@ double gb_per_s(Bytes bytes, double seconds) {
   return static_cast<double>(bytes.value) / seconds * 1e-9;
 }
 
-// What the spans of one activity took in a step.
+// The sums over all spans of one activity in a step.
 struct SpanTotals {
   double summed = 0.0;   // seconds, all added up
   double covered = 0.0;  // seconds in which at least one ran

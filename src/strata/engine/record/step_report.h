@@ -40,7 +40,7 @@ enum class Activity : std::uint8_t {
   kReduce,
   // A reduction between peers waits until the peers' contributions are ready.
   kPeersReady,
-  // Traffic of this rank's links, each copy or transfer by itself (offload/link_watch.h).
+  // Traffic of this rank's links, each copy or transfer by itself (offload/state_store.h).
   kUpload,
   kDownload,
   kDriveRead,
@@ -103,9 +103,9 @@ struct LinkUse {
   Bytes bytes;  // of the step
   // The seconds in which at least one ran. Absent for copies if the step was not timed. For a
   // drive, those of transfers that ended in the step.
-  std::optional<double> seconds;
-  std::optional<double> gb_per_s;        // absent: not known, or none ran
-  std::optional<double> limit_gb_per_s;  // absent: not measured
+  std::optional<double> seconds{};
+  std::optional<double> gb_per_s{};        // absent: not known, or none ran
+  std::optional<double> limit_gb_per_s{};  // absent: not measured
   std::optional<double> of_limit() const {
     if (!gb_per_s || !limit_gb_per_s) return std::nullopt;
     return *gb_per_s / *limit_gb_per_s;

@@ -71,7 +71,7 @@ void WeightShards::for_each(int index, Numel begin, Numel end, offload::Access a
   const auto bytes_between = [&](std::span<std::byte> bytes, Numel first, Numel last) {
     return bytes.subspan(bytes_of(first, dtype).size(), bytes_of(last - first, dtype).size());
   };
-  if (unit.parked) offload::throw_offloaded(fmt::format("the weights of unit '{}'", unit.name()));
+  if (unit.away) offload::throw_offloaded(fmt::format("the weights of unit '{}'", unit.name()));
   if (!unit.offloaded) {
     if (begin < end) work({begin, end, bytes_between(unit.shard, begin, end), nullptr});
     return;

@@ -97,7 +97,7 @@ void Weights::offload_states() {
   memory_->buffer->release();
   memory_->charge =
       memory::Charge(device_.ledger(), memory::Tier::kDevice, memory::Kind::kWeights, Bytes());
-  for (Unit& unit : units_) unit.parked = !unit.offloaded;
+  for (Unit& unit : units_) unit.away = !unit.offloaded;
 }
 
 void Weights::reload_states() {
@@ -109,7 +109,7 @@ void Weights::reload_states() {
 }
 
 void Weights::finish_reload() {
-  for (Unit& unit : units_) unit.parked = false;
+  for (Unit& unit : units_) unit.away = false;
 }
 
 Weights::~Weights() = default;

@@ -75,16 +75,16 @@ class Weights {
   // Takes the memory of every unit that has none yet.
   void back_all();
 
-  // Parking moves all values in device memory to the host for a while, or none. This tells whether
+  // offload_states() moves all values in device memory to the host for a while, or none. This tells whether
   // the collectives can give that memory back; true if there is none.
   bool can_offload() const { return memory_->buffer->releasable(); }
   // Copies the values, and may throw OutOfMemoryError; drop_copy() undoes it.
   void copy_for_offload(bool pinned);
   void drop_copy() { offloaded_.reset(); }
-  // Gives the memory back to the device, when no rank reads it any more. Units are `parked` then.
+  // Gives the memory back to the device, when no rank reads it any more. Units are `away` then.
   void offload_states();
   // Takes the memory and the values back, at the same addresses; may throw OutOfMemoryError, and be
-  // called again. Units are parked until finish_reload(), when all ranks have done so.
+  // called again. Units are `away` until finish_reload(), when all ranks have done so.
   void reload_states();
   void finish_reload();
 
@@ -126,7 +126,7 @@ class Weights {
   WeightShards shards_;
   MasterStates masters_;
   std::unique_ptr<device::Memory> scratch_;  // for sources that kernels cannot read; null: none yet
-  std::unique_ptr<offload::OffloadedCopy> offloaded_;  // null: not parked
+  std::unique_ptr<offload::OffloadedCopy> offloaded_;  // null: not offloaded
 };
 
 }  // namespace strata::engine

@@ -45,7 +45,7 @@ void FrozenParameters::train(std::span<const int> params) {
       trained.push_back(param);
   }
   if (trained.empty()) return;
-  engine_.parking().require_all("training parameters that were frozen");
+  engine_.state_offload().require_all("training parameters that were frozen");
   engine_.finish_step();
   engine_.unfreezing().train(trained);
   std::erase_if(frozen_, [&](int param) { return weights.param(param).trainable; });

@@ -158,7 +158,7 @@ std::optional<engine::StepResult> TrainingPasses::step(
   pass_.settle();
   scopes_.failure().rethrow();
   if (control_.ends_step()) {
-    engine_.parking().require_all("step()");
+    engine_.state_offload().require_all("step()");
     shown_.take_back();
   }
   scopes_.end_micro_step();
@@ -174,7 +174,7 @@ void TrainingPasses::zero_gradients(bool keep) {
     shown_.hide();
     return;
   }
-  engine_.parking().require_for_backward("zero_grad(set_to_none=False)");
+  engine_.state_offload().require_for_backward("zero_grad(set_to_none=False)");
   shown_.take_back();
   const engine::Weights& weights = engine_.weights();
   for (int param = 0; param < weights.param_count(); ++param) {

@@ -117,7 +117,7 @@ engine::Stores ModelStart::make_stores(const engine::EngineOptions& options) {
   }
   engine::agree_after(collectives, "making room on drives", make);
   for (const std::string& told :
-       {made.remark, raised_budget(options.states, "the optimizer's states"),
+       {made.warning, raised_budget(options.states, "the optimizer's states"),
         raised_budget(options.weights, "the weights")}) {
     warn(told);
   }
