@@ -87,8 +87,11 @@ class Engine {
   void require_intact_weights() const { pass_.require_intact_weights(); }
   StateOffload& state_offload() {
     return state_offload_;
-  }                                                 // lends the memory of states for a while
-  Unfreezing& unfreezing() { return unfreezing_; }  // after finish_step()
+  }  // lends the memory of states for a while
+  // After finish_step(): trains parameters that were frozen.
+  void train_frozen(std::span<const int> params) {
+    engine::train_frozen(params, weights_, reducer_, shards_, optimizer_.get(), *collectives_);
+  }
 
   // --- the pass ---
   Gatherer& gatherer() { return gatherer_; }
@@ -168,7 +171,6 @@ class Engine {
   std::unique_ptr<ShardedOptimizer> optimizer_;
   WeightUpdate update_;
   PassState pass_;
-  Unfreezing unfreezing_;
   StateOffload state_offload_;
   FirstError abandoned_;  // of abandon_backward(), until it is thrown
 };

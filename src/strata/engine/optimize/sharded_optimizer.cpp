@@ -21,6 +21,30 @@ Bytes room_of(const Unit& unit) {
   return align_up(bytes_of(unit.layout.shard(), DType::kFloat32), kAlignment);
 }
 
+void make_room(std::span<const int> params, Weights& weights, Reducer& reducer,
+               OptimizerShards& shards, ShardedOptimizer* optimizer) {
+  weights.back_all();
+  std::vector<int> units;
+  std::vector<int> added;  // of them, those that were frozen as a whole
+  for (const int param : params) {
+    Unit& unit = weights.unit_of(param);
+    weights.spec_of(param).trainable = true;
+    if (!unit.trainable()) {
+      unit.spec.trainable = true;
+      unit.frozen = unit.spec.params;
+      weights.masters().train(unit);
+      added.push_back(unit.id);
+    }
+    std::erase(unit.frozen, param);
+    reducer.expect(unit.id, weights.slot_index_of(param));
+    if (std::ranges::find(units, unit.id) == units.end()) units.push_back(unit.id);
+  }
+  for (const int unit : units) {
+    shards.add(unit);
+    if (optimizer != nullptr) optimizer->add(unit, std::ranges::find(added, unit) != added.end());
+  }
+}
+
 }  // namespace
 
 OptimizerShards::OptimizerShards(Weights& weights, GradientShards& gradients, int rank)
@@ -119,14 +143,16 @@ std::unique_ptr<ShardedOptimizer> make_optimizer(UpdateRule rule, DType moments,
   return nullptr;
 }
 
-void Unfreezing::train(std::span<const int> params) {
+void train_frozen(std::span<const int> params, Weights& weights, Reducer& reducer,
+                  OptimizerShards& shards, ShardedOptimizer* optimizer,
+                  comm::Collectives& collectives) {
   std::vector<std::string> names;
   for (const int param : params) {
-    const plan::ParamSpec& spec = weights_.param(param);
+    const plan::ParamSpec& spec = weights.param(param);
     names.push_back(fmt::format("'{}' in group {}", spec.name, spec.group));
   }
   try {
-    agree_on_text(collectives_, "list of unfrozen parameter",
+    agree_on_text(collectives, "list of unfrozen parameter",
                   fmt::format("{}", fmt::join(names, "\n")));
   } catch (const CommError& error) {
     throw CommError(
@@ -135,31 +161,8 @@ void Unfreezing::train(std::span<const int> params) {
                     "do it on every rank before the same forward; found here: {}; {}",
                     fmt::join(names, ", "), error.what()));
   }
-  agree_after(collectives_, "making room to train parameters that were frozen",
-              [&] { make_room(params); });
-}
-
-void Unfreezing::make_room(std::span<const int> params) {
-  weights_.back_all();
-  std::vector<int> units;
-  std::vector<int> added;  // of them, those that were frozen as a whole
-  for (const int param : params) {
-    Unit& unit = weights_.unit_of(param);
-    weights_.spec_of(param).trainable = true;
-    if (!unit.trainable()) {
-      unit.spec.trainable = true;
-      unit.frozen = unit.spec.params;
-      weights_.masters().train(unit);
-      added.push_back(unit.id);
-    }
-    std::erase(unit.frozen, param);
-    reducer_.expect(unit.id, weights_.slot_index_of(param));
-    if (std::ranges::find(units, unit.id) == units.end()) units.push_back(unit.id);
-  }
-  for (const int unit : units) {
-    shards_.add(unit);
-    if (optimizer_ != nullptr) optimizer_->add(unit, std::ranges::find(added, unit) != added.end());
-  }
+  agree_after(collectives, "making room to train parameters that were frozen",
+              [&] { make_room(params, weights, reducer, shards, optimizer); });
 }
 
 }  // namespace strata::engine

@@ -152,30 +152,12 @@ std::unique_ptr<ShardedOptimizer> make_optimizer(UpdateRule rule, DType moments,
 //
 // Errors: CommError where a rank does something else meanwhile, ConfigError where it unfreezes
 // other parameters, both with their names; OutOfMemoryError, on every rank.
-class Unfreezing {
- public:
-  // `optimizer`: null where no optimizer updates the weights.
-  Unfreezing(Weights& weights, Reducer& reducer, OptimizerShards& shards,
-             ShardedOptimizer* optimizer, comm::Collectives& collectives)
-      : weights_(weights),
-        reducer_(reducer),
-        shards_(shards),
-        optimizer_(optimizer),
-        collectives_(collectives) {}
-
-  // Collective, between passes, with no states offloaded: from now on these parameters get
-  // gradients and updates, by the values of their groups. Bias correction counts their steps from
-  // here.
-  void train(std::span<const int> params);
-
- private:
-  void make_room(std::span<const int> params);
-
-  Weights& weights_;
-  Reducer& reducer_;
-  OptimizerShards& shards_;
-  ShardedOptimizer* optimizer_;
-  comm::Collectives& collectives_;
-};
+//
+// Collective, between passes, with no states offloaded: from now on these parameters get gradients
+// and updates, by the values of their groups. Bias correction counts their steps from here.
+// `optimizer`: null where no optimizer updates the weights.
+void train_frozen(std::span<const int> params, Weights& weights, Reducer& reducer,
+                  OptimizerShards& shards, ShardedOptimizer* optimizer,
+                  comm::Collectives& collectives);
 
 }  // namespace strata::engine

@@ -47,7 +47,7 @@ void FrozenParameters::train(std::span<const int> params) {
   if (trained.empty()) return;
   engine_.state_offload().require_all("training parameters that were frozen");
   engine_.finish_step();
-  engine_.unfreezing().train(trained);
+  engine_.train_frozen(trained);
   std::erase_if(frozen_, [&](int param) { return weights.param(param).trainable; });
   if (told_) told_(trained);
 }

@@ -3,7 +3,7 @@
 // makes room for it and trains it from that forward on.
 //
 // Threads: one thread at a time; autograd's threads count while the caller waits for backward.
-// Ownership: borrows all. Errors: those of engine::Unfreezing.
+// Ownership: borrows all. Errors: those of engine::train_frozen().
 #pragma once
 
 #include <ATen/core/Tensor.h>
