@@ -156,7 +156,8 @@ TEST(LinkReport, HasNoDrivesWhereNoneAreUsedAndNoCopiesWhereHostAndDeviceAreOne)
 
 TEST(LinkReport, WearGrowsByWhatAStepWrites) {
   const Seen seen = train(options_with(Tier::kNvme, nullptr), false);
-  const Bytes grown = seen.after.links->wear[0].written - seen.before.links->wear[0].written;
+  const Bytes grown =
+      seen.after.links->drive_writes[0].written - seen.before.links->drive_writes[0].written;
   // A write that is in flight at the end of a step begins in that step and counts in the next.
   EXPECT_LE(grown.value, (seen.held.pages + kTightStaging).value);
   EXPECT_GE(grown.value, (seen.held.pages - kTightStaging).value);
