@@ -35,7 +35,6 @@
 #include "strata/engine/record/init_report.h"
 #include "strata/engine/record/links.h"
 #include "strata/engine/record/step_recorder.h"
-#include "strata/engine/record/step_report.h"
 #include "strata/engine/record/step_trace.h"
 #include "strata/engine/reduce/gradient_check.h"
 #include "strata/engine/reduce/reducer.h"
