@@ -6,11 +6,12 @@
 
 #include "bindings.h"
 #include "strata/base/error.h"
-#include "strata/engine/record/link_speed.h"
+#include "strata/engine/record/links.h"
 #include "strata/torch/base/placement.h"
 
 namespace strata::python {
 
+using namespace py::literals;
 using torch::ShardedModel;
 
 std::shared_ptr<py::function> held(py::function function) {
@@ -39,13 +40,10 @@ engine::InitReport::Progress progress_from(const py::object& function) {
 py::object reading_of(const engine::InitReport& report) {
   if (!report.reading()) return py::none();
   const checkpoint::ReadChoice& choice = *report.reading();
-  py::dict entry;
-  entry["way"] = choice.direct ? "direct" : "buffered";
-  entry["reason"] = choice.reason;
-  entry["cached"] = choice.figures.cached;
-  entry["buffered_gb_per_s"] = choice.figures.buffered_gb_per_s;
-  entry["direct_gb_per_s"] = choice.figures.direct_gb_per_s;
-  return entry;
+  return py::dict("way"_a = choice.direct ? "direct" : "buffered", "reason"_a = choice.reason,
+                  "cached"_a = choice.figures.cached,
+                  "buffered_gb_per_s"_a = choice.figures.buffered_gb_per_s,
+                  "direct_gb_per_s"_a = choice.figures.direct_gb_per_s);
 }
 
 // {tier, reason, reading, phases: [{name, seconds, bytes}], device_growth_bytes, pinned_bytes}
@@ -53,33 +51,22 @@ py::dict init_report(ShardedModel& model) {
   const engine::InitReport& report = model.engine().init_report();
   py::list phases;
   for (const engine::InitPhase& phase : report.phases()) {
-    py::dict entry;
-    entry["name"] = phase.name;
-    entry["seconds"] = phase.seconds;
-    entry["bytes"] = phase.bytes.value;
-    phases.append(entry);
+    phases.append(py::dict("name"_a = phase.name, "seconds"_a = phase.seconds,
+                           "bytes"_a = phase.bytes.value));
   }
   // Host memory is pinned for a link only; without a link none is pinned.
   const Bytes staging = model.ledger().peak(memory::Tier::kHost, memory::Kind::kStaging);
-  py::dict result;
-  result["tier"] = report.tier();
-  result["reason"] = report.reason();
-  result["reading"] = reading_of(report);
-  result["phases"] = phases;
-  result["device_growth_bytes"] = report.device_growth().value;
-  result["pinned_bytes"] = model.place().is_cpu() ? 0 : staging.value;
-  return result;
+  return py::dict("tier"_a = report.tier(), "reason"_a = report.reason(),
+                  "reading"_a = reading_of(report), "phases"_a = phases,
+                  "device_growth_bytes"_a = report.device_growth().value,
+                  "pinned_bytes"_a = model.place().is_cpu() ? 0 : staging.value);
 }
 
 namespace {
 
 // {"device": bytes, "host": bytes, "nvme": bytes}
 py::dict by_tier(Bytes device, Bytes host, Bytes nvme) {
-  py::dict entry;
-  entry["device"] = device.value;
-  entry["host"] = host.value;
-  entry["nvme"] = nvme.value;
-  return entry;
+  return py::dict("device"_a = device.value, "host"_a = host.value, "nvme"_a = nvme.value);
 }
 
 // Kinds as they lie in stores: the two moments, which have the same size, have a line each.
@@ -131,21 +118,13 @@ py::object placement(ShardedModel& model) {
     folders["states"] = fmt::format("{}", fmt::join(options.states.folders, ", "));
   py::list rules;
   for (const engine::RuleUse& use : engine::rule_uses(model.specs(), offload)) {
-    py::dict entry;
-    entry["rule"] = use.rule;
-    entry["parameters"] = use.params;
-    entry["bytes"] = use.bytes.value;
-    rules.append(entry);
+    rules.append(
+        py::dict("rule"_a = use.rule, "parameters"_a = use.params, "bytes"_a = use.bytes.value));
   }
-  py::dict budgets;
-  budgets["device"] = bytes_or_none(model.room().device);
-  budgets["host"] = bytes_or_none(model.room().host);
-  py::dict result;
-  result["kinds"] = kinds_of(foreseen);
-  result["folders"] = folders;
-  result["rules"] = rules;
-  result["budgets"] = offload.automatic ? py::object(budgets) : py::none();
-  return result;
+  const py::dict budgets("device"_a = bytes_or_none(model.room().device),
+                         "host"_a = bytes_or_none(model.room().host));
+  return py::dict("kinds"_a = kinds_of(foreseen), "folders"_a = folders, "rules"_a = rules,
+                  "budgets"_a = offload.automatic ? py::object(budgets) : py::none());
 }
 
 std::optional<double> measure_link(ShardedModel& model) {

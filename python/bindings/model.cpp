@@ -214,10 +214,12 @@ void bind_passes(ModelClass& model) {
       // UsageError if states, or the weights, are offloaded; `call` names the operation in the
       // message.
       .def("require_no_state_away",
-           [](ShardedModel& m, const std::string& call) { m.engine().parking().require_all(call); })
+           [](ShardedModel& m, const std::string& call) {
+             m.engine().state_offload().require_all(call);
+           })
       .def("require_weights",
            [](ShardedModel& m, const std::string& call) {
-             m.engine().parking().require_weights(call);
+             m.engine().state_offload().require_weights(call);
            })
       .def(
           "finish_step", [](ShardedModel& m) { m.engine().finish_step(); }, unlocked)

@@ -3,7 +3,7 @@
 
 #include "bindings.h"
 #include "strata/engine/config/json_text.h"
-#include "strata/engine/missing_backward.h"
+#include "strata/engine/pass_state.h"
 #include "strata/engine/schedule/loss_scaler.h"
 #include "strata/engine/schedule/scheduler.h"
 

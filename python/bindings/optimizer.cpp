@@ -231,7 +231,7 @@ void set_outside_states(ShardedModel& model, py::function offload_states,
   outside.reload_states = [shared = held(std::move(reload_states))] {
     moving_states([&] { (*shared)(); });
   };
-  model.engine().parking().set_outside(std::move(outside));
+  model.engine().state_offload().set_outside(std::move(outside));
 }
 
 // `told` gets the formerly frozen parameters that become trained.
@@ -289,7 +289,7 @@ void set_adam_steps(ShardedModel& model, std::int64_t all,
                     const std::vector<std::int64_t>& by_param) {
   engine::Engine& engine = model.engine();
   engine.require_intact_weights();
-  engine.parking().require_all("loading the optimizer's state");
+  engine.state_offload().require_all("loading the optimizer's state");
   engine.finish_step();
   engine.prepare();
   STRATA_ASSERT(adam_of(model) != nullptr);

@@ -2,33 +2,33 @@
 #include "strata/engine/record/step_report.h"
 
 #include <array>
-#include <string_view>
+#include <optional>
 
 #include "bindings.h"
 
 namespace strata::python {
 namespace {
 
+using namespace py::literals;
 using torch::ShardedModel;
 
 py::dict transfer(std::int64_t count, Bytes bytes, const engine::StepTransfers* times) {
-  py::dict result;
-  result["count"] = count;
-  result["bytes"] = bytes.value;
-  result["seconds"] = times ? py::cast(times->seconds) : py::none();
-  result["exposed_seconds"] = times ? py::cast(times->exposed) : py::none();
-  result["gb_per_s"] = times ? py::cast(times->gb_per_s) : py::none();
-  return result;
+  const auto of = [times](double engine::StepTransfers::*value) {
+    return times != nullptr ? std::optional(times->*value) : std::nullopt;
+  };
+  return py::dict("count"_a = count, "bytes"_a = bytes.value,
+                  "seconds"_a = of(&engine::StepTransfers::seconds),
+                  "exposed_seconds"_a = of(&engine::StepTransfers::exposed),
+                  "gb_per_s"_a = of(&engine::StepTransfers::gb_per_s));
 }
 
 py::dict transfers(const engine::StepReport& report) {
   const engine::StepCounts& c = report.counts;
   const engine::StepTimes* times = report.times ? &*report.times : nullptr;
-  py::dict result;
-  result["gather"] = transfer(c.gathers, c.gathered, times ? &times->gather : nullptr);
-  result["reduce"] = transfer(c.reductions, c.reduced, times ? &times->reduce : nullptr);
-  result["refresh"] = transfer(c.refreshes, c.refreshed, times ? &times->refresh : nullptr);
-  return result;
+  return py::dict(
+      "gather"_a = transfer(c.gathers, c.gathered, times ? &times->gather : nullptr),
+      "reduce"_a = transfer(c.reductions, c.reduced, times ? &times->reduce : nullptr),
+      "refresh"_a = transfer(c.refreshes, c.refreshed, times ? &times->refresh : nullptr));
 }
 
 // {kind: {bytes, peak_bytes}} of the device, and "total".
@@ -37,10 +37,7 @@ py::dict device_memory(const memory::Ledger& ledger) {
   py::dict result;
   const auto add = [&result](const std::string& name, Bytes held, Bytes peak) {
     if (peak.value == 0) return;
-    py::dict entry;
-    entry["bytes"] = held.value;
-    entry["peak_bytes"] = peak.value;
-    result[py::str(name)] = entry;
+    result[py::str(name)] = py::dict("bytes"_a = held.value, "peak_bytes"_a = peak.value);
   };
   for (int k = 0; k < memory::kKindCount; ++k) {
     const auto kind = static_cast<memory::Kind>(k);
@@ -50,64 +47,40 @@ py::dict device_memory(const memory::Ledger& ledger) {
   return result;
 }
 
-py::dict link(const engine::LinkUse& use) {
-  py::dict result;
-  result["bytes"] = use.bytes.value;
-  result["seconds"] = use.seconds;
-  result["gb_per_s"] = use.gb_per_s;
-  result["limit_gb_per_s"] = use.limit_gb_per_s;
-  result["of_limit"] = use.of_limit();
-  return result;
-}
-
-std::string_view name_of(offload::Link link) {
-  constexpr std::array<std::string_view, offload::kLinkCount> kNames{"up", "down", "read", "write"};
-  return kNames.at(static_cast<std::size_t>(link));
-}
-
 py::dict offload_dict(const engine::LinkReport& report) {
+  constexpr std::array<const char*, offload::kLinkCount> kNames{"up", "down", "read", "write"};
   py::dict links;
-  for (const engine::LinkUse& use : report.uses) links[py::cast(name_of(use.link))] = link(use);
-  py::list drives;
-  for (const offload::DriveWrites& each : report.wear) {
-    py::dict drive;
-    drive["folder"] = each.folder;
-    drive["written_bytes"] = each.written.value;
-    drives.append(drive);
+  for (const engine::LinkUse& use : report.uses) {
+    links[kNames.at(static_cast<std::size_t>(use.link))] = py::dict(
+        "bytes"_a = use.bytes.value, "seconds"_a = use.seconds, "gb_per_s"_a = use.gb_per_s,
+        "limit_gb_per_s"_a = use.limit_gb_per_s, "of_limit"_a = use.of_limit());
   }
-  py::dict result;
-  result["links"] = links;
-  result["fetch_wait_seconds"] = report.fetch_wait;
-  result["copy_wait_seconds"] = report.copy_wait;
-  result["parts"] = report.parts;
-  result["parts_ready"] = report.parts_ready;
-  result["drives"] = drives;
-  return result;
+  py::list drives;
+  for (const offload::DriveWrites& each : report.drive_writes)
+    drives.append(py::dict("folder"_a = each.folder, "written_bytes"_a = each.written.value));
+  return py::dict("links"_a = links, "fetch_wait_seconds"_a = report.fetch_wait,
+                  "copy_wait_seconds"_a = report.copy_wait, "parts"_a = report.parts,
+                  "parts_ready"_a = report.parts_ready, "drives"_a = drives);
 }
 
 py::dict step_dict(const engine::StepReport& report) {
   const engine::StepTimes* times = report.times ? &*report.times : nullptr;
-  const auto seconds = [times](double engine::StepTimes::*part) {
-    return times ? py::cast(times->*part) : py::object(py::none());
+  const auto of = [times](double engine::StepTimes::*part) {
+    return times != nullptr ? std::optional(times->*part) : std::nullopt;
   };
-  py::dict result;
-  result["step"] = report.step;
-  result["seconds"] = report.seconds;
-  result["forward_seconds"] = seconds(&engine::StepTimes::forward);
-  result["backward_seconds"] = seconds(&engine::StepTimes::backward);
-  result["update_seconds"] = seconds(&engine::StepTimes::update);
-  result["norm_seconds"] = seconds(&engine::StepTimes::norm);
-  result["optimizer_seconds"] = seconds(&engine::StepTimes::optimizer);
-  result["exposed_seconds"] = times ? py::cast(times->exposed()) : py::object(py::none());
-  result["transfers"] = transfers(report);
-  py::dict uses;
-  uses["kept"] = report.counts.kept;
-  uses["prefetched"] = report.counts.prefetch_hits;
-  uses["late"] = report.counts.late_fetches;
-  result["uses"] = uses;
-  result["device_allocations"] = report.counts.device_allocations;
-  result["host_waits"] = report.counts.host_waits;
-  return result;
+  const engine::StepCounts& counts = report.counts;
+  return py::dict(
+      "step"_a = report.step, "seconds"_a = report.seconds,
+      "forward_seconds"_a = of(&engine::StepTimes::forward),
+      "backward_seconds"_a = of(&engine::StepTimes::backward),
+      "update_seconds"_a = of(&engine::StepTimes::update),
+      "norm_seconds"_a = of(&engine::StepTimes::norm),
+      "optimizer_seconds"_a = of(&engine::StepTimes::optimizer),
+      "exposed_seconds"_a = times != nullptr ? std::optional(times->exposed()) : std::nullopt,
+      "transfers"_a = transfers(report),
+      "uses"_a = py::dict("kept"_a = counts.kept, "prefetched"_a = counts.prefetch_hits,
+                          "late"_a = counts.late_fetches),
+      "device_allocations"_a = counts.device_allocations, "host_waits"_a = counts.host_waits);
 }
 
 py::dict as_dict(const engine::StepReport& report, const memory::Ledger& ledger) {

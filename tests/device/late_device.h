@@ -18,7 +18,7 @@
 
 namespace strata::device {
 
-class LateDevice final : public CpuDevice {
+class LateDevice : public CpuDevice {
  public:
   // `seed`: of the pace of its streams.
   explicit LateDevice(CpuDeviceOptions options = {}, std::uint64_t seed = 1);

@@ -101,7 +101,7 @@ Model random_model() {
 TEST(AdamParts, GiveTheBitsOfTheWholeFromAMegabyteOfMemory) {
   device::CpuDevice device;
   const testing::TemporaryFolder folder;
-  const auto memory = MemoryStore::on_host({.device = &device});
+  const auto memory = MemoryStore::on_host(device);
   NvmeStore drive(device,
                   {.arena = std::make_shared<StagingArena>(device, 1_MiB),
                    .file = make_block_file(std::make_shared<io::ThreadEngine>(), folder / "states"),

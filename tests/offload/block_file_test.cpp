@@ -12,7 +12,6 @@
 #include "strata/base/error.h"
 #include "strata/io/thread_engine.h"
 #include "strata/memory/host_buffer.h"
-#include "strata/offload/drive_file.h"
 
 namespace strata::offload {
 namespace {
@@ -65,12 +64,12 @@ TEST_F(BlockFileTest, GivesBackWhatWasWrittenWhereverItLies) {
 TEST_F(BlockFileTest, TellsWhatEachDriveWearsBy) {
   const auto file = on_drives(2);
   file->grow(16_MiB);
-  const std::vector<DriveWrites> before = file->wear();  // each was measured
+  const std::vector<DriveWrites> before = file->drive_writes();  // each was measured
   memory::HostBuffer source(16_MiB);
   const auto transfer = file->write(0_B, source.bytes());
   transfer->wait();
   EXPECT_TRUE(transfer->times());
-  const std::vector<DriveWrites> after = file->wear();
+  const std::vector<DriveWrites> after = file->drive_writes();
   ASSERT_EQ(after.size(), 2U);
   Bytes all;
   for (std::size_t drive = 0; drive < 2; ++drive) {

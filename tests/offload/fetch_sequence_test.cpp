@@ -1,8 +1,8 @@
-#include "strata/offload/fetch_sequence.h"
-
 #include <gtest/gtest.h>
 
 #include <vector>
+
+#include "strata/offload/nvme_store.h"
 
 namespace strata::offload {
 namespace {
@@ -17,7 +17,7 @@ int run(FetchSequence& sequence, const std::vector<int>& fetches) {
   for (const int number : fetches) {
     const auto next = sequence.following();
     if (next == part(number)) ++expected;
-    sequence.note(part(number));
+    sequence.record(part(number));
   }
   return expected;
 }
@@ -41,13 +41,13 @@ TEST(FetchSequence, TellsTwoUsesOfOnePartByWhatCameBefore) {
 TEST(FetchSequence, SaysWhatIsNotExpectedAnyMoreWhenTheOrderChanges) {
   FetchSequence sequence;
   run(sequence, {1, 2, 3, 4, 5, 1});
-  for (int i = 0; i < 3; ++i) sequence.expect_following();
+  for (int i = 0; i < 3; ++i) sequence.predict_following();
   EXPECT_EQ(sequence.following(), part(5));
-  EXPECT_EQ(sequence.note(part(3)), std::vector<Part>{part(2)});
+  EXPECT_EQ(sequence.record(part(3)), std::vector<Part>{part(2)});
   EXPECT_EQ(sequence.following(), part(5));
-  EXPECT_EQ(sequence.note(part(9)), std::vector<Part>{part(4)});
+  EXPECT_EQ(sequence.record(part(9)), std::vector<Part>{part(4)});
   EXPECT_EQ(sequence.following(), std::nullopt);
-  EXPECT_TRUE(sequence.note(part(1)).empty());
+  EXPECT_TRUE(sequence.record(part(1)).empty());
   EXPECT_EQ(sequence.following(), part(3)) << "what came after 1 last";
 }
 

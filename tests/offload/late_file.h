@@ -44,7 +44,7 @@ class LateFile final : public offload::BlockFile {
     return begin(
         {.offset = offset, .memory = source.data(), .bytes = source.size(), .source = source});
   }
-  std::vector<offload::DriveWrites> wear() const override { return {{"/drive", written_}}; }
+  std::vector<offload::DriveWrites> drive_writes() const override { return {{"/drive", written_}}; }
 
   int failed_reads() const { return failed_reads_; }
   int failed_writes() const { return failed_writes_; }

@@ -29,7 +29,8 @@ TEST(MemoryStore, WhatFindsNoRoomOnTheDeviceStaysParked) {
 }
 
 TEST(MemoryStore, ALeaseKeepsItsBlockWhenTheStoreGoes) {
-  auto store = MemoryStore::on_host({});
+  device::CpuDevice device;
+  auto store = MemoryStore::on_host(device);
   const auto lease =
       store->fetch(store->add("block", 10_B, memory::Kind::kMasterWeights), Access::kRead);
   store.reset();
@@ -55,7 +56,7 @@ class UnpinningDevice final : public device::CpuDevice {
 
 TEST(MemoryStore, HostMemoryThatKernelsWouldNotReachIsRefused) {
   UnpinningDevice device;
-  const auto store = MemoryStore::on_host({.device = &device});
+  const auto store = MemoryStore::on_host(device);
   const auto message = testing::message_of<OutOfMemoryError>(
       [&] { store->add("layers.0.exp_avg", 5000_B, memory::Kind::kOptimizerState); });
   EXPECT_THAT(message, ::testing::HasSubstr("ulimit -l"));

@@ -170,9 +170,9 @@ TEST_F(NvmeStoreTest, TellsWhatADriveWearsByAndWhoWatchesOfEachTransfer) {
   const StoreCounts counts = store->counts();
   EXPECT_EQ(watch.moved.at(static_cast<std::size_t>(Link::kWrite)), counts.written - 8192_B);
   EXPECT_GT(counts.read, 0_B);
-  ASSERT_EQ(store->wear().size(), 1U);
-  EXPECT_EQ(store->wear()[0].folder, std::filesystem::path(path).parent_path().string());
-  EXPECT_EQ(store->wear()[0].written, counts.written);
+  ASSERT_EQ(store->drive_writes().size(), 1U);
+  EXPECT_EQ(store->drive_writes()[0].folder, std::filesystem::path(path).parent_path().string());
+  EXPECT_EQ(store->drive_writes()[0].written, counts.written);
 }
 
 TEST_F(NvmeStoreTest, MemoryThatLeasesHoldIsAnErrorAndNoHang) {

@@ -1,9 +1,9 @@
-#include "strata/offload/part.h"
-
 #include <gtest/gtest.h>
 
 #include <limits>
 #include <vector>
+
+#include "strata/offload/state_store.h"
 
 namespace strata::offload {
 namespace {

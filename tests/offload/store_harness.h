@@ -12,7 +12,6 @@
 #include "device/late_device.h"
 #include "io/temporary_folder.h"
 #include "strata/base/error.h"
-#include "strata/base/thread_pool.h"
 #include "strata/device/cpu_device.h"
 #include "strata/io/thread_engine.h"
 #include "strata/offload/block_file.h"
@@ -32,8 +31,20 @@ struct PlainAccess {
   static void finish() {}
 };
 
+// A device beside a host with no more memory than this.
+template <typename Base, std::int64_t kBytes>
+class OnSmallHost final : public Base {
+ public:
+  std::unique_ptr<device::HostMemory> allocate_host(Bytes bytes, memory::Kind kind) override {
+    if (this->ledger()->held(memory::Tier::kHost) + bytes > Bytes(kBytes))
+      throw OutOfMemoryError(fmt::format("{} wanted", to_string(bytes)));
+    return Base::allocate_host(bytes, kind);
+  }
+};
+
 // Leases that a device's stream reads and writes, some time later.
-struct LateAccess {
+template <typename Device>
+struct LateAccessOn {
   void write(std::span<std::byte> target, std::span<const std::byte> source) {
     device.copy(target, source, device.compute_stream());
   }
@@ -42,8 +53,9 @@ struct LateAccess {
   }
   void finish() { device.compute_stream().synchronize(); }
 
-  device::LateDevice device;
+  Device device;
 };
+using LateAccess = LateAccessOn<device::LateDevice>;
 
 // A drive with no more space than this.
 class LimitedFile final : public BlockFile {
@@ -62,7 +74,7 @@ class LimitedFile final : public BlockFile {
   std::unique_ptr<io::Transfer> write(Bytes offset, std::span<const std::byte> source) override {
     return file_->write(offset, source);
   }
-  std::vector<DriveWrites> wear() const override { return file_->wear(); }
+  std::vector<DriveWrites> drive_writes() const override { return file_->drive_writes(); }
 
  private:
   const std::unique_ptr<BlockFile> file_;
@@ -74,22 +86,17 @@ struct HostHarness : PlainAccess {
   static constexpr memory::Tier kTier = memory::Tier::kHost;
   static constexpr Bytes kRoom = 1_MiB;
 
-  std::unique_ptr<StateStore> make() {
-    return MemoryStore::on_host({.ledger = ledger, .memory_limit = kRoom, .touch = &pool});
-  }
-  Bytes charged(memory::Kind kind) const { return ledger->held(kTier, kind); }
+  std::unique_ptr<StateStore> make() { return MemoryStore::on_host(device); }
+  Bytes charged(memory::Kind kind) const { return device.ledger()->held(kTier, kind); }
 
-  std::shared_ptr<memory::Ledger> ledger = std::make_shared<memory::Ledger>();
-  ThreadPool pool{2};
+  OnSmallHost<device::CpuDevice, kRoom.value> device;
 };
 
-struct PinnedHostHarness : LateAccess {
+struct PinnedHostHarness : LateAccessOn<OnSmallHost<device::LateDevice, (1_MiB).value>> {
   static constexpr memory::Tier kTier = memory::Tier::kHost;
   static constexpr Bytes kRoom = 1_MiB;
 
-  std::unique_ptr<StateStore> make() {
-    return MemoryStore::on_host({.device = &device, .memory_limit = kRoom});
-  }
+  std::unique_ptr<StateStore> make() { return MemoryStore::on_host(device); }
   Bytes charged(memory::Kind kind) const { return device.ledger()->held(kTier, kind); }
 };
 

@@ -1,5 +1,3 @@
-#include "strata/offload/swap_folder.h"
-
 #include <gmock/gmock.h>
 #include <sys/stat.h>
 #include <sys/vfs.h>
@@ -139,7 +137,7 @@ TEST(SwapFolder, MemoryThatPassesForADriveIsRemarkedOn) {
   const SwapFolder folder("/dev/shm", 0);
   EXPECT_EQ(folder.medium(), SwapFolder::Medium::kMemory);
   EXPECT_EQ(folder.file_system(), "tmpfs");
-  EXPECT_THAT(folder.remark(), HasSubstr("/dev/shm is on tmpfs"));
+  EXPECT_THAT(folder.warning(), HasSubstr("/dev/shm is on tmpfs"));
 }
 
 }  // namespace

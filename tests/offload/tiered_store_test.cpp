@@ -1,10 +1,9 @@
 // A store of several tiers: blocks that are added together all have room, or none of them is added.
-#include "strata/offload/tiered_store.h"
-
 #include <gtest/gtest.h>
 
+#include "offload/store_harness.h"
 #include "strata/base/error.h"
-#include "strata/device/cpu_device.h"
+#include "strata/offload/make_store.h"
 #include "strata/offload/memory_store.h"
 
 namespace strata::offload {
@@ -13,16 +12,16 @@ namespace {
 class TieredStoreTest : public ::testing::Test {
  protected:
   std::vector<BlockId> add(Bytes on_device, Bytes on_host) {
-    return store_.add_all({{"masters", on_device, kKind, memory::Tier::kDevice},
-                           {"moments", on_host, kKind, memory::Tier::kHost},
-                           {"more", on_device, kKind, memory::Tier::kDevice}});
+    return store_->add_all({{"masters", on_device, kKind, memory::Tier::kDevice},
+                            {"moments", on_host, kKind, memory::Tier::kHost},
+                            {"more", on_device, kKind, memory::Tier::kDevice}});
   }
   Bytes held(memory::Tier tier) { return device_.ledger()->held(tier, kKind); }
 
   static constexpr memory::Kind kKind = memory::Kind::kOptimizerState;
-  device::CpuDevice device_;
-  TieredStore store_{{MemoryStore::on_device(device_),
-                      MemoryStore::on_host({.device = &device_, .memory_limit = 10000_B})}};
+  OnSmallHost<device::CpuDevice, 10000> device_;
+  std::shared_ptr<StateStore> store_ =
+      make_tiered_store({MemoryStore::on_device(device_), MemoryStore::on_host(device_)});
 };
 
 TEST_F(TieredStoreTest, NothingIsLeftWhereTheSecondTierHasNoRoom) {
@@ -31,20 +30,20 @@ TEST_F(TieredStoreTest, NothingIsLeftWhereTheSecondTierHasNoRoom) {
   EXPECT_EQ(held(memory::Tier::kHost), 0_B);
   const std::vector<BlockId> blocks = add(4096_B, 8192_B);
   EXPECT_EQ(blocks, (std::vector<BlockId>{0, 1, 2}));
-  EXPECT_EQ(store_.size_of(blocks[1]), 8192_B);
+  EXPECT_EQ(store_->size_of(blocks[1]), 8192_B);
   EXPECT_EQ(held(memory::Tier::kDevice), 8192_B);
   EXPECT_THROW(add(4096_B, 4096_B), OutOfMemoryError);
   EXPECT_EQ(held(memory::Tier::kDevice), 8192_B);
-  EXPECT_EQ(store_.fetch(blocks[2], Access::kRead)->bytes().size(), 4096U);
+  EXPECT_EQ(store_->fetch(blocks[2], Access::kRead)->bytes().size(), 4096U);
 }
 
 TEST_F(TieredStoreTest, TakesBackFromEveryTier) {
   const std::vector<BlockId> stay = add(64_B, 64_B);
-  store_.take_back(add(4096_B, 4096_B));
+  store_->take_back(add(4096_B, 4096_B));
   EXPECT_EQ(held(memory::Tier::kDevice), 128_B);
   EXPECT_EQ(held(memory::Tier::kHost), 64_B);
   EXPECT_EQ(add(128_B, 128_B), (std::vector<BlockId>{3, 4, 5}));
-  EXPECT_EQ(store_.size_of(stay[1]), 64_B);
+  EXPECT_EQ(store_->size_of(stay[1]), 64_B);
 }
 
 }  // namespace

@@ -4,9 +4,9 @@
 #include <utility>
 
 #include "strata/base/error.h"
-#include "strata/engine/gather/scope_needs.h"
-#include "strata/engine/optimize/make_optimizer.h"
-#include "strata/engine/unit/consistency.h"
+#include "strata/engine/gather/gatherer.h"
+#include "strata/engine/optimize/sharded_optimizer.h"
+#include "strata/engine/unit/agreement.h"
 
 namespace strata::engine {
 namespace {
@@ -66,7 +66,6 @@ Engine::Engine(std::span<const plan::ParamSpec> params, const plan::ModelPlan& p
       optimizer_(make_optimizer(optimizer, options_.moment_dtype, shards_, *device_,
                                 *stores_.states, recorder_)),
       update_(weights_, gatherer_, recorder_, *collectives_, *device_),
-      unfreezing_(weights_, reducer_, shards_, optimizer_.get(), *collectives_),
       state_offload_(weights_, gatherer_, reducer_, optimizer_.get(), stores_, *collectives_,
                      *device_, pass_) {
   if (!plan.scopes.empty()) gatherer_.expect(expected_uses(plan.scopes));

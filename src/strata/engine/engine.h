@@ -30,18 +30,15 @@
 #include "strata/comm/collectives.h"
 #include "strata/device/device.h"
 #include "strata/engine/gather/gatherer.h"
-#include "strata/engine/optimize/optimizer_shards.h"
-#include "strata/engine/optimize/update_rule.h"
+#include "strata/engine/optimize/sharded_optimizer.h"
 #include "strata/engine/pass_state.h"
 #include "strata/engine/record/init_report.h"
 #include "strata/engine/record/links.h"
 #include "strata/engine/record/step_recorder.h"
-#include "strata/engine/record/step_report.h"
 #include "strata/engine/record/step_trace.h"
 #include "strata/engine/reduce/gradient_check.h"
 #include "strata/engine/reduce/reducer.h"
 #include "strata/engine/state_offload.h"
-#include "strata/engine/unfreezing.h"
 #include "strata/engine/unit/engine_options.h"
 #include "strata/engine/unit/weights.h"
 #include "strata/engine/weight_update.h"
@@ -87,8 +84,13 @@ class Engine {
   void loading_failed(std::string_view cause) { pass_.fail_loading(cause); }
   // Throws UsageError if an update or a load has failed half-way, with no load since.
   void require_intact_weights() const { pass_.require_intact_weights(); }
-  StateOffload& parking() { return state_offload_; }  // lends the memory of states for a while
-  Unfreezing& unfreezing() { return unfreezing_; }    // after finish_step()
+  StateOffload& state_offload() {
+    return state_offload_;
+  }  // lends the memory of states for a while
+  // After finish_step(): trains parameters that were frozen.
+  void train_frozen(std::span<const int> params) {
+    engine::train_frozen(params, weights_, reducer_, shards_, optimizer_.get(), *collectives_);
+  }
 
   // --- the pass ---
   Gatherer& gatherer() { return gatherer_; }
@@ -168,7 +170,6 @@ class Engine {
   std::unique_ptr<ShardedOptimizer> optimizer_;
   WeightUpdate update_;
   PassState pass_;
-  Unfreezing unfreezing_;
   StateOffload state_offload_;
   FirstError abandoned_;  // of abandon_backward(), until it is thrown
 };

@@ -3,7 +3,6 @@
 #include <utility>
 
 #include "strata/base/error.h"
-#include "strata/engine/missing_backward.h"
 
 namespace strata::engine {
 namespace {

@@ -16,7 +16,17 @@
 #include <string>
 #include <string_view>
 
+#include "strata/base/error.h"
+
 namespace strata::engine {
+
+// The error of a step() without a backward pass since the last step(): nothing has changed then. It
+// has a class of its own, since a script may end a step twice (engine.step() and optimizer.step()),
+// and the engine's caller tells that from a mistake. Plain value.
+class MissingBackward : public UsageError {
+ public:
+  using UsageError::UsageError;
+};
 
 class PassState {
  public:

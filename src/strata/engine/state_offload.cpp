@@ -1,30 +1,45 @@
 #include "strata/engine/state_offload.h"
 
 #include <fmt/core.h>
+#include <fmt/ranges.h>
+
+#include <vector>
 
 #include "strata/base/error.h"
 #include "strata/engine/unit/agreement.h"
-#include "strata/engine/unit/consistency.h"
 
 namespace strata::engine {
 namespace {
 
+constexpr std::pair<bool StateSet::*, std::string_view> kStates[] = {
+    {&StateSet::moments, "optim_states"},
+    {&StateSet::masters, "hp_params"},
+    {&StateSet::weights, "lp_params"},
+    {&StateSet::gradients, "lp_grads"},
+    {&StateSet::gradient_buffers, "contiguous_grad_buffer"},
+};
 constexpr std::string_view kOffloading = "moving states to the host";
 constexpr std::string_view kReloading = "bringing states back from the host";
 
 }  // namespace
 
+StateSet& StateSet::operator|=(const StateSet& others) {
+  for (const auto& [state, name] : kStates) this->*state |= others.*state;
+  return *this;
+}
+
+StateSet StateSet::without(const StateSet& others) const {
+  StateSet result = *this;
+  for (const auto& [state, name] : kStates) result.*state &= !(others.*state);
+  return result;
+}
+
 std::string StateSet::text() const {
-  std::string names;
-  const auto add = [&](bool has, std::string_view name) {
-    if (has) names += fmt::format("{}{}", names.empty() ? "" : ", ", name);
-  };
-  add(moments, "optim_states");
-  add(masters, "hp_params");
-  add(weights, "lp_params");
-  add(gradients, "lp_grads");
-  add(gradient_buffers, "contiguous_grad_buffer");
-  return names;
+  std::vector<std::string_view> names;
+  for (const auto& [state, name] : kStates) {
+    if (this->*state) names.push_back(name);
+  }
+  return fmt::format("{}", fmt::join(names, ", "));
 }
 
 void StateOffload::require_no_pass() const {
@@ -37,15 +52,10 @@ void StateOffload::require_no_pass() const {
 bool StateOffload::offload_states(const StateSet& states, bool pinned) {
   require_no_pass();
   agree_on_text(collectives_, "offload_states()", states.text());
-  StateSet moving = states;
+  StateSet moving = states.without(away_);
   double can = weights_.can_offload() ? 1.0 : 0.0;
   collectives_.all_reduce({&can, 1}, comm::ReduceOp::kMin);
   if (can == 0.0) moving.weights = false;
-  moving.moments = moving.moments && !away_.moments;
-  moving.masters = moving.masters && !away_.masters;
-  moving.weights = moving.weights && !away_.weights;
-  moving.gradients = moving.gradients && !away_.gradients;
-  moving.gradient_buffers = moving.gradient_buffers && !away_.gradient_buffers;
   if (moving.any()) {
     let_go_of_weights(moving.weights);
     offload_memory(moving, pinned);
@@ -65,10 +75,9 @@ void StateOffload::let_go_of_weights(bool they_move) {
 }
 
 void StateOffload::offload_memory(const StateSet& moving, bool pinned) {
-  away_.moments |= moving.moments;
-  away_.masters |= moving.masters;
-  away_.gradients |= moving.gradients;
-  away_.gradient_buffers |= moving.gradient_buffers;
+  StateSet tried = moving;
+  tried.weights = false;  // they stay if this fails
+  away_ |= tried;
   try {
     agree_after(collectives_, kOffloading, [&] {
       if (outside_.offload_states) outside_.offload_states(moving, pinned);

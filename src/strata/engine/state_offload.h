@@ -21,7 +21,7 @@
 #include "strata/comm/collectives.h"
 #include "strata/device/device.h"
 #include "strata/engine/gather/gatherer.h"
-#include "strata/engine/optimize/optimizer_shards.h"
+#include "strata/engine/optimize/sharded_optimizer.h"
 #include "strata/engine/pass_state.h"
 #include "strata/engine/reduce/reducer.h"
 #include "strata/engine/unit/weights.h"
@@ -36,7 +36,10 @@ struct StateSet {
   bool gradients = false;         // lp_grads: reduced ones
   bool gradient_buffers = false;  // contiguous_grad_buffer: gradients on their way there
 
-  bool any() const { return moments || masters || weights || gradients || gradient_buffers; }
+  bool any() const { return *this != StateSet(); }
+  bool operator==(const StateSet&) const = default;
+  StateSet& operator|=(const StateSet& others);
+  StateSet without(const StateSet& others) const;
   std::string text() const;  // their names; "" for none
 };
 

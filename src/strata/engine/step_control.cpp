@@ -124,7 +124,7 @@ void StepControl::abandon_backward() noexcept {
 }
 
 void StepControl::read_gradients(int unit, const WholeGradients::Take& take) {
-  engine_.parking().require_for_backward("reading a gradient");
+  engine_.state_offload().require_for_backward("reading a gradient");
   engine_.finish_step();
   const ShardedOptimizer* const optimizer = engine_.optimizer();
   engine_.gradient_check().read(unit, half_precision_,
@@ -133,7 +133,7 @@ void StepControl::read_gradients(int unit, const WholeGradients::Take& take) {
 
 std::optional<StepResult> StepControl::step(std::span<const GroupScalars> groups) {
   const bool boundary = ends_step();
-  if (boundary) engine_.parking().require_all("step()");  // before anything has changed
+  if (boundary) engine_.state_offload().require_all("step()");  // before anything has changed
   engine_.end_micro_step();
   ++micro_steps_;
   micro_batches_ += counts_ ? 1 : passes_;

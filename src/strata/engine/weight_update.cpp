@@ -5,7 +5,6 @@
 
 #include "strata/base/error.h"
 #include "strata/engine/unit/agreement.h"
-#include "strata/engine/unit/unit_numbers.h"
 
 namespace strata::engine {
 namespace {

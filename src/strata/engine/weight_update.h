@@ -18,7 +18,7 @@
 #include "strata/comm/collectives.h"
 #include "strata/device/device.h"
 #include "strata/engine/gather/gatherer.h"
-#include "strata/engine/optimize/optimizer_shards.h"
+#include "strata/engine/optimize/sharded_optimizer.h"
 #include "strata/engine/record/step_recorder.h"
 #include "strata/engine/unit/weights.h"
 
@@ -52,7 +52,7 @@ class WeightUpdate {
                                    const GradientScale& scale);
   void agree_on(const std::exception_ptr& mine);
   void bring_new_shards();
-  const Unit& unit(int index) const { return weights_.units()[static_cast<std::size_t>(index)]; }
+  const Unit& unit(int index) const { return nth(weights_.units(), index); }
 
   Weights& weights_;
   Gatherer& gatherer_;

@@ -8,7 +8,7 @@
 #include "strata/checkpoint/ring.h"
 #include "strata/engine/checkpoint/training_saver.h"
 #include "strata/engine/optimize/external_optimizer.h"
-#include "strata/engine/optimize/staging_need.h"
+#include "strata/engine/unit/engine_options.h"
 #include "strata/forecast/dry_device.h"
 #include "strata/forecast/dry_model.h"
 #include "strata/offload/make_store.h"

@@ -1,23 +1,103 @@
-// The file behind the blocks of a store on a drive: one range of bytes that begins at 0 and grows.
-// It is read and written at multiples of 4 KiB. The bytes lie in one file, or in several files on
-// as many drives.
-// Threads: one at a time. Ownership: the BlockFile outlives its transfers, as io::IoEngine
-// requires. Errors: OutOfMemoryError from grow(); IoError from the transfers.
+// The file behind the blocks of a store on a drive (BlockFile), and how fast its drives are. The
+// bytes lie in one file, or in several files on as many drives (DriveFile).
+//
+// Threads: one at a time. Ownership: a DriveFile owns its file and folder; the folder is removed
+// after the file. The BlockFile outlives its transfers, as io::IoEngine requires. Errors:
+// OutOfMemoryError from grow(); IoError.
 #pragma once
+
+#include <sys/types.h>
 
 #include <cstring>
 #include <memory>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "strata/base/units.h"
+#include "strata/io/file.h"
 #include "strata/io/io_engine.h"
-#include "strata/offload/store_counts.h"
-#include "strata/offload/swap_folder.h"
+#include "strata/offload/state_store.h"
 
 namespace strata::offload {
 
+// A rank's own folder for states on a drive, below a path that users name. It is private to its
+// user, locked while its rank lives, and removed at the end. Two jobs may use one path; each makes
+// its own folders. The next job of the same user removes the folders of killed jobs: a folder
+// without a held lock has no owner any more. A network file system may not show locks of other
+// hosts, so there a job removes only leftovers of its own host.
+// Threads: one. Ownership: owns the folder; its users close their files in it first. Errors:
+// IoError for an unusable path. A leftover that cannot be removed is no error.
+class SwapFolder {
+ public:
+  // `path`: an existing folder. Making it could fill another drive when the named one is not
+  // mounted.
+  SwapFolder(const std::string& path, int rank);
+  ~SwapFolder();
+  SwapFolder(const SwapFolder&) = delete;
+  SwapFolder& operator=(const SwapFolder&) = delete;
+
+  const std::string& path() const { return folder_; }  // its own, absolute
+
+  enum class Medium { kDrive, kMemory, kNetwork };
+  Medium medium() const { return medium_; }
+  std::string_view file_system() const { return file_system_; }  // "tmpfs"; empty: not a known one
+  // The number of folders of ended jobs that were removed.
+  int removed() const { return removed_; }
+  // A message for users, shown once, if the path is not on a drive; empty otherwise.
+  std::string warning() const;
+
+ private:
+  bool make(int rank);
+  void remove_leftovers();
+  bool remove_leftover(const std::string& folder) const;
+
+  std::string root_;
+  std::string folder_;
+  io::FileLock lock_;
+  Medium medium_ = Medium::kDrive;
+  std::string_view file_system_;
+  bool locks_ = true;  // whether the file system has them
+  int removed_ = 0;
+  pid_t owner_ = 0;  // a process that was forked removes nothing
+};
+
+// One file on a drive that takes its space before it is used.
+class DriveFile {
+ public:
+  // Makes the file, which only its owner may read. `folder`: null where another object keeps the
+  // folder.
+  DriveFile(const std::string& path, std::unique_ptr<SwapFolder> folder)
+      : folder_(std::move(folder)), file_(io::File(path, io::File::Mode::kCreateNew).direct()) {}
+
+  const io::File& file() const { return file_; }
+  Bytes size() const { return size_; }
+
+  // Takes space until the file has `size` bytes in all. When it throws, the file has the same space
+  // as before.
+  void grow(Bytes size);
+  void count_written(Bytes bytes) { written_ += bytes; }
+  // Counted for the folder that users named: the parent of the rank's own folder.
+  DriveWrites drive_writes() const;
+  // Gives back the space beyond; no transfer is under way there.
+  void shrink(Bytes size) noexcept;
+
+ private:
+  Bytes free_bytes() const;
+  [[noreturn]] void refuse(Bytes more, Bytes free, int code) const;
+
+  std::unique_ptr<SwapFolder> folder_;
+  io::File file_;
+  Bytes size_;
+  Bytes written_;
+};
+
+// The bytes a second at which a drive reads and writes in turns, measured with some megabytes that
+// the file has for a moment.
+double measure_speed(DriveFile& drive, io::IoEngine& io);
+
+// One range of bytes that begins at 0 and grows. It is read and written at multiples of 4 KiB.
 class BlockFile {
  public:
   virtual ~BlockFile() = default;
@@ -33,7 +113,7 @@ class BlockFile {
   // engine.
   virtual void expect_memory(std::span<std::byte> /*memory*/) {}
   // One entry for each folder in which the file lies.
-  virtual std::vector<DriveWrites> wear() const { return {}; }
+  virtual std::vector<DriveWrites> drive_writes() const { return {}; }
 };
 
 // Makes a file at this path, which only its owner may read. Transfers bypass the page cache where
@@ -45,5 +125,14 @@ std::unique_ptr<BlockFile> make_block_file(std::shared_ptr<io::IoEngine> io,
 // bytes (io/striping.h).
 std::unique_ptr<BlockFile> make_block_file(std::shared_ptr<io::IoEngine> io,
                                            std::vector<std::unique_ptr<SwapFolder>> folders);
+
+// Measures how fast a drive is: it writes 8 to 32 MiB past the end of the store's data and reads
+// them back, with several transfers at once, as the store does. Reports compare a run's speed with
+// the result. So the measurement takes only some hundredths of a second, and shows the drive's
+// speed at that moment. A drive with a cache of its own, or with a budget for bursts, may not
+// sustain it; and the share of other users is missing from it.
+// Memory: some megabytes while it runs. Errors: OutOfMemoryError where the drive is full; IoError.
+// `begin`: a multiple of 4 KiB. The file holds no data from there on.
+DriveLimit measure_drive(BlockFile& file, Bytes begin);
 
 }  // namespace strata::offload

@@ -18,7 +18,6 @@
 #include <span>
 
 #include "strata/device/device.h"
-#include "strata/offload/link_watch.h"
 #include "strata/offload/state_store.h"
 
 namespace strata::offload {

@@ -33,13 +33,18 @@ struct StatePlacement {
 struct MadeStores {
   std::shared_ptr<StateStore> states;
   std::shared_ptr<StateStore> weights;
-  std::string remark;  // what users should be told once; empty: nothing
+  std::string warning;  // what users should be told once; empty: nothing
 };
 
 // Stores that use a drive stage through one arena, with the sum of their budgets: each may use the
 // room that the other does not need.
 MadeStores make_stores(const StatePlacement& states, const StatePlacement& weights,
                        device::Device& device, int rank);
+
+// A StateStore over several tiers: each block rests in the tier that it names (BlockSpec::tier), or
+// else in the first. Parts of several tiers may be fetched together; the rules about room apply to
+// each tier by itself. At least one store; each has a tier of its own.
+std::shared_ptr<StateStore> make_tiered_store(std::vector<std::shared_ptr<StateStore>> stores);
 
 // For a forecast's device, which computes nothing: the stores hold the same memory, and touch no
 // drive.

@@ -9,59 +9,20 @@
 #include "strata/base/error.h"
 #include "strata/memory/host_buffer.h"
 #include "strata/memory/ledger.h"
-#include "strata/offload/offloaded_copy.h"
-#include "strata/offload/pinned_memory.h"
+#include "strata/offload/host_memory.h"
 
 namespace strata::offload {
 namespace {
 
 constexpr Bytes kAlignment = 64_B;  // of a block in its buffer
 
-class PlainMemory final : public device::Memory {
- public:
-  PlainMemory(memory::HostBuffer buffer, memory::ByteBudget::Hold hold)
-      : buffer_(std::move(buffer)), hold_(std::move(hold)) {}
-  std::span<std::byte> bytes() override { return buffer_.bytes(); }
-
- private:
-  memory::HostBuffer buffer_;
-  memory::ByteBudget::Hold hold_;
-};
-
-class PinnedMemory final : public device::Memory {
- public:
-  PinnedMemory(std::unique_ptr<device::HostMemory> memory, memory::ByteBudget::Hold hold)
-      : memory_(std::move(memory)), hold_(std::move(hold)) {}
-  std::span<std::byte> bytes() override { return memory_->bytes(); }
-
- private:
-  std::unique_ptr<device::HostMemory> memory_;
-  memory::ByteBudget::Hold hold_;
-};
-
-// A limit given to the store, its part taken for one block; an empty hold where there is no limit.
-memory::ByteBudget::Hold take_part(const std::shared_ptr<memory::ByteBudget>& budget, Bytes bytes,
-                                   memory::Kind kind, const memory::Ledger* ledger) {
-  if (!budget) return {};
-  auto hold = budget->take(bytes);
-  if (!hold) {
-    throw OutOfMemoryError(fmt::format(
-        "the host store is out of memory ({}): {} wanted, {} left of its limit of {}; raise the "
-        "limit or "
-        "shard over more ranks; held: {}",
-        memory::name_of(kind), to_string(bytes), to_string(budget->left()),
-        to_string(budget->limit()), ledger != nullptr ? ledger->report() : "not counted"));
-  }
-  return std::move(*hold);
-}
-
 }  // namespace
 
 // The blocks of one kind that one add_all() added.
 struct MemoryStore::Buffer {
   memory::Kind kind;
-  std::unique_ptr<device::Memory> memory;  // null: parked
-  std::unique_ptr<OffloadedCopy> parked = nullptr;
+  std::unique_ptr<device::Memory> memory;  // null: offloaded
+  std::unique_ptr<OffloadedCopy> offloaded = nullptr;
   Bytes bytes = {};
 };
 
@@ -100,22 +61,9 @@ std::unique_ptr<MemoryStore> MemoryStore::on_device(device::Device& device) {
       new MemoryStore(memory::Tier::kDevice, std::move(allocate), &device));
 }
 
-std::unique_ptr<MemoryStore> MemoryStore::on_host(HostStoreOptions options) {
-  auto budget = options.memory_limit ? memory::ByteBudget::create(*options.memory_limit) : nullptr;
-  auto allocate = [options = std::move(options), budget = std::move(budget)](
-                      Bytes bytes, memory::Kind kind) -> std::unique_ptr<device::Memory> {
-    const bool of_device = options.device != nullptr;
-    const auto& ledger = of_device ? options.device->ledger() : options.ledger;
-    auto hold = take_part(budget, bytes, kind, ledger.get());
-    if (of_device) {
-      return std::make_unique<PinnedMemory>(pinned_memory(*options.device, bytes, kind),
-                                            std::move(hold));
-    }
-    memory::HostBuffer buffer(bytes, {.ledger = options.ledger,
-                                      .tier = memory::Tier::kHost,
-                                      .kind = kind,
-                                      .touch = options.touch});
-    return std::make_unique<PlainMemory>(std::move(buffer), std::move(hold));
+std::unique_ptr<MemoryStore> MemoryStore::on_host(device::Device& device) {
+  auto allocate = [&device](Bytes bytes, memory::Kind kind) {
+    return pinned_memory(device, bytes, kind);
   };
   return std::unique_ptr<MemoryStore>(
       new MemoryStore(memory::Tier::kHost, std::move(allocate), nullptr));
@@ -185,27 +133,22 @@ void MemoryStore::offload_states(memory::Kind kind, bool pinned) {
     if (block->buffer->kind == kind && !block->leased.empty())
       throw_leased(*block->leased.begin(), block->name);
   }
-  std::vector<std::pair<Buffer*, std::unique_ptr<OffloadedCopy>>> copies;
+  std::vector<OffloadedMemory> memory;
   for (const auto& buffer : buffers_) {
-    if (buffer->kind != kind || buffer->memory == nullptr) continue;
-    copies.emplace_back(buffer.get(),
-                        std::make_unique<OffloadedCopy>(*device_, buffer->bytes, kind, pinned));
+    if (buffer->kind == kind && buffer->memory != nullptr)
+      memory.push_back({buffer->memory->bytes(), &buffer->offloaded});
   }
-  for (auto& [buffer, copy] : copies) copy->take(buffer->memory->bytes());
-  device_->compute_stream().synchronize();
-  for (auto& [buffer, copy] : copies) {
-    buffer->parked = std::move(copy);
-    buffer->memory.reset();
+  offload_all(*device_, memory, kind, pinned);
+  for (const auto& buffer : buffers_) {
+    if (buffer->offloaded != nullptr) buffer->memory.reset();
   }
 }
 
 void MemoryStore::reload_states() {
   for (const auto& buffer : buffers_) {
-    if (buffer->parked == nullptr) continue;
+    if (buffer->offloaded == nullptr) continue;
     buffer->memory = allocate_(buffer->bytes, buffer->kind);
-    buffer->parked->give_back(buffer->memory->bytes());
-    device_->compute_stream().synchronize();
-    buffer->parked.reset();
+    reload(buffer->offloaded, buffer->memory->bytes());
   }
 }
 

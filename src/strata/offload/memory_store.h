@@ -4,7 +4,7 @@
 // its kernels read and write a lease in place, over the link, in the order of their stream.
 // Threads: one at a time. Ownership: the store owns the buffers; a lease keeps its own alive.
 // Errors: OutOfMemoryError from add_all(), also if the system does not let host memory be pinned;
-// UsageError for a part that does not exist, is leased already or is parked.
+// UsageError for a part that does not exist, is leased already or is offloaded.
 #pragma once
 
 #include <functional>
@@ -17,28 +17,14 @@
 #include "strata/device/device.h"
 #include "strata/offload/state_store.h"
 
-namespace strata {
-class ThreadPool;
-}
-
 namespace strata::offload {
-
-struct HostStoreOptions {
-  // Its kernels work on leases, and its ledger is charged; it outlives the store and its leases.
-  // Null: only the host works on leases.
-  device::Device* device = nullptr;
-  std::shared_ptr<memory::Ledger> ledger = nullptr;  // without a device; null: charged nowhere
-  std::optional<Bytes> memory_limit =
-      std::nullopt;  // the most that the store takes; nullopt: what there is
-  ThreadPool* touch =
-      nullptr;  // without a device: backs the pages of a block when it is added, with these threads
-};
 
 class MemoryStore final : public StateStore {
  public:
-  // `device` outlives the store and its leases.
+  // `device` outlives the store and its leases. Its kernels work on leases, and its ledger is
+  // charged.
   static std::unique_ptr<MemoryStore> on_device(device::Device& device);
-  static std::unique_ptr<MemoryStore> on_host(HostStoreOptions options);
+  static std::unique_ptr<MemoryStore> on_host(device::Device& device);
 
   memory::Tier tier() const override { return tier_; }
   std::vector<BlockId> add_all(std::vector<BlockSpec> blocks) override;
@@ -57,7 +43,7 @@ class MemoryStore final : public StateStore {
   // Makes zeroed memory, charged to the kind.
   using Allocate = std::function<std::unique_ptr<device::Memory>(Bytes, memory::Kind)>;
 
-  // `device`: the device whose memory can be parked; null: nothing can be parked.
+  // `device`: the device whose memory can be offloaded; null: nothing can be offloaded.
   MemoryStore(memory::Tier tier, Allocate allocate, device::Device* device);
   void require_fetchable(const Block& block, const Part& part) const;
   const std::shared_ptr<Block>& block_of(BlockId block) const;

@@ -36,22 +36,20 @@ std::vector<Bytes> sizes_of(std::span<const Part> parts) {
 
 }  // namespace
 
-// Keeps parts that are in memory from being evicted for the others of the same call.
-class PartCache::Claim {
+// Keeps parts that are in memory from eviction for the others of the same call.
+class PartCache::Reservation {
  public:
-  Claim(PartCache& cache, std::span<const Part> parts) : cache_(cache), parts_(parts) { set(true); }
-  ~Claim() { set(false); }
-  Claim(const Claim&) = delete;
-  Claim& operator=(const Claim&) = delete;
+  Reservation(PartCache& cache, std::span<const Part> parts) : cache_(cache), parts_(parts) {
+    set(true);
+  }
+  ~Reservation() { set(false); }
+  Reservation(const Reservation&) = delete;
+  Reservation& operator=(const Reservation&) = delete;
 
-  void set(bool claimed) const {
+  void set(bool reserved) const {
     for (const Part& part : parts_) {
-      const auto place = cache_.resident_.find(part);
-      if (!place || (*place)->claimed == claimed) continue;
-      (*place)->claimed = claimed;
-      const auto state = (*place)->state;
-      if (state == kCached || state == kEvictable || state == kReserved)
-        cache_.resident_.rest(*place);
+      if (const auto place = cache_.resident_.find(part))
+        cache_.resident_.reserve(*place, reserved);
     }
   }
 
@@ -78,10 +76,9 @@ std::span<std::byte> PartCache::bytes_of(Place place) {
 }
 
 void PartCache::flush() {
-  while (!resident_.in(kDraining).empty()) resident_.finish(resident_.in(kDraining).begin());
-  while (!resident_.in(kWriting).empty()) resident_.finish(resident_.in(kWriting).begin());
+  resident_.flush();
   if (blocks_->first_failure().empty()) return;
-  resident_.take_write_failure();  // this tells it
+  resident_.take_write_failure();  // the error below reports it
   throw IoError(blocks_->first_failure());
 }
 
@@ -90,7 +87,7 @@ bool PartCache::free_memory(StagingArena::Effort effort) {
   if (effort == kReadAgain) return evict_farthest();
   if (effort == kNone) {
     advance();
-    return evict_idle();
+    return evict_unpredicted();
   }
   for (const auto state : {kWriting, kDraining}) {
     if (resident_.in(state).empty()) continue;
@@ -100,88 +97,67 @@ bool PartCache::free_memory(StagingArena::Effort effort) {
   return false;
 }
 
-bool PartCache::evict_idle() {
-  ResidentParts::List& spare = resident_.in(kEvictable);
-  if (spare.empty()) return false;
-  const bool stale = round_ == 0 || now_ - spare.front().used > 2 * round_;
-  resident_.drop(stale ? spare.begin() : std::prev(spare.end()));
+bool PartCache::evict_unpredicted() {
+  const ResidentParts::List& evictable = resident_.in(kEvictable);
+  if (evictable.empty()) return false;
+  const bool stale = round_ == 0 || resident_.leases() - evictable.front().last_lease > 2 * round_;
+  resident_.evict(stale ? evictable.begin() : std::prev(evictable.end()));
   return true;
-}
-
-PartCache::Place PartCache::insert(const Part& part, memory::Extent extent) {
-  const Place place = resident_.insert(part, std::move(extent));
-  place->used = now_;
-  return place;
 }
 
 bool PartCache::evict_farthest() {
   std::optional<Place> farthest;
   for (const auto state : {kCached, kReading}) {
-    ResidentParts::List& list = resident_.in(state);
+    const ResidentParts::List& list = resident_.in(state);
     for (Place place = list.begin(); place != list.end(); ++place) {
-      if (!place->claimed && (!farthest || place->turn > (*farthest)->turn)) farthest = place;
+      if (!place->reserved && (!farthest || place->prediction > (*farthest)->prediction))
+        farthest = place;
     }
   }
   if (!farthest) return false;
-  resident_.expel(*farthest);
+  resident_.evict(*farthest);
   return true;
 }
 
-bool PartCache::expect(const Part& part) {
+bool PartCache::predict(const Part& part) {
   if (!blocks_->good(part.block)) return false;
   if (const auto there = resident_.find(part)) {
     const Place place = *there;
-    if (place->expected || place->claimed || place->state == kLeased) return false;
-    place->expected = true;
-    place->turn = ++turn_;
-    if (place->state == kEvictable) resident_.move(place, kCached);
+    if (place->predicted || place->reserved || place->state == kLeased) return false;
+    resident_.predict(place);
     return true;
   }
   if (!resident_.overlapping(part).empty()) return false;
   const Bytes pages = align_up(part.bytes(), kPartAlignment);
-  const Bytes ahead = resident_.ahead_bytes();
+  const Bytes ahead = resident_.prefetched_bytes();
   if (ahead.value > 0 && ahead + pages > arena_->ahead_share()) return false;
   auto extent = arena_->take_spare(pages, *this);
   if (!extent) return false;
-  const Place place = insert(part, std::move(*extent));
-  resident_.set_ahead(place, true);
-  place->expected = true;
-  place->turn = ++turn_;
-  resident_.fill(place);
+  resident_.prefetch(part, std::move(*extent));
   return true;
 }
 
 void PartCache::forget(const Part& part) {
-  const auto there = resident_.find(part);
-  if (!there) return;
-  (*there)->expected = false;
-  resident_.set_ahead(*there, false);
-  if ((*there)->state == kCached) resident_.move(*there, kEvictable);
+  if (const auto there = resident_.find(part)) resident_.forget(*there);
 }
 
 std::vector<PartCache::Place> PartCache::lease(std::span<const Part> parts) {
-  resident_.collect();
+  resident_.collect_writes();
   require_lendable(parts);
   const Stopwatch stopwatch(resident_.counts().seconds_waited);
   for (const Part& part : parts) {
     for (const Place place : resident_.overlapping(part)) {
-      if (place->part != part) resident_.expel(place);
+      if (place->part != part) resident_.evict(place);
     }
   }
-  const Claim claim(*this, parts);
+  const Reservation reservation(*this, parts);
   advance();
   const auto ready =
-      std::ranges::count_if(parts, [this](const Part& part) { return at_hand(part); });
-  take_room(parts, claim);
+      std::ranges::count_if(parts, [this](const Part& part) { return is_ready(part); });
+  read_missing(parts, reservation);
   std::vector<Place> places;
-  for (const Part& part : parts) places.push_back(await(part));
-  for (const Place place : places) {
-    place->claimed = false;
-    place->expected = false;
-    place->used = ++now_;
-    resident_.set_ahead(place, false);
-    resident_.move(place, kLeased);
-  }
+  for (const Part& part : parts) places.push_back(wait_for(part));
+  for (const Place place : places) resident_.lease(place);
   resident_.counts().parts += static_cast<std::int64_t>(parts.size());
   resident_.counts().parts_ready += ready;
   return places;
@@ -198,7 +174,7 @@ void PartCache::require_lendable(std::span<const Part> parts) {
   }
 }
 
-bool PartCache::at_hand(const Part& part) const {
+bool PartCache::is_ready(const Part& part) const {
   const auto place = resident_.find(part);
   if (!place) return !blocks_->written(part);
   return (*place)->state == kReserved ||
@@ -206,7 +182,7 @@ bool PartCache::at_hand(const Part& part) const {
 }
 
 // Takes room for the missing parts and starts reading them.
-void PartCache::take_room(std::span<const Part> parts, const Claim& claim) {
+void PartCache::read_missing(std::span<const Part> parts, const Reservation& reservation) {
   std::vector<Part> missing;
   std::ranges::copy_if(parts, std::back_inserter(missing),
                        [this](const Part& part) { return !resident_.find(part); });
@@ -215,22 +191,19 @@ void PartCache::take_room(std::span<const Part> parts, const Claim& claim) {
   if (!extents && missing.size() < parts.size()) {
     // The parts in memory fragment the free room. Without them, room for all parts is found
     // together.
-    claim.set(false);
+    reservation.set(false);
     for (const Part& part : parts) {
-      if (const auto place = resident_.find(part)) resident_.expel(*place);
+      if (const auto place = resident_.find(part)) resident_.evict(*place);
     }
     missing.assign(parts.begin(), parts.end());
     extents = arena_->take_together(sizes_of(missing), this);
   }
   if (!extents) throw_no_room(parts);
-  for (std::size_t i = 0; i < missing.size(); ++i) {
-    const Place place = insert(missing[i], std::move((*extents)[i]));
-    place->claimed = true;
-    resident_.fill(place);
-  }
+  for (std::size_t i = 0; i < missing.size(); ++i)
+    resident_.read_reserved(missing[i], std::move((*extents)[i]));
 }
 
-PartCache::Place PartCache::await(const Part& part) {
+PartCache::Place PartCache::wait_for(const Part& part) {
   while (true) {
     blocks_->require_good(part.block);
     const auto place = resident_.find(part);
@@ -254,10 +227,9 @@ void PartCache::throw_no_room(std::span<const Part> parts) {
 
 void PartCache::give_back(Place place, Access access,
                           std::unique_ptr<device::Event> used) noexcept {
-  if (access == Access::kReadWrite) place->changed = true;
   try {
     if (used == nullptr && device_.runs_ahead()) used = device_.compute_stream().record();
-    resident_.settle(place, std::move(used));
+    resident_.give_back(place, access, std::move(used));
   } catch (const std::exception& error) {
     resident_.lose_written(place, error.what());
   }

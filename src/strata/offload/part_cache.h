@@ -1,5 +1,6 @@
 // Lends parts of a drive's blocks in the staging arena. Parts that are prefetched, leased, being
-// written, or left from their last use share it. When the arena needs room, the cache first evicts
+// written, or left from their last use share it. This class decides which part gets memory;
+// ResidentParts changes the states. When the arena needs room, the cache first evicts
 // parts without a predicted use. Then it waits for a write to end. Last, it evicts the part with
 // the farthest predicted use.
 //
@@ -46,10 +47,10 @@ class PartCache final : public StagingArena::Holder {
   // Predicts a use of the part soon, after all uses predicted before. Begins to read it if there is
   // room beside the parts with a predicted use. False: there is none now, and none for a later part
   // either.
-  bool expect(const Part& part);
+  bool predict(const Part& part);
+  void forget(const Part& part);  // the part's use is not predicted any more
   // How many parts are leased from one use of a part to its next; 0: unknown.
   void set_round(std::int64_t parts) { round_ = parts; }
-  void forget(const Part& part);  // the part's use is not predicted any more
 
   void advance() { resident_.advance(); }
   void flush();
@@ -58,13 +59,12 @@ class PartCache final : public StagingArena::Holder {
   void watch(LinkWatch* watch) { resident_.watch(watch); }
 
  private:
-  class Claim;
+  class Reservation;
   void require_lendable(std::span<const Part> parts);
-  bool at_hand(const Part& part) const;
-  void take_room(std::span<const Part> parts, const Claim& claim);
-  Place await(const Part& part);
-  Place insert(const Part& part, memory::Extent extent);
-  bool evict_idle();
+  bool is_ready(const Part& part) const;
+  void read_missing(std::span<const Part> parts, const Reservation& reservation);
+  Place wait_for(const Part& part);
+  bool evict_unpredicted();
   bool evict_farthest();
   [[noreturn]] void throw_no_room(std::span<const Part> parts);
 
@@ -72,9 +72,7 @@ class PartCache final : public StagingArena::Holder {
   const std::shared_ptr<StagingArena> arena_;
   const std::shared_ptr<DriveBlocks> blocks_;
   ResidentParts resident_;
-  std::int64_t turn_ = 0;   // of the last that was expected
-  std::int64_t now_ = 0;    // parts that were lent
-  std::int64_t round_ = 0;  // 0: not known
+  std::int64_t round_ = 0;  // 0: unknown
 };
 
 }  // namespace strata::offload

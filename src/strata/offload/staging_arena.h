@@ -25,7 +25,7 @@
 
 #include "strata/device/device.h"
 #include "strata/memory/arena.h"
-#include "strata/offload/part.h"
+#include "strata/offload/state_store.h"
 
 namespace strata::offload {
 

@@ -18,24 +18,136 @@
 // throws an error of work beside the caller. UsageError.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
+#include <cstdint>
+#include <functional>
 #include <limits>
 #include <memory>
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "strata/base/units.h"
 #include "strata/device/device.h"
+#include "strata/io/io_engine.h"
 #include "strata/memory/ledger.h"
-#include "strata/offload/drive_limit.h"
-#include "strata/offload/link_watch.h"
-#include "strata/offload/part.h"
-#include "strata/offload/store_counts.h"
 
 namespace strata::offload {
+
+using BlockId = std::int32_t;
+
+// The unit of a drive's reads and writes: a part begins at a multiple of it, and ends at a multiple
+// or at the end of its block.
+inline constexpr Bytes kPartAlignment = 4_KiB;
+
+// Bytes [begin, end) of a block: the bytes of one lease. Where blocks are larger than their staging
+// memory, a caller works on one part after the other. A caller that works on several blocks takes
+// the parts that hold the same elements.
+struct Part {
+  BlockId block = -1;
+  Bytes begin;
+  Bytes end;
+
+  constexpr Bytes bytes() const { return end - begin; }
+  // Whether both have a byte in common.
+  constexpr bool overlaps(const Part& other) const {
+    return block == other.block && std::max(begin, other.begin) < std::min(end, other.end);
+  }
+  constexpr bool operator==(const Part&) const = default;
+  constexpr bool operator<(const Part& other) const {
+    return std::tie(block, begin, end) < std::tie(other.block, other.begin, other.end);
+  }
+};
+
+// Throws unless `part` lies in the block of this name and size.
+void require_part(const Part& part, std::string_view name, Bytes size);
+// Throws if two of them overlap.
+void require_apart(std::span<const Part> parts);
+
+// Throws the error of a fetch that overlaps `leased`, a part of the block of this name.
+[[noreturn]] void throw_leased(const Part& leased, std::string_view name);
+
+// How many elements to work on at once, where several blocks hold something of each element.
+// `bits`: what an element takes in each block (32 for fp32, 1 for a flag), powers of two. The
+// result is as large as `budget` (StateStore::lease_budget()) allows. A part that begins at a
+// multiple of it begins at a multiple of kPartAlignment in every block. So it is at least the
+// number of elements in one page of the block with the fewest bits, even if the budget is smaller.
+Numel elements_at_once(std::span<const int> bits, Bytes budget);
+
+// Receives a notification of each transfer over a rank's links: copies between the host and a
+// separate device, and transfers of drives. The code that queues a copy or begins a transfer
+// notifies this class, at one place for each kind. This base class ignores all notifications.
+// Ownership: outlives its callers. Errors: those of the calls that it is given.
+
+enum class Link : std::uint8_t {
+  kUp,    // from the host to the device
+  kDown,  // from the device to the host
+  kRead,  // from drives
+  kWrite,
+};
+inline constexpr int kLinkCount = 4;
+
+class LinkWatch {
+ public:
+  using Call = std::function<void()>;
+
+  virtual ~LinkWatch() = default;
+  // Calls `queue`, which queues work in `stream` that moves `bytes` up or down: a copy, or a kernel
+  // that works on the host's memory.
+  virtual void copy(Link /*link*/, Bytes /*bytes*/, device::Stream& /*stream*/, const Call& queue) {
+    queue();
+  }
+  // Calls `wait`, which makes the compute stream wait for such copies.
+  virtual void await_copies(const Call& wait) { wait(); }
+  // A drive has completed a transfer.
+  virtual void record_transfer(Link /*link*/, Bytes /*bytes*/, const io::TransferTimes& /*times*/) {
+  }
+};
+
+// The bytes and transfers of a StateStore, for reports. They count from the store's start, so the
+// difference of two gives a step's or a run's share. `written` is the total of bytes written to the
+// drive. A value; safe everywhere.
+struct StoreCounts {
+  std::int64_t parts = 0;        // lent
+  std::int64_t parts_ready = 0;  // of them: those that were in memory when they were asked for
+  std::int64_t reads = 0;        // transfers from the drive, also of what was read ahead in vain
+  std::int64_t writes = 0;       // transfers to it
+  Bytes read;                    // whole pages
+  Bytes written;                 // whole pages
+  double seconds_waited = 0.0;   // in fetch(): for reads, and for room in memory
+
+  // Adds `other` to each count, `sign` times.
+  StoreCounts& add(const StoreCounts& other, int sign = 1) {
+    parts += other.parts * sign;
+    parts_ready += other.parts_ready * sign;
+    reads += other.reads * sign;
+    writes += other.writes * sign;
+    read += other.read * sign;
+    written += other.written * sign;
+    seconds_waited += other.seconds_waited * sign;
+    return *this;
+  }
+  StoreCounts operator-(const StoreCounts& before) const {
+    return StoreCounts(*this).add(before, -1);
+  }
+};
+
+// All bytes written to a folder since the start, by any caller.
+struct DriveWrites {
+  std::string folder;
+  Bytes written;
+};
+
+// The best speed of a store's drives that a short measurement found (block_file.h).
+struct DriveLimit {
+  double read_gb_per_s = 0.0;  // 0: not measured
+  double write_gb_per_s = 0.0;
+};
 
 enum class Access { kRead, kReadWrite };
 
@@ -43,7 +155,7 @@ struct BlockSpec {
   std::string name;
   Bytes bytes;
   memory::Kind kind;
-  std::optional<memory::Tier> tier = std::nullopt;  // in a store of several (tiered_store.h)
+  std::optional<memory::Tier> tier = std::nullopt;  // in a store of several (TieredStore)
 };
 
 // Borrowed memory of one part. The destructor gives it back; after kReadWrite the store keeps its
@@ -97,18 +209,19 @@ class StateStore {
 
   // Frees the device memory of blocks of this kind before it returns; their content is on the host,
   // in pinned memory if `pinned`. Until reload_states(), a fetch of such a block is a UsageError.
-  // Parked blocks stay parked. Throws OutOfMemoryError, and UsageError if one of the blocks is
-  // leased: nothing has changed then.
+  // Offloaded blocks stay offloaded. Throws OutOfMemoryError, and UsageError if one of the blocks
+  // is leased: nothing has changed then.
   virtual void offload_states(memory::Kind /*kind*/, bool /*pinned*/) {}
-  // Brings all parked blocks back, with the same bits; their leases may have other addresses than
-  // before. Throws OutOfMemoryError: the rest stays parked, and a later call may bring it back.
+  // Brings all offloaded blocks back, with the same bits; their leases may have other addresses
+  // than before. Throws OutOfMemoryError: the rest stays offloaded, and a later call may bring it
+  // back.
   virtual void reload_states() {}
   virtual StoreCounts counts() const { return {}; }
 
   // --- drives; stores in memory have nothing to report ---
   // The store notifies `watch` of transfers; null ends that.
   virtual void watch(LinkWatch* /*watch*/) {}
-  virtual std::vector<DriveWrites> wear() const { return {}; }
+  virtual std::vector<DriveWrites> drive_writes() const { return {}; }
   // Measures the drives in some hundredths of a second, and waits for no transfer under way. Errors
   // as measure_drive() says.
   virtual DriveLimit measure_drives() { return {}; }

@@ -3,7 +3,7 @@
 #include <gmock/gmock.h>
 
 #include "strata/device/cpu_device.h"
-#include "strata/engine/record/link_speed.h"
+#include "strata/engine/record/links.h"
 
 namespace strata::engine {
 namespace {

@@ -7,7 +7,6 @@
 #include "offload/late_file.h"
 #include "offload/store_harness.h"
 #include "strata/engine/optimize/adam_optimizer.h"
-#include "strata/engine/record/link_speed.h"
 #include "strata/offload/nvme_store.h"
 
 namespace strata::engine::fake {
@@ -115,8 +114,8 @@ TEST(LinkReport, HasWhatTheConfigurationImplies) {
   EXPECT_LT(report.uses[2].bytes, seen.held.pages);
   EXPECT_LE(report.uses[3].bytes, seen.held.pages + kTightStaging);
   EXPECT_GE(report.uses[3].bytes, seen.held.pages - kTightStaging);
-  ASSERT_EQ(report.wear.size(), 1U);
-  EXPECT_EQ(report.wear[0].folder, "/drive");
+  ASSERT_EQ(report.drive_writes.size(), 1U);
+  EXPECT_EQ(report.drive_writes[0].folder, "/drive");
   EXPECT_GT(report.parts, 0);
   EXPECT_LE(report.parts_ready, report.parts);
   EXPECT_GE(report.fetch_wait, 0.0);
@@ -148,7 +147,7 @@ TEST(LinkReport, HasNoDrivesWhereNoneAreUsedAndNoCopiesWhereHostAndDeviceAreOne)
   const LinkReport host =
       train(options_with(Tier::kHost, comm::conformance::late_device(0)), true).after.links.value();
   EXPECT_EQ(links_of(host), (std::vector{Link::kUp, Link::kDown}));
-  EXPECT_TRUE(host.wear.empty());
+  EXPECT_TRUE(host.drive_writes.empty());
   const Seen cpu = train(options_with(Tier::kNvme, nullptr), true);
   EXPECT_EQ(links_of(cpu.after.links.value()), (std::vector{Link::kRead, Link::kWrite}));
   EXPECT_FALSE(cpu.after.links->copy_wait);
@@ -157,7 +156,8 @@ TEST(LinkReport, HasNoDrivesWhereNoneAreUsedAndNoCopiesWhereHostAndDeviceAreOne)
 
 TEST(LinkReport, WearGrowsByWhatAStepWrites) {
   const Seen seen = train(options_with(Tier::kNvme, nullptr), false);
-  const Bytes grown = seen.after.links->wear[0].written - seen.before.links->wear[0].written;
+  const Bytes grown =
+      seen.after.links->drive_writes[0].written - seen.before.links->drive_writes[0].written;
   // A write that is in flight at the end of a step begins in that step and counts in the next.
   EXPECT_LE(grown.value, (seen.held.pages + kTightStaging).value);
   EXPECT_GE(grown.value, (seen.held.pages - kTightStaging).value);

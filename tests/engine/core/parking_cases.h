@@ -36,15 +36,15 @@ inline void expect_parked(FakeRank& rank) {
 inline void go_away_and_come_back(FakeRank& rank, bool pinned) {
   const memory::Ledger& ledger = rank.ledger();
   const Bytes on_host = ledger.held(memory::Tier::kHost);
-  StateOffload& parking = rank.engine().parking();
-  ASSERT_TRUE(parking.offload_states({.moments = true, .gradients = true}, pinned));
-  EXPECT_EQ(parking.away().text(), "optim_states, lp_grads");
-  ASSERT_TRUE(parking.offload_states(kAllStates, pinned));
-  ASSERT_TRUE(parking.offload_states(kAllStates, pinned));
+  StateOffload& state_offload = rank.engine().state_offload();
+  ASSERT_TRUE(state_offload.offload_states({.moments = true, .gradients = true}, pinned));
+  EXPECT_EQ(state_offload.away().text(), "optim_states, lp_grads");
+  ASSERT_TRUE(state_offload.offload_states(kAllStates, pinned));
+  ASSERT_TRUE(state_offload.offload_states(kAllStates, pinned));
   expect_parked(rank);
-  parking.reload_states();
-  parking.reload_states();
-  EXPECT_FALSE(parking.away().any());
+  state_offload.reload_states();
+  state_offload.reload_states();
+  EXPECT_FALSE(state_offload.away().any());
   EXPECT_EQ(ledger.held(memory::Tier::kHost), on_host);
 }
 

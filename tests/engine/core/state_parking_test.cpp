@@ -41,13 +41,13 @@ TEST(StateOffload, LetsForwardAndBackwardRunWithoutOptimizerStates) {
     options.engine.stage = 3;
     FakeRank rank(model, options, std::move(collectives));
     rank.forward();
-    StateOffload& parking = rank.engine().parking();
-    ASSERT_TRUE(parking.offload_states({.moments = true, .masters = true}, true));
+    StateOffload& state_offload = rank.engine().state_offload();
+    ASSERT_TRUE(state_offload.offload_states({.moments = true, .masters = true}, true));
     add_all(rank, all_gradients(model, 0, 0, r), {}, /*boundary=*/true);
     EXPECT_THAT(
         testing::message_of<UsageError>([&] { rank.engine().step(groups_of(0), 1.0, false); }),
         ::testing::HasSubstr("away are optim_states, hp_params"));
-    parking.reload_states();
+    state_offload.reload_states();
     EXPECT_TRUE(rank.engine().step(groups_of(0), 1.0, false).applied);
   }));
 }
@@ -58,22 +58,23 @@ TEST(StateOffload, RefusesAUnitInUseAndABackwardPassAndOtherStatesOnOtherRanks) 
     RankOptions options;
     options.engine.stage = 3;
     FakeRank rank(model, options, std::move(collectives));
-    StateOffload& parking = rank.engine().parking();
-    const auto refusal = [&] { parking.offload_states(kAllStates, true); };
+    StateOffload& state_offload = rank.engine().state_offload();
+    const auto refusal = [&] { state_offload.offload_states(kAllStates, true); };
     if (r == 1) rank.gatherer().acquire(0);
     EXPECT_THAT(testing::message_of<UsageError>(refusal), ::testing::HasSubstr("rank 1"));
     if (r == 1) rank.gatherer().release(0);
-    EXPECT_FALSE(parking.away().any());
+    EXPECT_FALSE(state_offload.away().any());
     rank.forward();
     rank.engine().begin_backward(true);
     EXPECT_THAT(testing::message_of<UsageError>(refusal),
                 ::testing::HasSubstr("within a backward pass"));
     rank.engine().abandon_backward();
-    EXPECT_THAT(testing::message_of<ConfigError>(
-                    [&] { parking.offload_states({.moments = r == 0, .masters = r == 1}, true); }),
+    EXPECT_THAT(testing::message_of<ConfigError>([&] {
+                  state_offload.offload_states({.moments = r == 0, .masters = r == 1}, true);
+                }),
                 ::testing::HasSubstr("hp_params"));
-    parking.offload_states(kAllStates, true);
-    parking.reload_states();
+    state_offload.offload_states(kAllStates, true);
+    state_offload.reload_states();
   }));
 }
 
@@ -89,16 +90,16 @@ TEST(StateOffload, TellsEveryRankOfADeviceWithoutRoomAndComesBackLater) {
     add_all(rank, all_gradients(model, 0, 0, r), {}, /*boundary=*/true);
     ASSERT_TRUE(rank.engine().step(groups_of(0), 1.0, false).applied);
     const std::vector<std::byte> before = rank.weight(0);
-    StateOffload& parking = rank.engine().parking();
-    parking.offload_states(kAllStates, true);
+    StateOffload& state_offload = rank.engine().state_offload();
+    state_offload.offload_states(kAllStates, true);
     std::unique_ptr<device::Memory> others;
     if (r == 0)
       others = options.device->allocate(options.device->free_bytes(), memory::Kind::kStaging);
-    EXPECT_THROW(parking.reload_states(), OutOfMemoryError);
-    EXPECT_TRUE(parking.away().any());
+    EXPECT_THROW(state_offload.reload_states(), OutOfMemoryError);
+    EXPECT_TRUE(state_offload.away().any());
     EXPECT_THROW(rank.engine().begin_forward(), UsageError);
     others.reset();
-    parking.reload_states();
+    state_offload.reload_states();
     EXPECT_EQ(rank.weight(0), before);
     rank.forward();
     add_all(rank, all_gradients(model, 1, 0, r), {}, /*boundary=*/true);
@@ -114,11 +115,11 @@ TEST(StateOffload, ForgetsGradientsThatAreDroppedMeanwhile) {
     FakeRank rank(model, options, std::move(collectives));
     rank.forward();
     add_all(rank, all_gradients(model, 0, 0, r), {}, /*boundary=*/false);
-    StateOffload& parking = rank.engine().parking();
-    parking.offload_states(kAllStates, false);
+    StateOffload& state_offload = rank.engine().state_offload();
+    state_offload.offload_states(kAllStates, false);
     rank.engine().zero_gradients();
     EXPECT_EQ(rank.ledger().held(memory::Tier::kHost, memory::Kind::kGradientShards), 0_B);
-    parking.reload_states();
+    state_offload.reload_states();
     EXPECT_EQ(rank.ledger().held(memory::Tier::kDevice, memory::Kind::kGradientShards), 0_B);
     const std::vector<std::byte> before = rank.weight(0);
     rank.engine().step(groups_of(0), 1.0, false);

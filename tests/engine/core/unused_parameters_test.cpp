@@ -7,7 +7,7 @@
 
 #include "engine/core/training_step_cases.h"
 #include "strata/engine/optimize/external_optimizer.h"
-#include "strata/engine/reduce/packed_counts.h"
+#include "strata/engine/reduce/gradient_check.h"
 
 namespace strata::engine::fake {
 namespace {

@@ -250,7 +250,7 @@ void load_training(Engine& engine, const TrainingCheckpoint& checkpoint, const L
   std::optional<StateSources> sources;
   std::optional<format::WeightMap> map;
   engine.finish_step();
-  engine.parking().require_all("loading a checkpoint");
+  engine.state_offload().require_all("loading a checkpoint");
   agree_after(collectives, kLoadingTraining, [&] {
     if (request.strict) check_same_model(checkpoint, engine, request);
     sources.emplace(sources_of(engine, checkpoint, request));

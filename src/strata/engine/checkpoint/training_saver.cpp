@@ -111,7 +111,7 @@ AsyncSaver::Job::Job(Engine& engine, ShardStates& states, const SaveRequest& the
   agree_on_tag(collectives, request.tag);
   agree_after(collectives, kSavingTraining, [&] {
     engine.require_intact_weights();
-    engine.parking().require_all("saving a checkpoint");
+    engine.state_offload().require_all("saving a checkpoint");
     checkpoint::require_tag(request.tag);
     if (collectives.rank() == 0) checkpoint.emplace(request.folder, request.tag, calls);
   });

@@ -293,7 +293,7 @@ std::vector<GatherPoint> plan_gather_points(const Weights& weights, const format
 LoadedBytes load_weights_together(Engine& engine, const LoadSource& source,
                                   std::optional<Bytes> enough) {
   comm::Collectives& collectives = engine.collectives();
-  engine.parking().require_all("loading weights");
+  engine.state_offload().require_all("loading weights");
   // No rank stores before all ranks have released their gathered units.
   agree_after(collectives, kReading, [&] { engine.gatherer().invalidate(Changed::kAll); });
   bool agreeing = false;  // what is thrown meanwhile is thrown on every rank
@@ -326,7 +326,7 @@ LoadedBytes load_weights_together(Engine& engine, const LoadSource& source,
 
 void replay_weights(Engine& engine, std::span<const ParamRecipe> recipes, Bytes piece,
                     ThreadPool& threads) {
-  engine.parking().require_all("replaying constructors");
+  engine.state_offload().require_all("replaying constructors");
   agree_after(engine.collectives(), "replaying constructors", [&] {
     Weights& weights = engine.weights();
     checkpoint::TransferRing ring({kPieces, std::max(piece, 16_B)}, engine.device());

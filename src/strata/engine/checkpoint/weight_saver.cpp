@@ -66,7 +66,7 @@ WeightSaver::WeightSaver(Engine& engine, std::string folder, std::vector<SavedTe
   engine_.finish_step();  // what it has left to say is better said before a checkpoint
   agree_after(engine_.collectives(), kSaving, [&] {
     engine_.require_intact_weights();
-    engine_.parking().require_weights("saving weights");
+    engine_.state_offload().require_weights("saving weights");
     for (const SavedTensor& tensor : tensors_) check_tensor(tensor);
     plan_runs();
     Bytes largest;

@@ -223,13 +223,13 @@ void GatheredUnits::drop_what_is_not_reused_soon(int current) {
   std::vector<bool> soon(units_.size());
   Numel between;
   for (const int next : order_.upcoming()) {
-    soon[static_cast<std::size_t>(next)] = true;
+    nth(soon, next) = true;
     if (next != current) between += unit(next).layout.used();
     if (between > *bounds_.max_reuse) break;
   }
   for (const Unit& u : units_) {
     const bool idle = !u.whole && gathered(u.id) && !pinned(u.id);
-    if (idle && !soon[static_cast<std::size_t>(u.id)]) drop(u.id);
+    if (idle && !nth(soon, u.id)) drop(u.id);
   }
 }
 

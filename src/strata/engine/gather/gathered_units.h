@@ -21,7 +21,6 @@
 #include "strata/comm/collectives.h"
 #include "strata/device/device.h"
 #include "strata/engine/gather/gather_memory.h"
-#include "strata/engine/gather/shard_gather.h"
 #include "strata/engine/record/step_recorder.h"
 #include "strata/engine/unit/unit.h"
 #include "strata/plan/fetch_order.h"
@@ -113,9 +112,9 @@ class GatheredUnits {
   void finish(int unit);
   void detach(int unit);
   int farthest(Bytes bytes, std::int64_t distance) const;
-  Slot& of(int unit) { return slots_[static_cast<std::size_t>(unit)]; }
-  const Slot& of(int unit) const { return slots_[static_cast<std::size_t>(unit)]; }
-  const Unit& unit(int index) const { return units_[static_cast<std::size_t>(index)]; }
+  Slot& of(int unit) { return nth(slots_, unit); }
+  const Slot& of(int unit) const { return nth(slots_, unit); }
+  const Unit& unit(int index) const { return nth(units_, index); }
 
   const std::vector<Unit>& units_;
   ShardGather gathers_;

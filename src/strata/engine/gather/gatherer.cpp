@@ -4,9 +4,48 @@
 #include <utility>
 
 #include "strata/base/error.h"
-#include "strata/offload/offloaded_copy.h"
+#include "strata/memory/host_buffer.h"
+#include "strata/offload/host_memory.h"
 
 namespace strata::engine {
+
+Bytes largest_scope(std::span<const plan::ScopeSpec> scopes, std::span<const Unit> units,
+                    ScopeUnits which) {
+  Bytes largest;
+  for (const plan::ScopeSpec& scope : scopes) {
+    Bytes bytes;
+    for (const int index : scope.units) {
+      const Unit& unit = nth(units, index);
+      if (which == ScopeUnits::kAll || !unit.whole)
+        bytes += align_up(unit.layout.flat_bytes(), memory::page_size());
+    }
+    largest = std::max(largest, bytes);
+  }
+  return largest;
+}
+
+Bytes fetched_together(const EngineOptions& options, std::span<const plan::ScopeSpec> scopes,
+                       std::span<const Unit> units) {
+  return options.fetches_scopes ? largest_scope(scopes, units, ScopeUnits::kSharded) : Bytes();
+}
+
+Bytes most_reducing(const EngineOptions& options, std::span<const Unit> units) {
+  const bool tiles = std::ranges::any_of(units, [](const Unit& unit) { return unit.spec.tile(); });
+  return tiles ? Bytes() : options.max_reducing;
+}
+
+std::vector<int> expected_uses(std::span<const plan::ScopeSpec> scopes) {
+  std::vector<int> uses;
+  for (const plan::ScopeSpec& scope : scopes) {
+    uses.insert(uses.end(), scope.units.begin(), scope.units.end());
+    uses.insert(uses.end(), scope.tiles.begin(), scope.tiles.end());
+  }
+  for (auto scope = scopes.rbegin(); scope != scopes.rend(); ++scope) {
+    uses.insert(uses.end(), scope->units.begin(), scope->units.end());
+    uses.insert(uses.end(), scope->tiles.rbegin(), scope->tiles.rend());
+  }
+  return uses;
+}
 
 Gatherer::Gatherer(std::vector<Unit>& units, const WeightShards& shards,
                    comm::Collectives& collectives, device::Device& device, ParameterViews& views,
@@ -30,7 +69,7 @@ void Gatherer::start_pass() {
 }
 
 bool Gatherer::gathered(int index) const {
-  if (unit(index).parked) return false;
+  if (unit(index).away) return false;
   return unit(index).whole ? whole_.is_complete(index) : gathered_.gathered(index);
 }
 
@@ -39,7 +78,7 @@ std::span<std::byte> Gatherer::flat(int index) const {
 }
 
 void Gatherer::acquire(int index) {
-  if (unit(index).parked)
+  if (unit(index).away)
     offload::throw_offloaded(fmt::format("unit '{}' of the weights", unit(index).name()));
   order_.record_use(index);
   gathered_.drop_idle_tiles(index);
@@ -117,8 +156,8 @@ std::vector<int> Gatherer::whole_units(Changed changed) const {
   std::vector<bool> listed(units_.size());
   const auto add = [&](int index) {
     const Unit& u = unit(index);
-    if (!u.whole || listed[static_cast<std::size_t>(index)]) return;
-    listed[static_cast<std::size_t>(index)] = true;
+    if (!u.whole || nth(listed, index)) return;
+    nth(listed, index) = true;
     if (changed == Changed::kAll || u.trainable()) result.push_back(index);
   };
   if (collectives_.traits().one_sided) std::ranges::for_each(order_.next_pass(), add);

@@ -27,10 +27,33 @@
 #include "strata/engine/gather/gathered_units.h"
 #include "strata/engine/gather/whole_units.h"
 #include "strata/engine/record/step_recorder.h"
+#include "strata/engine/unit/engine_options.h"
 #include "strata/engine/unit/unit.h"
 #include "strata/plan/fetch_order.h"
 
 namespace strata::engine {
+
+// The needs of a model's scopes: how much memory at once, and which units in which order. Pure
+// functions of the plan.
+
+// The most memory that the units of one scope take when they are whole.
+enum class ScopeUnits { kSharded, kAll };
+Bytes largest_scope(std::span<const plan::ScopeSpec> scopes, std::span<const Unit> units,
+                    ScopeUnits which);
+
+// The bytes that may be prefetched together despite other bounds: the units of a scope, or none.
+Bytes fetched_together(const EngineOptions& options, std::span<const plan::ScopeSpec> scopes,
+                       std::span<const Unit> units);
+
+// The bytes of gradients that may be under reduction before the next ones are written:
+// EngineOptions::max_reducing. With tiles it is 0, since the device has no room for more than the
+// gradient that is being written.
+Bytes most_reducing(const EngineOptions& options, std::span<const Unit> units);
+
+// The predicted order of the units' uses in the first pass: forward through the scopes, then
+// backward. Both times a scope's units come in their order, and then its tiles one by one,
+// backwards the second time.
+std::vector<int> expected_uses(std::span<const plan::ScopeSpec> scopes);
 
 // The shards that change: those of all units, or those that an optimizer step updates.
 enum class Changed { kAll, kTrainable };
@@ -107,7 +130,7 @@ class Gatherer {
  private:
   std::vector<int> whole_units(Changed changed) const;
   void prefetch();
-  const Unit& unit(int index) const { return units_[static_cast<std::size_t>(index)]; }
+  const Unit& unit(int index) const { return nth(units_, index); }
 
   std::vector<Unit>& units_;
   comm::Collectives& collectives_;

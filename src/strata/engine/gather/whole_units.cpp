@@ -22,7 +22,7 @@ WholeUnits::WholeUnits(const std::vector<Unit>& units, comm::Collectives& collec
 WholeUnits::~WholeUnits() {
   const std::lock_guard lock(mutex_);
   for (const Unit& u : units_) {
-    if (!u.whole || u.parked) continue;
+    if (!u.whole || u.away) continue;
     of(u.id).work.reset();  // waits
     try {
       if (views_.held(u.id)) {
@@ -37,7 +37,7 @@ WholeUnits::~WholeUnits() {
 
 bool WholeUnits::is_complete(int unit) const {
   const std::lock_guard lock(mutex_);
-  return slots_[static_cast<std::size_t>(unit)].work == nullptr;
+  return nth(slots_, unit).work == nullptr;
 }
 
 void WholeUnits::complete(int unit) {
@@ -56,12 +56,11 @@ void WholeUnits::finish(int unit, Slot& s) {
   recorder_.measure(Activity::kLazyGatherWait, unit, [&] { s.work->wait(); });
   recorder_.end(std::exchange(s.recording, nullptr));
   s.work.reset();
-  if (std::exchange(s.awaited, false))
-    views_.attach(unit, units_[static_cast<std::size_t>(unit)].resident);
+  if (std::exchange(s.awaited, false)) views_.attach(unit, nth(units_, unit).resident);
 }
 
 void WholeUnits::start(int index) {
-  const Unit& u = units_[static_cast<std::size_t>(index)];
+  const Unit& u = nth(units_, index);
   const std::lock_guard lock(mutex_);
   Slot& s = of(index);
   STRATA_ASSERT(u.whole && s.work == nullptr);

@@ -63,7 +63,7 @@ class WholeUnits {
     bool awaited = false;  // readers wait for it (ParameterViews::await())
   };
   void finish(int unit, Slot& slot);  // the mutex is held
-  Slot& of(int unit) { return slots_[static_cast<std::size_t>(unit)]; }
+  Slot& of(int unit) { return nth(slots_, unit); }
 
   const std::vector<Unit>& units_;
   comm::Collectives& collectives_;

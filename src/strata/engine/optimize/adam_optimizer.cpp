@@ -17,7 +17,7 @@ AdamOptimizer::AdamOptimizer(OptimizerShards& shards, device::Device& device,
       moments_(moments),
       missed_(static_cast<std::size_t>(shards.weights().param_count())) {
   for (const OptimizerShards::UnitShard& shard : shards.units()) {
-    const Unit& unit = shards.weights().units()[static_cast<std::size_t>(shard.unit)];
+    const Unit& unit = nth(shards.weights().units(), shard.unit);
     if (unit.layout.dtype() == DType::kFloat64) has_wide_weights_ = true;
   }
 }
@@ -31,7 +31,7 @@ void AdamOptimizer::prepare() {
 void AdamOptimizer::add_states(std::span<const OptimizerShards::UnitShard> shards) {
   std::vector<offload::BlockSpec> blocks;
   for (const OptimizerShards::UnitShard& shard : shards) {
-    const Unit& unit = shards_.weights().units()[static_cast<std::size_t>(shard.unit)];
+    const Unit& unit = nth(shards_.weights().units(), shard.unit);
     const Bytes bytes = bytes_of(unit.layout.shard(), moment_dtype(shard.unit));
     for (const char* const state : {".exp_avg", ".exp_avg_sq"})
       blocks.push_back(
@@ -43,9 +43,9 @@ void AdamOptimizer::add_states(std::span<const OptimizerShards::UnitShard> shard
 
 void AdamOptimizer::add(int unit, bool is_new) {
   if (!is_new) return;  // its states are there, and each step has left its parameter out
-  const Unit& of = shards_.weights().units()[static_cast<std::size_t>(unit)];
+  const Unit& of = nth(shards_.weights().units(), unit);
   if (of.layout.dtype() == DType::kFloat64) has_wide_weights_ = true;
-  for (const int param : of.spec.params) missed_[static_cast<std::size_t>(param)] = steps_;
+  for (const int param : of.spec.params) nth(missed_, param) = steps_;
   if (prepared()) add_states({&shards_.units()[shards_.index_of(unit)], 1});
   if (stage_ == nullptr) return;
   device_.compute_stream().synchronize();
@@ -65,7 +65,7 @@ void AdamOptimizer::make_stage() {
   if (!device_.runs_ahead()) return;
   Bytes largest;
   for (const OptimizerShards::UnitShard& shard : shards_.units()) {
-    const Unit& unit = shards_.weights().units()[static_cast<std::size_t>(shard.unit)];
+    const Unit& unit = nth(shards_.weights().units(), shard.unit);
     const Remote remote = remote_of(unit);
     Bytes bytes;
     if (remote.states) {
@@ -120,7 +120,7 @@ void AdamOptimizer::step(std::span<const GroupScalars> groups, const GradientSca
   prepare();
   ++steps_;
   left_out_ = shards_.gradients().left_out();
-  for (const int param : left_out_) ++missed_[static_cast<std::size_t>(param)];
+  for (const int param : left_out_) ++nth(missed_, param);
   for (const int unit : order(first)) {
     const std::size_t i = shards_.index_of(unit);
     if (shards_.gradients().filled(unit)) {
@@ -135,7 +135,7 @@ void AdamOptimizer::step(std::span<const GroupScalars> groups, const GradientSca
 
 void AdamOptimizer::forget_step() {
   --steps_;
-  for (const int param : left_out_) --missed_[static_cast<std::size_t>(param)];
+  for (const int param : left_out_) --nth(missed_, param);
   left_out_.clear();
 }
 
@@ -144,7 +144,7 @@ std::vector<AdamOptimizer::Run> AdamOptimizer::runs_of(
   std::vector<Run> runs;
   for (const plan::ParamSegment& segment : shard.segments) {
     if (shards_.gradients().left_out(segment.param)) continue;
-    const std::int64_t step = steps_ - missed_[static_cast<std::size_t>(segment.param)];
+    const std::int64_t step = steps_ - nth(missed_, segment.param);
     if (!runs.empty() && runs.back().end == segment.begin && runs.back().group == segment.group &&
         runs.back().step == step) {
       runs.back().end = segment.end;
@@ -158,7 +158,7 @@ std::vector<AdamOptimizer::Run> AdamOptimizer::runs_of(
 // The kernel writes 16-bit weights beside their masters, but no fp64 ones.
 void AdamOptimizer::round_wide_weights(const OptimizerShards::UnitShard& shard) {
   Weights& weights = shards_.weights();
-  const Unit& unit = weights.units()[static_cast<std::size_t>(shard.unit)];
+  const Unit& unit = nth(weights.units(), shard.unit);
   if (unit.layout.dtype() != DType::kFloat64) return;
   if (stage_ != nullptr) stage_->join();
   for (const Run& run : runs_of(shard)) weights.masters().round(shard.unit, run.begin, run.end);
@@ -169,7 +169,7 @@ void AdamOptimizer::update(const OptimizerShards::UnitShard& shard,
   const std::vector<Run> runs = runs_of(shard);
   if (runs.empty()) return;
   Weights& weights = shards_.weights();
-  const Unit& unit = weights.units()[static_cast<std::size_t>(shard.unit)];
+  const Unit& unit = nth(weights.units(), shard.unit);
   const std::span<const float> gradient = shards_.gradients().values(shard.unit);
   std::vector<StateBlock> blocks = weights.masters().blocks(shard.unit);
   blocks.push_back(moment_block(shard.unit, Moment::kFirst));
@@ -221,7 +221,7 @@ void AdamOptimizer::update_runs(const Unit& unit, std::span<const Run> runs,
     const Numel end = std::min(run.end, piece.end);
     if (begin >= end) continue;
     STRATA_ASSERT(static_cast<std::size_t>(run.group) < groups.size());
-    const GroupScalars& group = groups[static_cast<std::size_t>(run.group)];
+    const GroupScalars& group = nth(groups, run.group);
     const Numel at = begin - piece.begin;
     std::byte* const weight = piece.bytes.data() + bytes_of(at, unit.layout.dtype()).size();
     kernels::AdamSpans spans = spans_of(unit, range, weight, begin, end);

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "strata/device/device.h"
-#include "strata/engine/optimize/optimizer_shards.h"
+#include "strata/engine/optimize/sharded_optimizer.h"
 #include "strata/offload/device_stage.h"
 #include "strata/offload/state_store.h"
 
@@ -39,9 +39,7 @@ class AdamOptimizer final : public ShardedOptimizer {
   bool prepared() const { return !states_.empty(); }
   // The steps in which the parameter took part, and the number of all steps: bias correction uses
   // them. For checkpoints.
-  std::int64_t steps_of(int param) const {
-    return steps_ - missed_[static_cast<std::size_t>(param)];
-  }
+  std::int64_t steps_of(int param) const { return steps_ - nth(missed_, param); }
   void set_steps(std::int64_t all, std::span<const std::int64_t> by_param);
 
   enum class Moment { kFirst, kSecond };

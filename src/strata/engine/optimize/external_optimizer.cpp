@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "strata/base/error.h"
-#include "strata/offload/pinned_memory.h"
+#include "strata/offload/host_memory.h"
 
 namespace strata::engine {
 

@@ -21,9 +21,8 @@
 #include <vector>
 
 #include "strata/device/device.h"
-#include "strata/engine/optimize/optimizer_shards.h"
-#include "strata/engine/optimize/shard_memory.h"
-#include "strata/offload/link_watch.h"
+#include "strata/engine/optimize/sharded_optimizer.h"
+#include "strata/offload/state_store.h"
 
 namespace strata::engine {
 

@@ -1,15 +1,26 @@
 #include "strata/engine/record/links.h"
 
 #include <algorithm>
+#include <memory>
 #include <set>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "strata/base/error.h"
-#include "strata/engine/record/link_speed.h"
+#include "strata/memory/host_buffer.h"
 
 namespace strata::engine {
 namespace {
+
+// As large as what the engine copies at once at most.
+constexpr Bytes kSample = 16_MiB;
+constexpr int kCopies = 4;
+
+// Not Event::wait(), which would count as a wait of the engine's steps.
+void come_to(device::Event& event) {
+  while (!event.done()) std::this_thread::yield();
+}
 
 std::vector<std::shared_ptr<offload::StateStore>> without_null(
     std::vector<std::shared_ptr<offload::StateStore>> stores) {
@@ -18,6 +29,29 @@ std::vector<std::shared_ptr<offload::StateStore>> without_null(
 }
 
 }  // namespace
+
+LinkSpeed measure_link(device::Device& device) {
+  const auto there = device.allocate_uncharged(kSample);
+  if (device.host_accessible(there->bytes().data())) return {};
+  memory::HostBuffer host(kSample);
+  const auto pinned = device.pin(host.bytes());
+  const auto stream = device.create_stream();
+  const auto gb_per_s = [&](std::span<std::byte> target, std::span<const std::byte> source) {
+    double best = 0.0;
+    for (int i = 0; i < kCopies; ++i) {
+      const auto begin = stream->record_timed();
+      device.copy(target, source, *stream);
+      const auto end = stream->record_timed();
+      come_to(*begin);
+      come_to(*end);
+      const double seconds = end->seconds_since(*begin);
+      if (seconds > 0.0) best = std::max(best, static_cast<double>(kSample.value) / seconds * 1e-9);
+    }
+    return best;
+  };
+  return {.up_gb_per_s = gb_per_s(there->bytes(), host.bytes()),
+          .down_gb_per_s = gb_per_s(host.bytes(), there->bytes())};
+}
 
 Links::Links(device::Device& device, std::vector<std::shared_ptr<offload::StateStore>> stores,
              bool offloads, StepRecorder& recorder)
@@ -32,15 +66,15 @@ Links::~Links() {
 
 offload::StoreCounts Links::counts() const {
   offload::StoreCounts all;
-  for (const auto& store : stores_) all = all + store->counts();
+  for (const auto& store : stores_) all.add(store->counts());
   return all;
 }
 
 // Stores in one folder count together.
-std::vector<offload::DriveWrites> Links::wear() const {
+std::vector<offload::DriveWrites> Links::drive_writes() const {
   std::vector<offload::DriveWrites> all;
   for (const auto& store : stores_) {
-    for (const offload::DriveWrites& each : store->wear()) {
+    for (const offload::DriveWrites& each : store->drive_writes()) {
       const auto same = std::ranges::find(all, each.folder, &offload::DriveWrites::folder);
       if (same == all.end()) {
         all.push_back(each);
@@ -68,7 +102,7 @@ void Links::measure_limits() noexcept {
     std::set<std::vector<std::string>> seen;  // drives that several stores share are measured once
     for (const auto& store : stores_) {
       std::vector<std::string> folders;
-      for (const offload::DriveWrites& each : store->wear()) folders.push_back(each.folder);
+      for (const offload::DriveWrites& each : store->drive_writes()) folders.push_back(each.folder);
       if (folders.empty() || !seen.insert(folders).second) continue;
       const offload::DriveLimit limit = store->measure_drives();
       limit_of(kRead) += limit.read_gb_per_s;
@@ -82,15 +116,24 @@ void Links::measure_limits() noexcept {
 std::optional<LinkReport> Links::report(const StepRecord& record, bool measure) {
   if (!offloads_) return std::nullopt;
   if (measure && !measured_) measure_limits();
-  const std::vector<offload::DriveWrites> drives = wear();
+  const std::vector<offload::DriveWrites> drives = drive_writes();
   LinkReport report = make_link_report(record, device_.runs_ahead(), !drives.empty());
-  report.wear = drives;
+  report.drive_writes = drives;
   for (LinkUse& use : report.uses) {
     double& limit = limit_of(use.link);
     if (limit <= 0.0) continue;
     limit = std::max(limit, use.gb_per_s.value_or(0.0));
     use.limit_gb_per_s = limit;
   }
+  return report;
+}
+
+std::optional<StepReport> make_step_report(StepRecorder& recorder, bool wait, int world_size,
+                                           Links* links) {
+  recorder.resolve(wait);
+  if (recorder.last() == nullptr) return std::nullopt;
+  StepReport report = make_step_report(*recorder.last(), world_size);
+  if (links != nullptr) report.links = links->report(*recorder.last(), wait);
   return report;
 }
 

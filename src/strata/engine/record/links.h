@@ -10,11 +10,22 @@
 #include <vector>
 
 #include "strata/device/device.h"
-#include "strata/engine/record/link_report.h"
 #include "strata/engine/record/step_recorder.h"
+#include "strata/engine/record/step_report.h"
 #include "strata/offload/state_store.h"
 
 namespace strata::engine {
+
+struct LinkSpeed {
+  double up_gb_per_s = 0.0;  // from the host; 0 where host and device are one
+  double down_gb_per_s = 0.0;
+};
+
+// From a short measurement: the best of some copies of pinned memory, one way at a time, by the
+// device's clock. Takes some hundredths of a second, most of them to pin the memory; the host waits
+// for it, and nothing is charged. Copies of other programs at the same time make the result
+// smaller. Any thread. Throws OutOfMemoryError, DeviceError.
+LinkSpeed measure_link(device::Device& device);
 
 class Links {
  public:
@@ -32,7 +43,7 @@ class Links {
 
  private:
   offload::StoreCounts counts() const;
-  std::vector<offload::DriveWrites> wear() const;
+  std::vector<offload::DriveWrites> drive_writes() const;
   void measure_limits() noexcept;
   double& limit_of(offload::Link link) { return limits_.at(static_cast<std::size_t>(link)); }
 
@@ -42,5 +53,9 @@ class Links {
   bool measured_ = false;
   std::array<double, offload::kLinkCount> limits_{};  // GB/s; 0: not known
 };
+
+// Engine::step_report(). `links`: null where nothing is offloaded.
+std::optional<StepReport> make_step_report(StepRecorder& recorder, bool wait, int world_size,
+                                           Links* links = nullptr);
 
 }  // namespace strata::engine

@@ -20,15 +20,14 @@
 #include <optional>
 #include <span>
 #include <string>
-#include <string_view>
 #include <utility>
 #include <vector>
 
 #include "strata/comm/collectives.h"
 #include "strata/device/device.h"
-#include "strata/engine/record/step_record.h"
+#include "strata/engine/record/step_report.h"
 #include "strata/engine/unit/unit.h"
-#include "strata/offload/link_watch.h"
+#include "strata/offload/state_store.h"
 
 namespace strata::engine {
 

@@ -37,41 +37,11 @@ constexpr std::array<std::string_view, kTrackCount> kTracks{
 constexpr int kLanes = 100;  // the most lanes of a track; further spans go into the last one
 
 Track track_of(Activity activity) {
-  switch (activity) {
-    using enum Activity;
-    case kForwardPass:
-    case kBackwardPass:
-    case kUpdate:
-      return kPhases;
-    case kForward:
-    case kRecompute:
-    case kBackward:
-      return kCompute;
-    case kGatherWait:
-    case kReduceWait:
-    case kLazyGatherWait:
-    case kCopyWait:
-      return kWaits;
-    case kNorm:
-    case kOptimizer:
-      return kUpdates;
-    case kGather:
-    case kLazyGather:
-      return kGathers;
-    case kReduce:
-      return kReductions;
-    case kPeersReady:
-      return kPeers;
-    case kUpload:
-      return kUploads;
-    case kDownload:
-      return kDownloads;
-    case kDriveRead:
-      return kReads;
-    case kDriveWrite:
-      return kWrites;
-  }
-  STRATA_ASSERT(false);
+  constexpr std::array<Track, kActivityCount> kTrackOf{
+      kPhases,     kPhases, kPhases,  kCompute,   kCompute, kCompute, kWaits,
+      kWaits,      kWaits,  kWaits,   kUpdates,   kUpdates, kGathers, kGathers,
+      kReductions, kPeers,  kUploads, kDownloads, kReads,   kWrites};
+  return kTrackOf.at(static_cast<std::size_t>(activity));
 }
 
 // Places spans so that those of one lane lie within each other or apart, which is what viewers

@@ -21,7 +21,7 @@ GradientArrivals::GradientArrivals(std::span<const Unit> units, comm::Collective
 
 void GradientArrivals::expect(int unit, std::size_t slot, Bytes most_waiting) {
   Progress& p = of(unit);
-  const std::size_t slots = units_[static_cast<std::size_t>(unit)].layout.slots().size();
+  const std::size_t slots = nth(units_, unit).layout.slots().size();
   p.expected.resize(slots);
   p.seen.resize(slots);
   p.expected[slot] = p.turns;

@@ -8,13 +8,17 @@
 #pragma once
 
 #include <array>
+#include <deque>
 #include <map>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "strata/comm/collectives.h"
+#include "strata/comm/inbox.h"
 #include "strata/device/device.h"
+#include "strata/engine/unit/unit.h"
 #include "strata/memory/ledger.h"
 
 namespace strata::engine {
@@ -55,6 +59,85 @@ class GradientBuffers {
   std::map<std::size_t, Size> sizes_;  // by bytes
   int allocations_ = 0;
   std::size_t passes_ = 0;
+};
+
+// Gradients whose memory their writer keeps until a stream has read them. Other work may use that
+// memory afterwards: the compute stream waits for the reading before a gradient is let go.
+// Ownership: shares the gradients' memory. Errors: DeviceError.
+class HeldGradients {
+ public:
+  // `most`: bytes that are held at once; the newest gradient may exceed it.
+  HeldGradients(device::Device& device, Bytes most) : device_(device), most_(most) {}
+
+  // Until `reader` has done what it holds now. Without an owner the compute stream waits for that.
+  void hold(std::shared_ptr<const void> owner, Bytes bytes, device::Stream& reader);
+  // Lets go of all.
+  void let_go() { let_go(Bytes()); }
+  // The same where the host has waited for all streams.
+  void forget();
+
+ private:
+  struct Held {
+    std::shared_ptr<const void> owner;
+    Bytes bytes;
+    std::unique_ptr<device::Event> read;
+  };
+  void let_go(Bytes most);
+
+  device::Device& device_;
+  Bytes most_;
+  std::deque<Held> held_;
+  Bytes bytes_;
+};
+
+// Sends the gradients of one backward pass to the ranks that add them up, where collectives have an
+// inbox. Each gradient goes there as soon as it has come, without a buffer of this rank. Some
+// gradients cannot go at once: the sum of several, or one whose room in the inbox is still taken.
+// They wait in the caller's buffer, and go when their unit is reduced.
+//
+// The first pass makes the inbox, with as many bytes as may be under way; they are charged as
+// gradients. Ownership: owns the inbox. Errors: CommError; OutOfMemoryError when the inbox is made.
+class GradientInbox {
+ public:
+  // `most`: of contributions under way; one more may be written meanwhile.
+  GradientInbox(std::string name, std::vector<Unit>& units, comm::Collectives& collectives,
+                device::Device& device, Bytes most);
+
+  // A pass that reduces these units, in this order; `dtypes` by unit, of contributions. The same on
+  // every rank. Where there is no inbox nothing is active.
+  void begin_pass(std::span<const int> order, std::span<const DType> dtypes);
+  void end_pass() { active_ = false; }
+  // Frees the inbox, on every rank, after a barrier; the next pass makes another.
+  void free();
+  bool active() const { return active_; }
+
+  // Whether a gradient may go to its place now.
+  bool takes(int unit) const;
+  void write(int unit, int slot, const std::byte* gradient);
+  bool has(int unit, int slot) const { return nth(nth(progress_, unit).written, slot); }
+  void write_zero(int unit, int slot);
+  // Collective. Every slot was written.
+  std::unique_ptr<comm::Work> reduce(int unit, const comm::Reduction& reduction);
+
+ private:
+  struct Progress {
+    std::size_t index = 0;  // among the contributions of this pass
+    DType dtype = DType::kFloat32;
+    std::vector<bool> written;  // by slot
+  };
+  bool make(std::span<const Bytes> contributions);
+  bool zero_padding(const plan::FlatLayout& layout, std::span<float> shard);
+
+  std::string name_;
+  std::vector<Unit>& units_;
+  comm::Collectives& collectives_;
+  device::Device& device_;
+  Bytes most_;
+  std::unique_ptr<comm::Inbox> inbox_;  // null: none yet, or none to be had
+  Bytes bytes_;
+  memory::Charge charge_;
+  bool active_ = false;
+  std::vector<Progress> progress_;  // by unit
 };
 
 }  // namespace strata::engine

@@ -9,7 +9,7 @@
 
 #include "strata/base/error.h"
 #include "strata/comm/agreement.h"
-#include "strata/engine/unit/unit_numbers.h"
+#include "strata/engine/unit/agreement.h"
 
 namespace strata::engine {
 namespace {
@@ -176,8 +176,8 @@ void GradientCheck::tell(bool late) {
   const bool one_too_many = in_a_row_ > options_.max_skipped_steps;
   if (!one_too_many && std::exchange(told_, true)) return;
   const int mine = late ? norm_.first_not_finite() : first_not_finite();
-  const std::vector<std::string> texts = collectives_.all_gather_text(
-      mine < 0 ? "" : weights_.units()[static_cast<std::size_t>(mine)].name());
+  const std::vector<std::string> texts =
+      collectives_.all_gather_text(mine < 0 ? "" : nth(weights_.units(), mine).name());
   // Even if all gradients are finite, the sum of their squares may be too large for a number.
   const std::optional<std::size_t> first = comm::first_text(texts);
   const std::string where =

@@ -33,9 +33,7 @@
 #include "strata/device/device.h"
 #include "strata/engine/record/step_recorder.h"
 #include "strata/engine/reduce/gradient_norm.h"
-#include "strata/engine/reduce/packed_counts.h"
 #include "strata/engine/reduce/reducer.h"
-#include "strata/engine/reduce/whole_gradients.h"
 #include "strata/engine/unit/engine_options.h"
 #include "strata/engine/unit/weights.h"
 

@@ -1,13 +1,47 @@
 #include "strata/engine/reduce/gradient_norm.h"
 
+#include <algorithm>
+#include <bit>
 #include <cmath>
+#include <cstdint>
 #include <cstring>
+#include <limits>
+#include <memory>
+#include <span>
 #include <utility>
 #include <vector>
 
 #include "strata/base/error.h"
 
 namespace strata::engine {
+
+PackedCounts::PackedCounts(std::size_t counts, int most)
+    : counts_(counts),
+      bits_(static_cast<std::size_t>(std::bit_width(static_cast<unsigned>(most)))),
+      // A double holds whole numbers of up to this many bits exactly.
+      per_double_(static_cast<std::size_t>(std::numeric_limits<double>::digits) / bits_) {
+  STRATA_ASSERT(most >= 1);
+}
+
+std::vector<double> PackedCounts::ones_without(std::span<const int> absent) const {
+  std::vector<bool> one(counts_, true);
+  for (const int index : absent) nth(one, index) = false;
+  std::vector<std::uint64_t> words((counts_ + per_double_ - 1) / per_double_);
+  for (std::size_t i = 0; i < counts_; ++i) {
+    if (one[i]) words[i / per_double_] |= std::uint64_t{1} << (i % per_double_ * bits_);
+  }
+  return {words.begin(), words.end()};
+}
+
+std::vector<int> PackedCounts::zeroes(std::span<const double> sum) const {
+  const std::uint64_t mask = (std::uint64_t{1} << bits_) - 1;
+  std::vector<int> result;
+  for (std::size_t i = 0; i < counts_; ++i) {
+    const auto word = static_cast<std::uint64_t>(sum[i / per_double_]);
+    if ((word >> (i % per_double_ * bits_) & mask) == 0) result.push_back(static_cast<int>(i));
+  }
+  return result;
+}
 
 using kernels::GradientFactor;
 
@@ -68,6 +102,45 @@ int GradientNorm::first_not_finite() {
     if (!std::isfinite(sums[i])) return static_cast<int>(i);
   }
   return -1;
+}
+
+void WholeGradients::gather(const Take& take) {
+  reducer_.complete_groups();
+  reducer_.reduce_late();
+  GradientShards& shards = reducer_.shards();
+  const auto wanted = [](const Unit& unit) { return unit.trainable() && !unit.spec.tile(); };
+  Bytes largest;
+  for (const Unit& unit : units_) {
+    if (wanted(unit)) largest = std::max(largest, bytes_of(unit.layout.padded(), DType::kFloat32));
+  }
+  if (largest == Bytes()) return;
+  const auto memory = device_.allocate(largest, memory::Kind::kStaging);
+  device::Stream& stream = device_.compute_stream();
+  const auto mine = static_cast<std::size_t>(collectives_.shard_position().index);
+  for (const Unit& unit : units_) {
+    if (!wanted(unit)) continue;
+    const std::size_t bytes = bytes_of(unit.layout.shard(), DType::kFloat32).size();
+    const auto slice = [&](std::size_t rank) {
+      return memory->bytes().subspan(rank * bytes, bytes);
+    };
+    if (shards.filled(unit.id)) {
+      device_.copy(slice(mine), std::as_bytes(shards.values(unit.id)), stream);
+    } else {
+      device_.fill_zero(slice(mine), stream);
+    }
+    stream.synchronize();
+    // Where every shard group holds all of them, those of the first count.
+    for (int rank = 0; rank < unit.layout.world_size(); ++rank)
+      collectives_.broadcast(slice(static_cast<std::size_t>(rank)), rank);
+    if (take) take(unit, reinterpret_cast<const float*>(memory->bytes().data()));
+  }
+  stream.synchronize();
+}
+
+void WholeGradients::take_shard(int unit, const Take& take) {
+  reducer_.reduce_late();
+  GradientShards& shards = reducer_.shards();
+  if (shards.filled(unit)) take(nth(units_, unit), shards.values(unit).data());
 }
 
 }  // namespace strata::engine

@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "strata/base/error.h"
-#include "strata/offload/pinned_memory.h"
+#include "strata/offload/host_memory.h"
 
 namespace strata::engine {
 namespace {
@@ -41,16 +41,14 @@ std::span<float> GradientShards::scratch(std::unique_ptr<device::Memory>& memory
 void GradientShards::take_memory(int unit) {
   const auto bytes = [&](const Unit& u) { return bytes_of(u.layout.shard(), dtype_); };
   if (!on_host(unit)) {
-    Shard& shard = shards_[static_cast<std::size_t>(unit)];
-    shard.memory = device_.allocate(bytes(units_[static_cast<std::size_t>(unit)]),
-                                    memory::Kind::kGradientShards);
+    Shard& shard = nth(shards_, unit);
+    shard.memory = device_.allocate(bytes(nth(units_, unit)), memory::Kind::kGradientShards);
     shard.values = shard.memory->bytes().data();
     return;
   }
   Bytes all;
   const auto rests_there = [this](const Unit& u) {
-    return u.trainable() && on_host(u.id) &&
-           shards_[static_cast<std::size_t>(u.id)].values == nullptr;
+    return u.trainable() && on_host(u.id) && nth(shards_, u.id).values == nullptr;
   };
   for (const Unit& u : units_) {
     if (rests_there(u)) all += align_up(bytes(u), kHostAlignment);
@@ -60,7 +58,7 @@ void GradientShards::take_memory(int unit) {
   std::byte* next = host_.back()->bytes().data();
   for (const Unit& u : units_) {
     if (!rests_there(u)) continue;
-    shards_[static_cast<std::size_t>(u.id)].values = next;
+    nth(shards_, u.id).values = next;
     next += align_up(bytes(u), kHostAlignment).size();
   }
 }
@@ -80,9 +78,9 @@ std::unique_ptr<device::Memory> GradientShards::take_scratch(Bytes bytes) {
 }
 
 GradientShards::Target GradientShards::begin(int unit) {
-  Shard& shard = shards_[static_cast<std::size_t>(unit)];
+  Shard& shard = nth(shards_, unit);
   shard.measured = false;
-  const Numel numel = units_[static_cast<std::size_t>(unit)].layout.shard();
+  const Numel numel = nth(units_, unit).layout.shard();
   if (shard.values == nullptr) take_memory(unit);
   if (!through_scratch(unit))
     return {{reinterpret_cast<float*>(shard.values), numel.size()}, shard.filled};
@@ -91,7 +89,7 @@ GradientShards::Target GradientShards::begin(int unit) {
 }
 
 void GradientShards::settle(int unit) {
-  Shard& shard = shards_[static_cast<std::size_t>(unit)];
+  Shard& shard = nth(shards_, unit);
   if (through_scratch(unit)) {
     device::Stream& compute = device_.compute_stream();
     const bool leaves = on_host(unit);
@@ -110,8 +108,8 @@ void GradientShards::settle(int unit) {
 }
 
 void GradientShards::fold_in(int unit, device::Stream& stream) {
-  const Shard& shard = shards_[static_cast<std::size_t>(unit)];
-  const Numel numel = units_[static_cast<std::size_t>(unit)].layout.shard();
+  const Shard& shard = nth(shards_, unit);
+  const Numel numel = nth(units_, unit).layout.shard();
   const std::byte* source = shard.arriving->bytes().data();
   const Bytes bytes = bytes_of(numel, dtype_);
   const auto fold = [&] {
@@ -148,10 +146,10 @@ void GradientShards::wait_for_arrived() {
 }
 
 std::span<float> GradientShards::values(int unit) {
-  Shard& shard = shards_[static_cast<std::size_t>(unit)];
+  Shard& shard = nth(shards_, unit);
   STRATA_ASSERT(shard.filled);
   wait_for_arrived();
-  const Numel numel = units_[static_cast<std::size_t>(unit)].layout.shard();
+  const Numel numel = nth(units_, unit).layout.shard();
   if (dtype_ == DType::kFloat32) return {reinterpret_cast<float*>(shard.values), numel.size()};
   const std::span<float> wide = scratch(widened_, numel);
   device::Stream& stream = device_.compute_stream();
@@ -163,11 +161,11 @@ std::span<float> GradientShards::values(int unit) {
 }
 
 std::span<std::byte> GradientShards::change(int unit) {
-  Shard& shard = shards_[static_cast<std::size_t>(unit)];
+  Shard& shard = nth(shards_, unit);
   if (shard.values == nullptr) take_memory(unit);
   wait_for_arrived();
   shard.measured = false;
-  const Numel numel = units_[static_cast<std::size_t>(unit)].layout.shard();
+  const Numel numel = nth(units_, unit).layout.shard();
   const std::span<std::byte> kept{shard.values, bytes_of(numel, dtype_).size()};
   if (!std::exchange(shard.filled, true)) device_.fill_zero(kept, device_.compute_stream());
   return kept;
@@ -248,24 +246,20 @@ void GradientShards::clear() {
   for (Shard& shard : shards_) {
     shard.filled = false;
     shard.measured = false;
-    shard.parked.reset();
+    shard.offloaded.reset();
     if (shard.arriving != nullptr) spare_.push_back(std::move(shard.arriving));  // abandoned
   }
   left_out_.clear();
 }
 
 void GradientShards::offload_states(bool pinned) {
-  std::vector<std::pair<Shard*, std::unique_ptr<offload::OffloadedCopy>>> copies;
+  std::vector<offload::OffloadedMemory> memory;
   for (Shard& shard : shards_) {
-    if (shard.memory == nullptr || !shard.filled) continue;
-    const Bytes bytes(shard.memory->bytes().size());
-    copies.emplace_back(&shard, std::make_unique<offload::OffloadedCopy>(
-                                    device_, bytes, memory::Kind::kGradientShards, pinned));
+    if (shard.memory != nullptr && shard.filled)
+      memory.push_back({shard.memory->bytes(), &shard.offloaded});
   }
   wait_for_arrived();
-  for (auto& [shard, copy] : copies) copy->take(shard->memory->bytes());
-  device_.compute_stream().synchronize();
-  for (auto& [shard, copy] : copies) shard->parked = std::move(copy);
+  offload::offload_all(device_, memory, memory::Kind::kGradientShards, pinned);
   for (Shard& shard : shards_) {
     if (std::exchange(shard.memory, nullptr) != nullptr) shard.values = nullptr;
   }
@@ -277,11 +271,9 @@ void GradientShards::offload_states(bool pinned) {
 void GradientShards::reload_states() {
   for (std::size_t i = 0; i < shards_.size(); ++i) {
     Shard& shard = shards_[i];
-    if (shard.parked == nullptr) continue;
+    if (shard.offloaded == nullptr) continue;
     take_memory(static_cast<int>(i));
-    shard.parked->give_back(shard.memory->bytes());
-    device_.compute_stream().synchronize();
-    shard.parked.reset();
+    offload::reload(shard.offloaded, shard.memory->bytes());
   }
 }
 

@@ -16,8 +16,8 @@
 
 #include "strata/device/device.h"
 #include "strata/engine/unit/unit.h"
-#include "strata/offload/link_watch.h"
-#include "strata/offload/offloaded_copy.h"
+#include "strata/offload/host_memory.h"
+#include "strata/offload/state_store.h"
 
 namespace strata::engine {
 
@@ -36,7 +36,7 @@ class GradientShards {
   Target begin(int unit);
   void settle(int unit);
 
-  bool filled(int unit) const { return shards_[static_cast<std::size_t>(unit)].filled; }
+  bool filled(int unit) const { return nth(shards_, unit).filled; }
   // The parameters without a gradient on any rank in this step, ascending. They do not change.
   void leave_out(std::vector<int> params) { left_out_ = std::move(params); }
   const std::vector<int>& left_out() const { return left_out_; }
@@ -55,7 +55,7 @@ class GradientShards {
   DType dtype() const { return dtype_; }
   // Where the unit's rest; values() of narrow ones are on the device all the same.
   bool on_host(int unit) const {
-    return units_[static_cast<std::size_t>(unit)].gradient_tier(tier_) == memory::Tier::kHost;
+    return nth(units_, unit).gradient_tier(tier_) == memory::Tier::kHost;
   }
   std::size_t count() const { return shards_.size(); }  // units
   void clear();  // forgets all values and what is left out; the memory stays
@@ -71,7 +71,7 @@ class GradientShards {
     std::unique_ptr<device::Memory> memory;    // null on the host
     std::byte* values = nullptr;               // null: no memory yet
     std::unique_ptr<device::Memory> arriving;  // fp32 scratch, between begin() and settle()
-    std::unique_ptr<offload::OffloadedCopy> parked;
+    std::unique_ptr<offload::OffloadedCopy> offloaded;
     bool filled = false;
     bool measured = false;  // its place in squares_ is of these values
     bool stale = false;     // its place in squares_ is not 0

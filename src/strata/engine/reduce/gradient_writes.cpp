@@ -45,7 +45,7 @@ DType GradientWrites::dtype(int unit, bool wide) const {
 
 void GradientWrites::begin_pushing(std::span<const int> order) {
   std::vector<DType> dtypes(units_.size());
-  for (const int unit : order) dtypes[static_cast<std::size_t>(unit)] = dtype(unit);
+  for (const int unit : order) nth(dtypes, unit) = dtype(unit);
   inbox_.begin_pass(order, dtypes);
 }
 
@@ -87,7 +87,7 @@ void GradientWrites::hold_until_written(std::shared_ptr<const void> owner, Bytes
 
 // Tiles share buffers, whatever the length of each: there is a free one wherever there was one.
 GradientBuffers::Buffer GradientWrites::take_buffer(int unit) {
-  const bool tile = units_[static_cast<std::size_t>(unit)].spec.tile();
+  const bool tile = nth(units_, unit).spec.tile();
   return buffers_.take(tile ? bytes_of(largest_tile_, dtype(unit)) : bytes(unit));
 }
 
@@ -141,7 +141,7 @@ GradientTarget GradientWrites::place(int unit, int slot) {
 }
 
 void GradientWrites::wrote(int unit, int slot) {
-  of(unit).written[static_cast<std::size_t>(slot)] = true;
+  nth(of(unit).written, slot) = true;
   follow_compute();
   compute_is_behind_ = true;
 }
@@ -160,7 +160,7 @@ std::optional<std::size_t> GradientWrites::write_missing(int unit) {
   for (std::size_t i = 0; i < b.written.size(); ++i) {
     if (b.written[i]) continue;
     const plan::Slot& slot = layout(unit).slots()[i];
-    if (!first && units_[static_cast<std::size_t>(unit)].expects(slot)) first = i;
+    if (!first && nth(units_, unit).expects(slot)) first = i;
     device_.fill_zero(place_of(unit, slot), stream());
   }
   return first;
@@ -179,7 +179,7 @@ std::optional<std::size_t> GradientWrites::push_missing(int unit) {
       inbox_.write(unit, slot, place_of(unit, slots[i]).data());
       b.written[i] = false;
     } else {
-      if (!first && units_[static_cast<std::size_t>(unit)].expects(slots[i])) first = i;
+      if (!first && nth(units_, unit).expects(slots[i])) first = i;
       inbox_.write_zero(unit, slot);
     }
   }
@@ -194,7 +194,7 @@ std::unique_ptr<comm::Work> GradientWrites::reduce(int unit, comm::Reduction red
   if (pushed) return inbox_.reduce(unit, reduction);
   GradientBuffers::Allocation& buffer = *of(unit).buffer;
   reduction.source = buffer.memory.get();
-  auto work = collectives_.reduce_scatter(reduction, units_[static_cast<std::size_t>(unit)].name());
+  auto work = collectives_.reduce_scatter(reduction, nth(units_, unit).name());
   // Work::wait_for_readers() need not tell of this rank's own reading, which runs in this stream:
   // what write() puts there next comes after it anyway, but place() has to know.
   if (stream_ != nullptr) buffer.read = stream_->record();
@@ -211,25 +211,18 @@ void GradientWrites::drop() {
   compute_follows();
   for (UnitBuffer& b : buffers_of_) {
     buffers_.give_back(std::move(b.buffer));
-    b.parked.reset();
+    b.offloaded.reset();
   }
 }
 
 void GradientWrites::offload_states(bool pinned) {
   compute_follows();
-  std::vector<std::pair<UnitBuffer*, std::unique_ptr<offload::OffloadedCopy>>> copies;
+  std::vector<offload::OffloadedMemory> memory;
   for (UnitBuffer& b : buffers_of_) {
-    if (b.buffer == nullptr) continue;
-    const Bytes bytes(b.buffer->memory->local().size());
-    copies.emplace_back(&b, std::make_unique<offload::OffloadedCopy>(
-                                device_, bytes, memory::Kind::kGradients, pinned));
+    if (b.buffer != nullptr) memory.push_back({b.buffer->memory->local(), &b.offloaded});
   }
-  for (auto& [b, copy] : copies) copy->take(b->buffer->memory->local());
-  device_.compute_stream().synchronize();
-  for (auto& [b, copy] : copies) {
-    b->parked = std::move(copy);
-    buffers_.give_back(std::move(b->buffer));
-  }
+  offload::offload_all(device_, memory, memory::Kind::kGradients, pinned);
+  for (UnitBuffer& b : buffers_of_) buffers_.give_back(std::move(b.buffer));
   buffers_.free_unused();
   inbox_.free();
 }
@@ -237,11 +230,9 @@ void GradientWrites::offload_states(bool pinned) {
 void GradientWrites::reload_states() {
   for (const Unit& unit : units_) {
     UnitBuffer& b = of(unit.id);
-    if (b.parked == nullptr) continue;
+    if (b.offloaded == nullptr) continue;
     b.buffer = take_buffer(unit.id);
-    b.parked->give_back(b.buffer->memory->local());
-    device_.compute_stream().synchronize();
-    b.parked.reset();
+    offload::reload(b.offloaded, b.buffer->memory->local());
   }
 }
 

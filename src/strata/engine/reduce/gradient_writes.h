@@ -29,10 +29,8 @@
 #include "strata/comm/collectives.h"
 #include "strata/device/device.h"
 #include "strata/engine/reduce/gradient_buffers.h"
-#include "strata/engine/reduce/gradient_inbox.h"
-#include "strata/engine/reduce/held_gradients.h"
 #include "strata/engine/unit/unit.h"
-#include "strata/offload/offloaded_copy.h"
+#include "strata/offload/host_memory.h"
 
 namespace strata::engine {
 
@@ -69,9 +67,7 @@ class GradientWrites {
 
   // The dtype in which a unit's gradients travel: it depends on passes alone, so all ranks agree.
   DType dtype(int unit) const { return dtype(unit, wide_); }
-  Bytes bytes(int unit) const {
-    return bytes_of(units_[static_cast<std::size_t>(unit)].layout.padded(), dtype(unit));
-  }
+  Bytes bytes(int unit) const { return bytes_of(nth(units_, unit).layout.padded(), dtype(unit)); }
 
   bool has_buffer(int unit) const { return of(unit).buffer != nullptr; }
   void open_buffer(int unit);
@@ -99,7 +95,7 @@ class GradientWrites {
   GradientBuffers::Buffer release_buffer(int unit, bool pushed);
 
   void drop(int unit, int slot) {  // forgets what was written of one parameter; between passes
-    if (has_buffer(unit)) of(unit).written[static_cast<std::size_t>(slot)] = false;
+    if (has_buffer(unit)) nth(of(unit).written, slot) = false;
   }
   void compute_follows();  // the compute stream's later work waits for everything written
   // Forgets all written gradients, as drop() does after compute_follows(), despite any errors.
@@ -116,8 +112,8 @@ class GradientWrites {
  private:
   struct UnitBuffer {
     GradientBuffers::Buffer buffer;
-    std::vector<bool> written;                                 // slots of it that hold something
-    std::unique_ptr<offload::OffloadedCopy> parked = nullptr;  // of the buffer
+    std::vector<bool> written;                                    // slots of it that hold something
+    std::unique_ptr<offload::OffloadedCopy> offloaded = nullptr;  // of the buffer
   };
 
   DType dtype(int unit, bool wide) const;
@@ -125,11 +121,9 @@ class GradientWrites {
   void follow_compute();
   std::span<std::byte> place_of(int unit, const plan::Slot& slot);
   GradientBuffers::Buffer take_buffer(int unit);
-  UnitBuffer& of(int unit) { return buffers_of_[static_cast<std::size_t>(unit)]; }
-  const UnitBuffer& of(int unit) const { return buffers_of_[static_cast<std::size_t>(unit)]; }
-  const plan::FlatLayout& layout(int unit) const {
-    return units_[static_cast<std::size_t>(unit)].layout;
-  }
+  UnitBuffer& of(int unit) { return nth(buffers_of_, unit); }
+  const UnitBuffer& of(int unit) const { return nth(buffers_of_, unit); }
+  const plan::FlatLayout& layout(int unit) const { return nth(units_, unit).layout; }
 
   std::vector<Unit>& units_;
   comm::Collectives& collectives_;

@@ -4,10 +4,14 @@
 #include <optional>
 #include <utility>
 
-#include "strata/engine/unit/unit_numbers.h"
+#include "strata/engine/unit/agreement.h"
 
 namespace strata::engine {
 namespace {
+
+Bytes bytes_of_buffer(const GradientBuffers::Buffer& buffer) {
+  return buffer == nullptr ? Bytes() : Bytes(buffer->memory->local().size());
+}
 
 // So much of complete units may wait for one that is not: what may be under reduction, and a unit.
 Bytes most_waiting(std::span<const Unit> units, const GradientWrites& writes, Bytes max_reducing) {
@@ -19,6 +23,113 @@ Bytes most_waiting(std::span<const Unit> units, const GradientWrites& writes, By
 }
 
 }  // namespace
+
+void ReductionsInFlight::add(int unit, GradientBuffers::Buffer buffer,
+                             std::unique_ptr<comm::Work> work, StepRecorder::Recording recording) {
+  held_ += bytes_of_buffer(buffer);
+  pending_.push_back({unit, std::move(buffer), std::move(work), std::move(recording)});
+}
+
+void ReductionsInFlight::progress() {
+  if (!pending_.empty()) pending_.back().work->done();
+}
+
+void ReductionsInFlight::free_buffers(Bytes at_most) {
+  for (Pending& pending : pending_) {
+    if (held_ <= at_most) break;
+    if (pending.buffer == nullptr) continue;
+    recorder_.measure(Activity::kReduceWait, pending.unit,
+                      [&] { pending.work->wait_for_readers(); });
+    held_ -= bytes_of_buffer(pending.buffer);
+    buffers_.give_back(std::move(pending.buffer));
+  }
+  while (!pending_.empty() && pending_.front().buffer == nullptr && pending_.front().work->done())
+    settle_front();
+}
+
+void ReductionsInFlight::settle_front() {
+  Pending& pending = pending_.front();
+  recorder_.measure(Activity::kReduceWait, pending.unit, [&] { pending.work->wait(); });
+  recorder_.end(pending.recording);
+  shards_.settle(pending.unit);
+  pending_.pop_front();
+}
+
+void ReductionsInFlight::finish(int unit) {
+  const auto last = std::find_if(pending_.rbegin(), pending_.rend(),
+                                 [unit](const Pending& pending) { return pending.unit == unit; });
+  for (auto left = pending_.rend() - last; left > 0; --left) {
+    Pending& pending = pending_.front();
+    if (pending.buffer != nullptr) {
+      recorder_.measure(Activity::kReduceWait, pending.unit,
+                        [&] { pending.work->wait_for_readers(); });
+      held_ -= bytes_of_buffer(pending.buffer);
+      buffers_.give_back(std::move(pending.buffer));
+    }
+    settle_front();
+  }
+}
+
+void ReductionsInFlight::finish() {
+  free_buffers(Bytes());
+  while (!pending_.empty()) settle_front();
+}
+
+void ReductionsInFlight::abandon() {
+  for (Pending& pending : pending_) {
+    pending.work.reset();  // waits, drops its error
+    buffers_.give_back(std::move(pending.buffer));
+  }
+  pending_.clear();
+  held_ = Bytes();
+}
+
+void GradientEdits::drop_all() {
+  if (!record_.collects()) return;
+  writes_.drop();
+  // Shard groups add up their parts later, also with ranks that have dropped nothing: zeroes then.
+  std::vector<int> parts;
+  for (const Unit& unit : units_) {
+    if (collectives_.shard_position().groups > 1 && shards_.filled(unit.id))
+      parts.push_back(unit.id);
+  }
+  shards_.clear();
+  for (const int unit : parts) shards_.change(unit);
+  record_.record_all_dropped();
+}
+
+void GradientEdits::drop(int unit, int slot, bool came) {
+  const plan::FlatLayout& layout = nth(units_, unit).layout;
+  writes_.drop(unit, slot);
+  if (shards_.filled(unit)) write(unit, slot, nullptr);
+  record_.record_dropped(nth(layout.slots(), slot).param, came);
+}
+
+void GradientEdits::store(int unit, int slot, const float* values) {
+  const plan::FlatLayout& layout = nth(units_, unit).layout;
+  writes_.drop(unit, slot);
+  write(unit, slot, values);
+  record_.record_gradient(nth(layout.slots(), slot).param);
+}
+
+void GradientEdits::write(int unit, int slot, const float* values) {
+  const plan::FlatLayout& layout = nth(units_, unit).layout;
+  const DType dtype = shards_.dtype();
+  const std::span<std::byte> kept = shards_.change(unit);
+  device::Stream& stream = device_.compute_stream();
+  for (const plan::ShardRange& piece : layout.pieces(collectives_.shard_position().index)) {
+    if (piece.slot != slot) continue;
+    const Numel numel = piece.param_end - piece.param_begin;
+    const std::span<std::byte> target =
+        kept.subspan(bytes_of(piece.shard_offset, dtype).size(), bytes_of(numel, dtype).size());
+    if (values == nullptr) {
+      device_.fill_zero(target, stream);
+    } else {
+      device_.cast(target.data(), dtype, reinterpret_cast<const std::byte*>(values),
+                   DType::kFloat32, numel, stream);
+    }
+  }
+}
 
 Reducer::Reducer(std::vector<Unit>& units, comm::Collectives& collectives, device::Device& device,
                  StepRecorder& recorder, ReducerOptions options)
@@ -42,8 +153,6 @@ Reducer::Reducer(std::vector<Unit>& units, comm::Collectives& collectives, devic
       of_group_(units.size()),
       record_(units),
       edits_(units, collectives, device, shards_, writes_, record_) {}
-
-Reducer::~Reducer() = default;
 
 void Reducer::expect(int unit, int slot) {
   writes_.add(unit);
@@ -77,7 +186,7 @@ void Reducer::open_buffer(int unit) {
 void Reducer::add(int unit, int slot, const std::byte* gradient, DType dtype,
                   std::shared_ptr<const void> owner) {
   const auto index = static_cast<std::size_t>(slot);
-  const plan::Slot& place = units_[static_cast<std::size_t>(unit)].layout.slots()[index];
+  const plan::Slot& place = nth(units_, unit).layout.slots()[index];
   record_gradient(unit, index);
   const bool alone =
       is_pushed(unit) && !arrivals_.reduced(unit) && arrivals_.only_one_expected(unit, index);
@@ -102,17 +211,13 @@ void Reducer::end_add(int unit, int slot) {
 }
 
 void Reducer::record_gradient(int unit, std::size_t slot) {
-  record_.record_gradient(units_[static_cast<std::size_t>(unit)].layout.slots()[slot].param);
+  record_.record_gradient(nth(units_, unit).layout.slots()[slot].param);
 }
 
 void Reducer::note_written(int unit, std::size_t slot) {
   in_flight_.progress();
-  if (arrivals_.note(unit, slot, writes_.bytes(unit)) && pass_ != BackwardPass::kKeeps)
-    start_ready();
-}
-
-void Reducer::start_ready() {
-  while (const std::optional<int> unit = arrivals_.next_ready()) start_reduction(*unit);
+  if (!arrivals_.note(unit, slot, writes_.bytes(unit)) || pass_ == BackwardPass::kKeeps) return;
+  while (const std::optional<int> ready = arrivals_.next_ready()) start_reduction(*ready);
 }
 
 void Reducer::start_reduction(int unit) {
@@ -121,7 +226,7 @@ void Reducer::start_reduction(int unit) {
   if (!pushed) open_buffer(unit);
   const std::optional<std::size_t> unused =
       pushed ? writes_.push_missing(unit) : writes_.write_missing(unit);
-  const Unit& u = units_[static_cast<std::size_t>(unit)];
+  const Unit& u = nth(units_, unit);
   if (unused && !late) record_.record_unused(u.layout.slots()[*unused].param);
   const Bytes bytes = writes_.bytes(unit);
   if (late) in_flight_.finish(unit);
@@ -213,7 +318,7 @@ std::vector<int> Reducer::late_units() const {
 void Reducer::reduce_late() {
   std::vector<bool> late(units_.size());
   for (const std::string& text : collectives_.all_gather_text(text_of_numbers(late_units()))) {
-    for (const int unit : numbers_of_text(text)) late[static_cast<std::size_t>(unit)] = true;
+    for (const int unit : numbers_of_text(text)) nth(late, unit) = true;
   }
   std::vector<int> units;
   for (std::size_t i = 0; i < late.size(); ++i) {
@@ -231,7 +336,7 @@ void Reducer::complete_groups() {
   pass_ = BackwardPass::kLast;
   std::vector<int> units;
   for (const int unit : arrivals_.order()) {
-    if (of_group_[static_cast<std::size_t>(unit)]) units.push_back(unit);
+    if (nth(of_group_, unit)) units.push_back(unit);
   }
   if (!units.empty()) reduce_once_more(units);
 }

@@ -13,6 +13,7 @@
 // its collectives.
 #pragma once
 
+#include <deque>
 #include <exception>
 #include <memory>
 #include <span>
@@ -23,15 +24,93 @@
 #include "strata/device/device.h"
 #include "strata/engine/record/step_recorder.h"
 #include "strata/engine/reduce/gradient_arrivals.h"
-#include "strata/engine/reduce/gradient_buffers.h"
-#include "strata/engine/reduce/gradient_edits.h"
-#include "strata/engine/reduce/gradient_record.h"
 #include "strata/engine/reduce/gradient_shards.h"
 #include "strata/engine/reduce/gradient_writes.h"
-#include "strata/engine/reduce/reductions_in_flight.h"
 #include "strata/engine/unit/unit.h"
 
 namespace strata::engine {
+
+// Reductions that have started and are not settled, in the order of their starts, with the flat
+// gradient buffers that they read. Buffers are given back as soon as their bytes were read;
+// results are folded into the gradient shards in the order of starts.
+//
+// Threads: one thread at a time. Ownership: owns the works and their buffers; borrows the rest.
+// Errors: CommError of the reductions; DeviceError.
+class ReductionsInFlight {
+ public:
+  ReductionsInFlight(GradientBuffers& buffers, GradientShards& shards, StepRecorder& recorder)
+      : buffers_(buffers), shards_(shards), recorder_(recorder) {}
+
+  // `buffer`: the memory that the reduction reads; null: none of this rank's.
+  void add(int unit, GradientBuffers::Buffer buffer, std::unique_ptr<comm::Work> work,
+           StepRecorder::Recording recording);
+  // Lets the collectives continue with the started reductions. Where ranks pull, this rank does
+  // that work, and its peers would otherwise wait for it until its next call.
+  void progress();
+  // Waits until buffers hold at most `at_most`, and settles the ended reductions.
+  void free_buffers(Bytes at_most);
+  // Settles all reductions up to this unit's, if that is under way: its shard may be added to then.
+  void finish(int unit);
+  // Waits for all, and settles them.
+  void finish();
+  // Waits for all, and drops their results and errors.
+  void abandon();
+
+ private:
+  struct Pending {
+    int unit = -1;
+    GradientBuffers::Buffer buffer;  // null: given back, while the result is on its way
+    std::unique_ptr<comm::Work> work;
+    StepRecorder::Recording recording;  // of `work`
+  };
+  void settle_front();
+
+  GradientBuffers& buffers_;
+  GradientShards& shards_;
+  StepRecorder& recorder_;
+  std::deque<Pending> pending_;
+  Bytes held_;  // by buffers of pending_
+};
+
+// A script's edits, on this rank, to the gradients that a step has collected so far: it drops all
+// of them or those of one parameter, or puts others in their place. This includes reduced gradients
+// and those that wait for a reduction. The step then updates with the gradients that are left, and
+// leaves parameters without a gradient on any rank unchanged.
+//
+// No edit waits for other ranks. If a rank drops reduced gradients, all others have to drop the
+// same ones: the next step checks that (GradientRecord::dropped()).
+//
+// Threads: one thread at a time, between backward passes. Errors: OutOfMemoryError, DeviceError.
+class GradientEdits {
+ public:
+  GradientEdits(const std::vector<Unit>& units, const comm::Collectives& collectives,
+                device::Device& device, GradientShards& shards, GradientWrites& writes,
+                GradientRecord& record)
+      : units_(units),
+        collectives_(collectives),
+        device_(device),
+        shards_(shards),
+        writes_(writes),
+        record_(record) {}
+
+  // Nothing was collected: costs nothing.
+  void drop_all();
+  // `came`: it still counts as one that got a gradient, of zeroes.
+  void drop(int unit, int slot, bool came);
+  // Sets this rank's part of the parameter's gradient to these fp32 values; null if this rank owns
+  // no part. The compute stream reads the values.
+  void store(int unit, int slot, const float* values);
+
+ private:
+  void write(int unit, int slot, const float* values);
+
+  const std::vector<Unit>& units_;
+  const comm::Collectives& collectives_;
+  device::Device& device_;
+  GradientShards& shards_;
+  GradientWrites& writes_;
+  GradientRecord& record_;
+};
 
 struct ReducerOptions {
   std::string name;  // of the engine
@@ -55,7 +134,6 @@ class Reducer {
  public:
   Reducer(std::vector<Unit>& units, comm::Collectives& collectives, device::Device& device,
           StepRecorder& recorder, ReducerOptions options);
-  ~Reducer();
 
   // This parameter, which was frozen, gets gradients from the next pass on; its unit is trainable.
   // Collective between passes, after a barrier.
@@ -108,7 +186,6 @@ class Reducer {
  private:
   void forget_step();
   void reduce_once_more(std::span<const int> units);
-  void start_ready();
   void start_reduction(int unit);
   comm::Replicas replicas_of(int unit);
   void open_buffer(int unit);
@@ -116,7 +193,7 @@ class Reducer {
   void note_written(int unit, std::size_t slot);
   // Whether the unit's gradients may be pushed. A tile's gradients are written where its reduction
   // reads them, and a tied tile would occur twice in a pass.
-  bool is_pushed(int unit) const { return !units_[static_cast<std::size_t>(unit)].spec.tile(); }
+  bool is_pushed(int unit) const { return !nth(units_, unit).spec.tile(); }
 
   std::vector<Unit>& units_;
   comm::Collectives& collectives_;

@@ -4,9 +4,11 @@
 #pragma once
 
 #include <exception>
+#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "strata/base/error.h"
 #include "strata/comm/collectives.h"
@@ -40,5 +42,16 @@ void agree_after(comm::Collectives& collectives, std::string_view what, Part&& p
   }
   agree_on_outcome(collectives, what, mine);
 }
+
+// Collective. Compares every rank's `text` with rank 0's, line by line. If they differ, throws
+// ConfigError on every rank, with the first differing line, rank 0's text there, that of the first
+// other rank, and the ranks that differ. `what` names the thing ("model", "configuration").
+void agree_on_text(comm::Collectives& collectives, const std::string& what,
+                   const std::string& text);
+
+// Lists of units or parameters, by their numbers, as texts for other ranks.
+
+std::string text_of_numbers(std::span<const int> numbers);
+std::vector<int> numbers_of_text(const std::string& text);
 
 }  // namespace strata::engine

@@ -1,14 +1,18 @@
 // The settings that the engine's parts read, in their own units. engine_options_from() derives them
 // from a Config; tests and programs without a configuration file set them by hand. Immutable value.
+// The functions are pure arithmetic on options and plan, the same for the engine and its forecast.
 #pragma once
 
 #include <optional>
+#include <span>
 #include <string>
 
 #include "strata/base/dtype.h"
+#include "strata/base/error.h"
 #include "strata/base/units.h"
 #include "strata/memory/ledger.h"
 #include "strata/offload/make_store.h"
+#include "strata/plan/unit_plan.h"
 
 namespace strata::engine {
 
@@ -68,5 +72,37 @@ struct EngineOptions {
   std::string trace;    // the file of the timeline (step_trace.h); empty: none
   int trace_steps = 3;  // that are in it
 };
+
+// The rule that updates the shards.
+enum class UpdateRule { kNone, kAdam, kAdamW, kExternal };
+
+// The form of the masters that the rule needs. ConfigError for settings that do not fit it. A
+// user's optimizer sees fp32 masters; Adam and AdamW work on weights and remainders, or round.
+inline plan::Masters masters_for(UpdateRule rule, const EngineOptions& options) {
+  if (rule == UpdateRule::kExternal && options.rounds_masters) {
+    throw ConfigError(
+        "bf16.bf16_master_weights_and_grads: is for Adam and AdamW, which round what they compute "
+        "themselves; remove the key, or take one of these; found another optimizer");
+  }
+  if (rule == UpdateRule::kExternal && options.states.uses(memory::Tier::kNvme)) {
+    throw ConfigError(
+        "zero_optimization.offload_optimizer.device: on a drive are states of Adam and AdamW, "
+        "which "
+        "the engine updates in parts; write \"cpu\", where any optimizer updates on the host, or "
+        "take one of these; found \"nvme\" and another optimizer");
+  }
+  if (rule == UpdateRule::kExternal) return plan::Masters::kFloat32;
+  return options.rounds_masters ? plan::Masters::kRounded : plan::Masters::kRemainder;
+}
+
+// Lowers the budgets of `options` to the memory through which drives are staged, but not below
+// kLeastStaging: the configured budget, or less if less holds all bytes of a rank on drives, so
+// that nothing is read again. Less is one and a half times those bytes. If weights and states both
+// rest on drives, it is also enough that leases at once hold the states of any unit whole.
+// Otherwise an update would take such a unit in parts, and gathers, which take weights whole, would
+// read its weights again each time. Units: bytes of one rank, in whole pages. `shards`: the parts
+// into which a unit is cut (ShardPosition::count).
+void cap_staging(EngineOptions& options, std::span<const plan::ParamSpec> params,
+                 const plan::ModelPlan& plan, UpdateRule rule, int shards);
 
 }  // namespace strata::engine

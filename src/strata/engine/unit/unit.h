@@ -5,7 +5,7 @@
 //   sharded, gathered   S + F (F counted as Kind::kGathered)
 //   offloaded           the same, S not in memory of the device
 //   whole               F of weights, of which this rank owns slice `rank`
-//   parked              0; on the host what was on the device
+//   away                0; on the host what was on the device
 // and, when trainable, from the engine's other parts: one fp32 gradient shard, what is kept of the
 // fp32 masters beside the weights (plan/unit_plan.h), the optimizer's states.
 #pragma once
@@ -23,6 +23,12 @@
 
 namespace strata::engine {
 
+// The entry of a list by a number, such as that of a unit or a parameter.
+template <typename List>
+decltype(auto) nth(List&& list, int index) {
+  return list[static_cast<std::size_t>(index)];
+}
+
 struct Unit {
   int id = 0;
   plan::UnitSpec spec;
@@ -33,7 +39,7 @@ struct Unit {
   comm::SliceMap slices;          // of the weights, for gathering
   std::span<std::byte> shard;     // this rank's weights; lives as long as the engine
   std::span<std::byte> resident;  // the whole flat buffer where `whole`, else empty
-  bool parked = false;  // `shard` and `resident` have no memory now (Weights::offload_states())
+  bool away = false;   // `shard` and `resident` have no memory now (Weights::offload_states())
   std::shared_ptr<void> memory = {};  // keeps `shard` and `resident`, also after the engine
 
   // The frozen parameters of a trainable unit; others of it were unfrozen.

@@ -3,10 +3,50 @@
 #include <algorithm>
 
 #include "strata/base/error.h"
-#include "strata/engine/unit/state_ranges.h"
-#include "strata/offload/offloaded_copy.h"
+#include "strata/offload/host_memory.h"
+#include "strata/offload/state_store.h"
 
 namespace strata::engine {
+namespace {
+
+// Bits are whole bytes where a range ends, but for the last one of a shard.
+Bytes bytes_of_elements(const StateBlock& block, Numel numel) {
+  return Bytes((numel.value * block.bits + 7) / 8);
+}
+
+// Bits of an element: its fp32 master, and the arrays of its remainder.
+constexpr int kWideBits = 32;
+constexpr int kLowBits = 16;
+constexpr int kHalfUpBits = 1;
+
+}  // namespace
+
+void for_each_range(offload::StateStore& store, std::span<const StateBlock> blocks, Numel numel,
+                    Numel begin, Numel end, offload::Access access,
+                    const std::function<void(const StateRange&)>& work, Bytes limit) {
+  STRATA_ASSERT(!blocks.empty() && begin <= end && end <= numel);
+  if (begin == end) return;
+  std::vector<int> bits;
+  for (const StateBlock& block : blocks) bits.push_back(block.bits);
+  const Numel least = offload::elements_at_once(bits, Bytes());
+  const Bytes lent = store.lease_budget(blocks.front().id);
+  const Numel most = offload::elements_at_once(bits, std::min(lent, limit));
+  const Numel last = least < numel - end
+                         ? Numel((end.value + least.value - 1) / least.value * least.value)
+                         : numel;
+  for (Numel first = Numel(begin.value / least.value * least.value); first < end;) {
+    const Numel until = most < last - first ? first + most : last;
+    std::vector<offload::Part> parts;
+    for (const StateBlock& block : blocks) {
+      const Bytes from = bytes_of_elements(block, first);
+      const Bytes to = until == numel ? store.size_of(block.id) : bytes_of_elements(block, until);
+      parts.push_back({block.id, from, to});
+    }
+    const auto leases = store.fetch_all(parts, access);
+    work({first, until, leases});
+    first = until;
+  }
+}
 
 void WeightShards::add(std::span<const Unit> units) {
   std::vector<offload::BlockSpec> blocks;
@@ -26,18 +66,17 @@ void WeightShards::add(std::span<const Unit> units) {
 
 void WeightShards::for_each(int index, Numel begin, Numel end, offload::Access access,
                             const Work& work) const {
-  const Unit& unit = units_[static_cast<std::size_t>(index)];
+  const Unit& unit = nth(units_, index);
   const DType dtype = unit.layout.dtype();
   const auto bytes_between = [&](std::span<std::byte> bytes, Numel first, Numel last) {
     return bytes.subspan(bytes_of(first, dtype).size(), bytes_of(last - first, dtype).size());
   };
-  if (unit.parked) offload::throw_offloaded(fmt::format("the weights of unit '{}'", unit.name()));
+  if (unit.away) offload::throw_offloaded(fmt::format("the weights of unit '{}'", unit.name()));
   if (!unit.offloaded) {
     if (begin < end) work({begin, end, bytes_between(unit.shard, begin, end), nullptr});
     return;
   }
-  const StateBlock block{blocks_[static_cast<std::size_t>(index)],
-                         static_cast<int>(size_of(dtype).value) * 8};
+  const StateBlock block{nth(blocks_, index), static_cast<int>(size_of(dtype).value) * 8};
   for_each_range(
       *store_, {&block, 1}, unit.layout.shard(), begin, end, access, [&](const StateRange& range) {
         const Numel low = std::max(range.first, begin);
@@ -45,6 +84,139 @@ void WeightShards::for_each(int index, Numel begin, Numel end, offload::Access a
         work({low, high, bytes_between(range.bytes(0), low - range.first, high - range.first),
               range.leases.front().get()});
       });
+}
+
+std::vector<offload::BlockSpec> MasterStates::specs_of(const Unit& unit) const {
+  std::vector<offload::BlockSpec> blocks;
+  const auto add = [&](const char* what, std::int64_t bits) {
+    // Whole lines, so that they take as much one by one as together.
+    const Bytes bytes = align_up(Bytes((unit.layout.shard().value * bits + 7) / 8), 64_B);
+    blocks.push_back(
+        {unit.name() + what, bytes, memory::Kind::kMasterWeights, unit.spec.place.states});
+  };
+  if (form(unit.id) == plan::MasterForm::kFloat32) add(".master", kWideBits);
+  if (form(unit.id) != plan::MasterForm::kRemainder) return blocks;
+  add(".master.low", kLowBits);
+  add(".master.halves_up", kHalfUpBits);
+  return blocks;
+}
+
+MasterStates::Ids MasterStates::ids_of(const Unit& unit,
+                                       std::vector<offload::BlockId>::const_iterator& next) const {
+  Ids ids;
+  if (form(unit.id) == plan::MasterForm::kFloat32) ids.wide = *next++;
+  if (form(unit.id) != plan::MasterForm::kRemainder) return ids;
+  ids.low = *next++;
+  ids.halves_up = *next++;
+  return ids;
+}
+
+void MasterStates::add(std::span<const Unit> units) {
+  std::vector<offload::BlockSpec> blocks;
+  for (const Unit& unit : units) {
+    for (offload::BlockSpec& block : specs_of(unit)) blocks.push_back(std::move(block));
+  }
+  const std::vector<offload::BlockId> ids = store_.add_all(std::move(blocks));
+  auto next = ids.begin();
+  for (const Unit& unit : units) {
+    STRATA_ASSERT(static_cast<std::size_t>(unit.id) == ids_.size());
+    ids_.push_back(ids_of(unit, next));
+  }
+  held_.resize(ids_.size());
+}
+
+// A remainder of zeroes is that of weights that are exact.
+void MasterStates::train(const Unit& unit) {
+  const std::vector<offload::BlockId> ids = store_.add_all(specs_of(unit));
+  auto next = ids.begin();
+  nth(ids_, unit.id) = ids_of(unit, next);
+  if (form(unit.id) != plan::MasterForm::kFloat32) return;
+  shards_.for_each(unit.id, Numel(), unit.layout.shard(), offload::Access::kRead,
+                   [&](const WeightShards::Piece& piece) {
+                     make(unit.id, piece.begin, piece.end - piece.begin, piece.bytes.data(),
+                          unit.layout.dtype());
+                   });
+}
+
+std::vector<StateBlock> MasterStates::blocks(int unit) const {
+  STRATA_ASSERT(static_cast<std::size_t>(unit) < ids_.size());
+  const Ids& ids = nth(ids_, unit);
+  if (ids.wide >= 0) return {{ids.wide, kWideBits}};
+  if (ids.low >= 0) return {{ids.low, kLowBits}, {ids.halves_up, kHalfUpBits}};
+  return {};
+}
+
+void MasterStates::for_each(int unit, Numel begin, Numel end, offload::Access access,
+                            const std::function<void(const StateRange&)>& work) {
+  const auto& held = nth(held_, unit);
+  const Numel shard = of(unit).layout.shard();
+  if (held == nullptr) {
+    for_each_range(store_, blocks(unit), shard, begin, end, access, work);
+  } else {
+    work({Numel(), shard, {&held, 1}});
+  }
+}
+
+void MasterStates::make(int unit, Numel begin, Numel numel, const std::byte* source,
+                        DType source_dtype) {
+  device::Stream& stream = device_.compute_stream();
+  const bool wide = form(unit) == plan::MasterForm::kFloat32;
+  for_each(unit, begin, begin + numel, offload::Access::kReadWrite, [&](const StateRange& range) {
+    const Numel low = std::max(range.first, begin);
+    const Numel count = std::min(range.end, begin + numel) - low;
+    const std::byte* from = source + bytes_of(low - begin, source_dtype).size();
+    if (wide) {
+      device_.cast(range.bytes(0).data() + bytes_of(low - range.first, DType::kFloat32).size(),
+                   DType::kFloat32, from, source_dtype, count, stream);
+    } else {
+      device_.store_remainder(remainder_in(range), low - range.first, from, source_dtype, count,
+                              stream);
+    }
+  });
+}
+
+void MasterStates::round(int unit, Numel begin, Numel end) {
+  if (form(unit) != plan::MasterForm::kFloat32) return;
+  const DType dtype = of(unit).layout.dtype();
+  for_each(unit, begin, end, offload::Access::kRead, [&](const StateRange& range) {
+    const Numel low = std::max(range.first, begin);
+    const Numel high = std::min(range.end, end);
+    const auto round_piece = [&](const WeightShards::Piece& piece) {
+      const std::size_t at = bytes_of(piece.begin - range.first, DType::kFloat32).size();
+      device_.cast(piece.bytes.data(), dtype, range.bytes(0).data() + at, DType::kFloat32,
+                   piece.end - piece.begin, device_.compute_stream());
+    };
+    shards_.for_each(unit, low, high, offload::Access::kReadWrite, round_piece);
+  });
+}
+
+void MasterStates::adopt_written(int unit) {
+  if (form(unit) != plan::MasterForm::kFloat32 || !of(unit).whole) return;
+  const auto adopt = [&](const StateRange& range) {
+    const auto adopt_piece = [&](const WeightShards::Piece& piece) {
+      auto* const masters = reinterpret_cast<float*>(range.bytes(0).data());
+      device_.adopt_written(
+          {masters + (piece.begin - range.first).size(), (piece.end - piece.begin).size()},
+          piece.bytes.data(), of(unit).layout.dtype(), device_.compute_stream());
+    };
+    shards_.for_each(unit, range.first, range.end, offload::Access::kRead, adopt_piece);
+  };
+  for_each(unit, Numel(), of(unit).layout.shard(), offload::Access::kReadWrite, adopt);
+}
+
+void MasterStates::let_go() {
+  for (auto& held : held_) held.reset();
+}
+
+std::span<std::byte> MasterStates::hold(int unit) {
+  if (form(unit) == plan::MasterForm::kShard) {
+    STRATA_ASSERT(!of(unit).offloaded);
+    return of(unit).shard;
+  }
+  STRATA_ASSERT(form(unit) == plan::MasterForm::kFloat32);
+  auto& held = nth(held_, unit);
+  if (held == nullptr) held = store_.fetch(blocks(unit).front().id, offload::Access::kReadWrite);
+  return held->bytes();
 }
 
 }  // namespace strata::engine

@@ -1,21 +1,62 @@
-// The weights of this rank's shards. They rest in device memory or, for offloaded units
-// (Unit::offloaded), in a StateStore. All reads and writes of them go through this class, in pieces
-// as large as the store lends at once.
+// This rank's shards as leases: the weights (WeightShards) and the fp32 masters (MasterStates),
+// wherever they rest, and a walk over blocks of a StateStore in ranges of elements.
 //
-// Threads: one thread at a time. Ownership: borrows the units and the store. Errors: those of the
-// store; UsageError while weights are parked.
+// Threads: one thread at a time. Ownership: borrows the units, the device and the store;
+// MasterStates keeps the leases of held masters. Errors: those of the store; UsageError while
+// weights are offloaded.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <functional>
+#include <limits>
+#include <memory>
 #include <span>
+#include <tuple>
+#include <utility>
 #include <vector>
 
+#include "strata/base/units.h"
+#include "strata/device/device.h"
 #include "strata/engine/unit/unit.h"
+#include "strata/kernels/master_remainder.h"
 #include "strata/offload/state_store.h"
+#include "strata/plan/unit_plan.h"
 
 namespace strata::engine {
 
+// A block of a StateStore that holds a value for each element of a unit's shard (masters, exp_avg,
+// ...).
+struct StateBlock {
+  offload::BlockId id = -1;
+  int bits = 32;  // of each element: a power of two
+};
+
+// Elements of a shard, and the lease of each block, in the blocks' order. Each lease begins at the
+// element `first`, a multiple of 8.
+struct StateRange {
+  Numel first;
+  Numel end;
+  std::span<const std::unique_ptr<offload::Lease>> leases;
+
+  std::span<std::byte> bytes(std::size_t block) const { return leases[block]->bytes(); }
+};
+
+inline constexpr Bytes kNoRangeLimit = Bytes(std::numeric_limits<std::int64_t>::max());
+
+// Calls `work` with ranges that cover elements [begin, end) of a shard of `numel` elements, and as
+// little beside them as the store allows: a store in memory lends the whole shard at once, a store
+// on a drive as much as its memory has room for. Work that it queues on the compute stream may
+// still run when this returns. `limit`: a range holds at most these bytes of all blocks; the
+// store's own limit holds, too.
+void for_each_range(offload::StateStore& store, std::span<const StateBlock> blocks, Numel numel,
+                    Numel begin, Numel end, offload::Access access,
+                    const std::function<void(const StateRange&)>& work,
+                    Bytes limit = kNoRangeLimit);
+
+// The weights of this rank's shards. They rest in device memory or, for offloaded units
+// (Unit::offloaded), in a StateStore. All reads and writes of them go through this class, in pieces
+// as large as the store lends at once.
 class WeightShards {
  public:
   // `units` by their ids. `store` may be null where none is offloaded.
@@ -41,6 +82,102 @@ class WeightShards {
   const std::vector<Unit>& units_;
   offload::StateStore* store_;
   std::vector<offload::BlockId> blocks_;  // by unit, of those that were added; -1: not offloaded
+};
+
+// Parts of shards that were stored, and whose fp32 masters were not made from them yet. A kernel
+// between two copies leaves the link between host and device idle, so masters of many stores are
+// made at once (Weights::make_masters()).
+class OwedMasters {
+ public:
+  struct Range {
+    int unit;
+    Numel begin, end;  // elements of this rank's shard of the unit
+  };
+
+  void add(const Range& range) { ranges_.push_back(range); }
+
+  // Returns all of them, by unit and offset, with neighbours joined; then none is owed any more.
+  std::vector<Range> take() {
+    std::vector<Range> ranges = std::exchange(ranges_, {});
+    std::ranges::sort(ranges, {}, [](const Range& r) { return std::tuple(r.unit, r.begin); });
+    std::vector<Range> merged;
+    for (const Range& range : ranges) {
+      if (!merged.empty() && merged.back().unit == range.unit && range.begin <= merged.back().end) {
+        merged.back().end = std::max(merged.back().end, range.end);
+      } else {
+        merged.push_back(range);
+      }
+    }
+    return merged;
+  }
+
+ private:
+  std::vector<Range> ranges_;
+};
+
+// The fp32 master weights of this rank's shards, in the form that suits weights and optimizer
+// (plan/master_form.h): the values that the StateStore keeps beside the weights.
+class MasterStates {
+ public:
+  // `masters`: where the weights are bf16. `units` by their ids; they may grow no more. `shards`:
+  // their weights.
+  MasterStates(const std::vector<Unit>& units, const WeightShards& shards, plan::Masters masters,
+               device::Device& device, offload::StateStore& store)
+      : units_(units), shards_(shards), masters_(masters), device_(device), store_(store) {}
+
+  plan::MasterForm form(int unit) const { return plan::master_form(of(unit).spec, masters_); }
+  // Takes the room of the next units, in their order; zero.
+  void add(std::span<const Unit> units);
+
+  // Takes the room of a unit that was frozen when it was added, and makes its masters from its
+  // weights.
+  void train(const Unit& unit);
+
+  // The blocks of an added unit: none, fp32 masters, or the two arrays of their remainder
+  // (remainder_in()).
+  std::vector<StateBlock> blocks(int unit) const;
+  // The remainder in a range over blocks that begin with those of blocks().
+  static kernels::MasterRemainder remainder_in(const StateRange& range) {
+    return {reinterpret_cast<std::uint16_t*>(range.bytes(0).data()),
+            reinterpret_cast<std::uint8_t*>(range.bytes(1).data())};
+  }
+  // Goes through blocks() of elements [begin, end) as for_each_range() does; also where they are
+  // held.
+  void for_each(int unit, Numel begin, Numel end, offload::Access access,
+                const std::function<void(const StateRange&)>& work);
+
+  // Queues: masters of the elements from `begin` on take these values, which kernels can read.
+  void make(int unit, Numel begin, Numel numel, const std::byte* source, DType source_dtype);
+  // Queues: the weights of elements [begin, end) become their rounded fp32 masters (for optimizers
+  // that know only masters).
+  void round(int unit, Numel begin, Numel end);
+  void round(int unit) { round(unit, Numel(), of(unit).layout.shard()); }
+  // Queues: fp32 masters beside weights that stay whole take the values that a script has written
+  // into these weights since the last step.
+  void adopt_written(int unit);
+  // Keeps the unit's fp32 masters in memory, at this address, for as long as this lives: the shard
+  // itself, or a lease of the store.
+  std::span<std::byte> hold(int unit);
+  // Gives back all leases of hold().
+  void let_go();
+
+ private:
+  struct Ids {
+    offload::BlockId wide = -1;  // fp32 masters
+    offload::BlockId low = -1;   // or their remainder
+    offload::BlockId halves_up = -1;
+  };
+  std::vector<offload::BlockSpec> specs_of(const Unit& unit) const;
+  Ids ids_of(const Unit& unit, std::vector<offload::BlockId>::const_iterator& next) const;
+  const Unit& of(int unit) const { return nth(units_, unit); }
+
+  const std::vector<Unit>& units_;
+  const WeightShards& shards_;
+  plan::Masters masters_;
+  device::Device& device_;
+  offload::StateStore& store_;
+  std::vector<Ids> ids_;                               // by unit, of those that were added
+  std::vector<std::unique_ptr<offload::Lease>> held_;  // by unit; null: not held
 };
 
 }  // namespace strata::engine

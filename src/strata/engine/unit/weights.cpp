@@ -39,7 +39,7 @@ Weights::Weights(std::span<const plan::ParamSpec> params, const plan::ModelPlan&
     offsets_.push_back(total);
     if (!offloaded) total += align_up(local_bytes(layout, whole, place_.parts), kPage);
     for (std::size_t i = 0; i < spec.params.size(); ++i) {
-      slot_of_param_[static_cast<std::size_t>(spec.params[i])] = static_cast<int>(i);
+      nth(slot_of_param_, spec.params[i]) = static_cast<int>(i);
     }
     units_.push_back(
         {static_cast<int>(units_.size()), spec, std::move(layout), whole, offloaded, {}, {}, {}});
@@ -49,7 +49,7 @@ Weights::Weights(std::span<const plan::ParamSpec> params, const plan::ModelPlan&
       Memory{{device.ledger(), memory::Tier::kDevice, memory::Kind::kWeights, Bytes()},
              collectives.allocate_growing(options.name + ".weights", std::max(total, kPage))});
   for (Unit& unit : units_) {
-    const Bytes offset = offsets_[static_cast<std::size_t>(unit.id)];
+    const Bytes offset = nth(offsets_, unit.id);
     const Bytes own = unit.layout.shard_bytes();
     const Bytes held = own * place_.parts;
     if (unit.offloaded) {
@@ -87,10 +87,8 @@ void Weights::copy_for_offload(bool pinned) {
   back_all();
   const Bytes all = offsets_.back();
   if (all == Bytes()) return;
-  offloaded_ =
-      std::make_unique<offload::OffloadedCopy>(device_, all, memory::Kind::kWeights, pinned);
-  offloaded_->take(memory_->buffer->local().first(all.size()));
-  device_.compute_stream().synchronize();
+  offload::offload_all(device_, {{{memory_->buffer->local().first(all.size()), &offloaded_}}},
+                       memory::Kind::kWeights, pinned);
 }
 
 void Weights::offload_states() {
@@ -99,21 +97,19 @@ void Weights::offload_states() {
   memory_->buffer->release();
   memory_->charge =
       memory::Charge(device_.ledger(), memory::Tier::kDevice, memory::Kind::kWeights, Bytes());
-  for (Unit& unit : units_) unit.parked = !unit.offloaded;
+  for (Unit& unit : units_) unit.away = !unit.offloaded;
 }
 
 void Weights::reload_states() {
   if (offloaded_ == nullptr) return;
   const Bytes all = offsets_.back();
   memory_->buffer->back(all);
-  offloaded_->give_back(memory_->buffer->local().first(all.size()));
-  device_.compute_stream().synchronize();
+  offload::reload(offloaded_, memory_->buffer->local().first(all.size()));
   memory_->charge.grow(all);
-  offloaded_.reset();
 }
 
 void Weights::finish_reload() {
-  for (Unit& unit : units_) unit.parked = false;
+  for (Unit& unit : units_) unit.away = false;
 }
 
 Weights::~Weights() = default;
@@ -131,13 +127,12 @@ const Unit& Weights::trainable_unit_of(int param) const {
 
 const plan::Slot& Weights::slot_of(int param) const {
   const auto p = static_cast<std::size_t>(param);
-  const Unit& unit = units_[static_cast<std::size_t>(unit_of_param_[p])];
-  return unit.layout.slots()[static_cast<std::size_t>(slot_of_param_[p])];
+  const Unit& unit = nth(units_, unit_of_param_[p]);
+  return nth(unit.layout.slots(), slot_of_param_[p]);
 }
 
 std::pair<Numel, Numel> Weights::owned_range(int param) const {
-  const Unit& unit =
-      units_[static_cast<std::size_t>(unit_of_param_[static_cast<std::size_t>(param)])];
+  const Unit& unit = nth(units_, nth(unit_of_param_, param));
   const plan::Slot& slot = slot_of(param);
   const Numel shard_begin = unit.layout.shard() * place_.index;
   const Numel low = std::max(shard_begin, slot.offset);
@@ -247,7 +242,7 @@ void Weights::store_piece(const Unit& unit, Numel shard_offset, Numel numel,
 
 void Weights::make_masters(OwedMasters& owed) {
   for (const auto& [index, begin, end] : owed.take()) {
-    const Unit& unit = units_[static_cast<std::size_t>(index)];
+    const Unit& unit = nth(units_, index);
     const DType dtype = unit.layout.dtype();
     shards_.for_each(
         index, begin, end, offload::Access::kRead, [&](const WeightShards::Piece& piece) {

@@ -14,12 +14,10 @@
 
 #include "strata/device/device.h"
 #include "strata/engine/unit/engine_options.h"
-#include "strata/engine/unit/master_states.h"
-#include "strata/engine/unit/owed_masters.h"
 #include "strata/engine/unit/unit.h"
 #include "strata/engine/unit/weight_shards.h"
 #include "strata/memory/ledger.h"
-#include "strata/offload/offloaded_copy.h"
+#include "strata/offload/host_memory.h"
 #include "strata/offload/state_store.h"
 #include "strata/plan/unit_plan.h"
 
@@ -49,20 +47,16 @@ class Weights {
 
   std::vector<Unit>& units() { return units_; }
   const std::vector<Unit>& units() const { return units_; }
-  const plan::ParamSpec& param(int index) const { return params_[static_cast<std::size_t>(index)]; }
-  plan::ParamSpec& spec_of(int param) { return params_[static_cast<std::size_t>(param)]; }
+  const plan::ParamSpec& param(int index) const { return nth(params_, index); }
+  plan::ParamSpec& spec_of(int param) { return nth(params_, param); }
   int param_count() const { return static_cast<int>(params_.size()); }
   std::span<const plan::ParamSpec> params() const { return params_; }
-  Unit& unit_of(int param) {
-    return units_[static_cast<std::size_t>(unit_of_param_[static_cast<std::size_t>(param)])];
-  }
-  const Unit& unit_of(int param) const {
-    return units_[static_cast<std::size_t>(unit_of_param_[static_cast<std::size_t>(param)])];
-  }
+  Unit& unit_of(int param) { return nth(units_, nth(unit_of_param_, param)); }
+  const Unit& unit_of(int param) const { return nth(units_, nth(unit_of_param_, param)); }
   // Throws UsageError for a frozen parameter, which gets no gradient.
   const Unit& trainable_unit_of(int param) const;
   const plan::Slot& slot_of(int param) const;
-  int slot_index_of(int param) const { return slot_of_param_[static_cast<std::size_t>(param)]; }
+  int slot_index_of(int param) const { return nth(slot_of_param_, param); }
 
   // Sets elements [begin, begin + numel) of `param`. Elements outside this rank's shard are
   // ignored. The source may be host or device memory, and may change when this returns.
@@ -81,16 +75,16 @@ class Weights {
   // Takes the memory of every unit that has none yet.
   void back_all();
 
-  // Parking moves all values in device memory to the host for a while, or none. This tells whether
+  // offload_states() moves all values in device memory to the host for a while, or none. This tells whether
   // the collectives can give that memory back; true if there is none.
   bool can_offload() const { return memory_->buffer->releasable(); }
   // Copies the values, and may throw OutOfMemoryError; drop_copy() undoes it.
   void copy_for_offload(bool pinned);
   void drop_copy() { offloaded_.reset(); }
-  // Gives the memory back to the device, when no rank reads it any more. Units are `parked` then.
+  // Gives the memory back to the device, when no rank reads it any more. Units are `away` then.
   void offload_states();
   // Takes the memory and the values back, at the same addresses; may throw OutOfMemoryError, and be
-  // called again. Units are parked until finish_reload(), when all ranks have done so.
+  // called again. Units are `away` until finish_reload(), when all ranks have done so.
   void reload_states();
   void finish_reload();
 
@@ -132,7 +126,7 @@ class Weights {
   WeightShards shards_;
   MasterStates masters_;
   std::unique_ptr<device::Memory> scratch_;  // for sources that kernels cannot read; null: none yet
-  std::unique_ptr<offload::OffloadedCopy> offloaded_;  // null: not parked
+  std::unique_ptr<offload::OffloadedCopy> offloaded_;  // null: not offloaded
 };
 
 }  // namespace strata::engine

@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "strata/engine/optimize/optimizer_shards.h"
+#include "strata/engine/optimize/sharded_optimizer.h"
 #include "strata/engine/schedule/scheduler.h"
 #include "strata/torch/sharded/sharded_model.h"
 

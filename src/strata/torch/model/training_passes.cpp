@@ -157,7 +157,7 @@ std::optional<engine::StepResult> TrainingPasses::step(
   pass_.settle();
   scopes_.failure().rethrow();
   if (control_.ends_step()) {
-    engine_.parking().require_all("step()");
+    engine_.state_offload().require_all("step()");
     shown_.take_back();
   }
   scopes_.end_micro_step();
@@ -173,7 +173,7 @@ void TrainingPasses::zero_gradients(bool keep) {
     shown_.hide();
     return;
   }
-  engine_.parking().require_for_backward("zero_grad(set_to_none=False)");
+  engine_.state_offload().require_for_backward("zero_grad(set_to_none=False)");
   shown_.take_back();
   const engine::Weights& weights = engine_.weights();
   for (int param = 0; param < weights.param_count(); ++param) {
@@ -237,9 +237,9 @@ void FrozenParameters::train(std::span<const int> params) {
       trained.push_back(param);
   }
   if (trained.empty()) return;
-  engine_.parking().require_all("training parameters that were frozen");
+  engine_.state_offload().require_all("training parameters that were frozen");
   engine_.finish_step();
-  engine_.unfreezing().train(trained);
+  engine_.train_frozen(trained);
   std::erase_if(frozen_, [&](int param) { return weights.param(param).trainable; });
   if (told_) told_(trained);
 }

@@ -44,7 +44,7 @@ namespace strata::torch {
 // Frozen parameters that may become trainable: each is in a param group without requiring a
 // gradient, or requires a gradient without being in a group. As soon as one has both, the engine
 // makes room for it and trains it from that forward on.
-// Errors: those of engine::Unfreezing.
+// Errors: those of engine::train_frozen().
 class FrozenParameters {
  public:
   FrozenParameters(engine::Engine& engine, const ParameterSet& parameters);

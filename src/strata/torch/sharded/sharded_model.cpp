@@ -92,13 +92,13 @@ forecast::MemoryForecast ShardedModel::memory_forecast() {
 
 void ShardedModel::begin_forward() {
   require_alive();
-  engine_->parking().require_weights("a forward");
+  engine_->state_offload().require_weights("a forward");
   passes_->begin_forward();
 }
 
 void ShardedModel::enter_root() {
   values().require_own_memory();
-  engine_->parking().require_weights("a forward");  // even without gradients
+  engine_->state_offload().require_weights("a forward");  // even without gradients
   passes_->enter_root();
 }
 
@@ -139,21 +139,21 @@ std::optional<engine::StepResult> ShardedModel::step(std::span<const engine::Gro
 
 bool ShardedModel::offload_states(const engine::StateSet& states, bool pinned) {
   require_alive();
-  engine_->parking().require_no_pass();
+  engine_->state_offload().require_no_pass();
   passes_->let_go();
   passes_->shown_gradients().take_back();  // until all is back
   const Scopes::Claim claim(passes_->scopes());
   try {
-    return engine_->parking().offload_states(states, pinned);
+    return engine_->state_offload().offload_states(states, pinned);
   } catch (...) {
-    if (!engine_->parking().away().any()) passes_->show_gradients();  // all is as it was
+    if (!engine_->state_offload().away().any()) passes_->show_gradients();  // all is as it was
     throw;
   }
 }
 
 void ShardedModel::reload_states() {
   require_alive();
-  engine_->parking().reload_states();
+  engine_->state_offload().reload_states();
   passes_->show_gradients();
 }
 
@@ -207,8 +207,8 @@ void ShardedModel::wait_for_all() {
 
 void ShardedModel::destroy(bool keep_values) {
   require_alive();
-  if (engine_->parking().away().weights)
-    engine_->parking().reload_states();  // parameters keep values
+  if (engine_->state_offload().away().weights)
+    engine_->state_offload().reload_states();  // parameters keep values
   passes_->scopes().end_micro_step();
   engine_->gatherer().complete_all();
   std::vector<at::Tensor> full;

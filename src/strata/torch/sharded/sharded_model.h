@@ -64,7 +64,7 @@ class ShardedModel final : public ParameterOwner {
   at::Tensor factored(const at::Tensor& loss, bool by_accumulation);
   GradientHooks& gradients() { return passes().gradients(); }
   std::optional<engine::StepResult> step(std::span<const engine::GroupScalars> groups);
-  // Collective, between passes: Engine::parking()'s. Parameters of offloaded weights are empty.
+  // Collective, between passes (engine::StateOffload). Parameters of offloaded weights are empty.
   bool offload_states(const engine::StateSet& states, bool pinned);
   void reload_states();
 

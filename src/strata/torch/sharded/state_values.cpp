@@ -58,7 +58,7 @@ std::pair<std::int64_t, std::int64_t> StateValues::range() const {
 }
 
 void StateValues::finish_queued() {
-  engine_.parking().require_all("reading or setting a state of a parameter");
+  engine_.state_offload().require_all("reading or setting a state of a parameter");
   engine_.finish_step();
   engine_.device().compute_stream().synchronize();
 }

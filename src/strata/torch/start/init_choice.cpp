@@ -7,7 +7,7 @@
 #include <string>
 
 #include "strata/base/error.h"
-#include "strata/engine/unit/consistency.h"
+#include "strata/engine/unit/agreement.h"
 #include "strata/memory/system_memory.h"
 #include "strata/torch/base/host_threads.h"
 #include "strata/torch/base/placement.h"

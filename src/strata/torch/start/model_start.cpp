@@ -9,9 +9,8 @@
 #include <utility>
 
 #include "strata/base/error.h"
-#include "strata/engine/optimize/staging_need.h"
 #include "strata/engine/unit/agreement.h"
-#include "strata/engine/unit/consistency.h"
+#include "strata/engine/unit/engine_options.h"
 #include "strata/memory/system_memory.h"
 #include "strata/plan/param_spec.h"
 #include "strata/torch/base/host_threads.h"
@@ -172,7 +171,7 @@ engine::Stores ModelStart::make_stores(const engine::EngineOptions& options) {
   }
   engine::agree_after(collectives, "making room on drives", make);
   for (const std::string& told :
-       {made.remark, raised_budget(options.states, "the optimizer's states"),
+       {made.warning, raised_budget(options.states, "the optimizer's states"),
         raised_budget(options.weights, "the weights")}) {
     warn(told);
   }

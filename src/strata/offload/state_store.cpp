@@ -1,4 +1,4 @@
-#include "strata/offload/part.h"
+#include "strata/offload/state_store.h"
 
 #include <fmt/core.h>
 

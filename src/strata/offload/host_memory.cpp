@@ -1,8 +1,9 @@
-#include "strata/offload/offloaded_copy.h"
+#include "strata/offload/host_memory.h"
 
 #include <fmt/core.h>
 
 #include <utility>
+#include <vector>
 
 #include "strata/base/error.h"
 #include "strata/memory/host_buffer.h"
@@ -28,6 +29,16 @@ std::unique_ptr<device::Memory> host_memory(device::Device& device, Bytes bytes,
 
 }  // namespace
 
+std::unique_ptr<device::HostMemory> pinned_memory(device::Device& device, Bytes bytes,
+                                                  memory::Kind kind) {
+  auto memory = device.allocate_host(bytes, kind);
+  if (bytes.value == 0 || memory->pinned()) return memory;
+  throw OutOfMemoryError(fmt::format(
+      "the system does not let this process pin the host memory that kernels of {} are to work "
+      "on ({}): {} wanted; raise the limit on locked memory (ulimit -l); held: {}",
+      device.name(), memory::name_of(kind), to_string(bytes), device.ledger()->report()));
+}
+
 OffloadedCopy::OffloadedCopy(device::Device& device, Bytes bytes, memory::Kind kind, bool pinned)
     : device_(device), memory_(host_memory(device, bytes, kind, pinned)) {}
 
@@ -37,6 +48,23 @@ void OffloadedCopy::take(std::span<const std::byte> source) {
 
 void OffloadedCopy::give_back(std::span<std::byte> target) {
   device_.copy(target, memory_->bytes(), device_.compute_stream());
+}
+
+void offload_all(device::Device& device, std::span<const OffloadedMemory> memory, memory::Kind kind,
+                 bool pinned) {
+  std::vector<std::unique_ptr<OffloadedCopy>> copies;
+  for (const OffloadedMemory& each : memory)
+    copies.push_back(
+        std::make_unique<OffloadedCopy>(device, Bytes(each.bytes.size()), kind, pinned));
+  for (std::size_t i = 0; i < memory.size(); ++i) copies[i]->take(memory[i].bytes);
+  device.compute_stream().synchronize();
+  for (std::size_t i = 0; i < memory.size(); ++i) *memory[i].copy = std::move(copies[i]);
+}
+
+void reload(std::unique_ptr<OffloadedCopy>& copy, std::span<std::byte> target) {
+  copy->give_back(target);
+  copy->device().compute_stream().synchronize();
+  copy.reset();
 }
 
 void throw_offloaded(std::string_view what) {

@@ -4,13 +4,19 @@
 #pragma once
 
 #include <functional>
+#include <memory>
 #include <span>
 #include <vector>
 
 #include "strata/base/error.h"
+#include "strata/comm/collectives.h"
+#include "strata/device/device.h"
 #include "strata/engine/record/step_recorder.h"
 #include "strata/engine/reduce/gradient_shards.h"
+#include "strata/engine/reduce/reducer.h"
+#include "strata/engine/unit/engine_options.h"
 #include "strata/engine/unit/weights.h"
+#include "strata/offload/state_store.h"
 #include "strata/plan/flat_layout.h"
 
 namespace strata::engine {
@@ -30,7 +36,7 @@ class OptimizerShards {
   // The numbers of units(): those in `first` come first, in their order, then the others.
   std::vector<int> order(std::span<const int> first) const;
   // The place of a trainable unit in units().
-  std::size_t index_of(int unit) const { return index_[static_cast<std::size_t>(unit)]; }
+  std::size_t index_of(int unit) const { return nth(index_, unit); }
   // Whether the unit's masters and optimizer states rest in host memory between steps.
   bool states_on_host(const Unit& unit) const { return tier_of(unit) == memory::Tier::kHost; }
   bool states_on_drive(const Unit& unit) const { return tier_of(unit) == memory::Tier::kNvme; }
@@ -102,5 +108,59 @@ class ShardedOptimizer {
 void run_recorded(ShardedOptimizer& optimizer, StepRecorder& recorder,
                   std::span<const GroupScalars> groups, const GradientScale& scale,
                   std::span<const int> first, const ShardedOptimizer::Updated& updated);
+
+// Memory of fp32 values for trainable units' shards, for a user's optimizer, if the engine's own
+// values lie elsewhere or are narrower. If a unit's states rest on the host, this is pinned host
+// memory, taken for all units at once, since the driver takes long to pin memory. Otherwise it is
+// device memory, taken unit by unit. Its first content is undefined.
+//
+// Ownership: borrows the shards and the device. Errors: OutOfMemoryError.
+class ShardMemory {
+ public:
+  // `wanted`: whether of() will be called for the unit.
+  using Wanted = std::function<bool(const Unit& unit)>;
+  ShardMemory(OptimizerShards& shards, device::Device& device, memory::Kind kind, Wanted wanted)
+      : shards_(shards), device_(device), kind_(kind), wanted_(std::move(wanted)) {}
+
+  std::span<float> of(const Unit& unit);
+  // Frees the device memory, which no work uses any more.
+  void free_on_device();
+
+ private:
+  bool lacks(const Unit& unit) const;
+  void take_on_host();
+
+  OptimizerShards& shards_;
+  device::Device& device_;
+  memory::Kind kind_;
+  Wanted wanted_;
+  std::vector<std::unique_ptr<device::Memory>> host_;  // each of several units
+  struct Place {
+    std::byte* values = nullptr;               // null: none yet
+    std::unique_ptr<device::Memory> own = {};  // null: on the host
+  };
+  std::vector<Place> places_;  // by unit
+};
+
+// Null where there is no rule. `moments`: their type where masters are rounded. The optimizer
+// notifies `watch` of copies between the host and the device.
+std::unique_ptr<ShardedOptimizer> make_optimizer(UpdateRule rule, DType moments,
+                                                 OptimizerShards& shards, device::Device& device,
+                                                 offload::StateStore& states,
+                                                 offload::LinkWatch& watch);
+
+// Makes parameters trainable that were frozen when the engine was made. Their units get masters,
+// which begin at the weights, room for gradients, and states of the optimizer. Parameters that stay
+// frozen in such a unit have room there, too, but get no gradients, and do not change.
+//
+// Errors: CommError where a rank does something else meanwhile, ConfigError where it unfreezes
+// other parameters, both with their names; OutOfMemoryError, on every rank.
+//
+// Collective, between passes, with no states offloaded: from now on these parameters get gradients
+// and updates, by the values of their groups. Bias correction counts their steps from here.
+// `optimizer`: null where no optimizer updates the weights.
+void train_frozen(std::span<const int> params, Weights& weights, Reducer& reducer,
+                  OptimizerShards& shards, ShardedOptimizer* optimizer,
+                  comm::Collectives& collectives);
 
 }  // namespace strata::engine

@@ -1,12 +1,12 @@
-#include "strata/engine/optimize/staging_need.h"
+#include "strata/engine/unit/engine_options.h"
 
 #include <algorithm>
 #include <cstdint>
 #include <vector>
 
 #include "strata/engine/config/offload_config.h"
-#include "strata/offload/part.h"
 #include "strata/offload/staging_arena.h"
+#include "strata/offload/state_store.h"
 #include "strata/plan/flat_layout.h"
 
 namespace strata::engine {
