@@ -5,9 +5,8 @@
 #include <algorithm>
 
 #include "strata/base/error.h"
-#include "strata/engine/config/config_source.h"
-#include "strata/engine/config/json_text.h"
-#include "strata/engine/config/plan_options.h"
+#include "strata/engine/config/config.h"
+#include "strata/engine/config/config_text.h"
 #include "strata/forecast/auto_placement.h"
 
 namespace strata::cli {
@@ -55,7 +54,7 @@ engine::UpdateRule rule_of(const engine::Config& config, std::vector<std::string
   return config.optimizer->adam.decoupled ? engine::UpdateRule::kAdamW : engine::UpdateRule::kAdam;
 }
 
-// ConfigFindings on settings that are planned with a default, and that a framework will fill in.
+// Remarks on settings that are planned with a default, and that a framework will fill in.
 void record_open(const engine::Config& config, std::vector<std::string>& remarks) {
   for (const engine::OpenSetting& setting : config.open) {
     if (setting.path == "bf16.enabled" || setting.path == "fp16.enabled") {

@@ -6,7 +6,7 @@
 #include <string>
 
 #include "strata/base/error.h"
-#include "strata/engine/config/plan_options.h"
+#include "strata/engine/config/config.h"
 
 namespace strata::forecast {
 namespace {

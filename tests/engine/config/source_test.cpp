@@ -7,7 +7,7 @@
 #include <fstream>
 
 #include "engine/config/parsing.h"
-#include "strata/engine/config/json_text.h"
+#include "strata/engine/config/config_text.h"
 
 namespace strata::engine {
 namespace {

@@ -56,8 +56,7 @@ BatchSizes complete_batch_sizes(const BatchSizes& given, int world_size) {
     throw ConfigError(
         fmt::format("train_batch_size: does not equal train_micro_batch_size_per_gpu x "
                     "gradient_accumulation_steps x world size: {} != {} x {} x {}; correct one of "
-                    "them or remove "
-                    "it and let the others give it; found {}",
+                    "them or remove it and let the others give it; found {}",
                     size_text(all.train_batch_size), *all.micro_batch_size, *all.accumulation_steps,
                     world_size, given_text(given, world_size)));
   }

@@ -1,7 +1,7 @@
 // Checks one value of the configuration against its row of the key table, and brings it into one
 // form: whole numbers as integers, sizes in elements or bytes as integers, numbers as floating
 // point, flags as booleans, choices as the table spells them. Pure functions. Errors: ConfigError
-// "PATH: wanted WHAT (meaning); found VALUE".
+// "PATH: wanted WHAT (meaning); found VALUE". Tells, too, whether values leave a feature off.
 #pragma once
 
 #include <cstdint>
@@ -32,5 +32,18 @@ std::int64_t clamped(double v);
 
 // A value as messages show it: its JSON, shortened.
 std::string shown(const nlohmann::json& value);
+
+// Whether `value`, of the refused feature `key`, asks for nothing: one rule for every feature that
+// Strata does not have, and for every section that lists hints. Off are
+// - null, "auto", false, 0, "" and "none", an empty list, an empty object;
+// - 1 of a size: of a key that ends in size, degree or stages;
+// - an object that says "enabled": false or "disable": true, whatever else it holds;
+// - an object whose row of the key table names switches (Key::limits), if none of those that it
+//   holds is on; "enabled" counts where it holds no other;
+// - an object without any of these, if all of its values are off.
+bool leaves_off(const Key& key, const nlohmann::json& value);
+
+// Whether an object says itself that it is off: "enabled": false, or "disable": true.
+bool is_disabled(const nlohmann::json& object);
 
 }  // namespace strata::engine
