@@ -2,7 +2,7 @@
 // of a save function take a ValueError for another error. As in DeepSpeed, an error in a
 // configuration is a ValueError, too, and a call out of order an AssertionError.
 #include "bindings.h"
-#include "strata/engine/config/json_text.h"
+#include "strata/engine/config/config_text.h"
 #include "strata/engine/missing_backward.h"
 #include "strata/engine/schedule/loss_scaler.h"
 

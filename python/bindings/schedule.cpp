@@ -1,6 +1,7 @@
 // Learning-rate schedules of the configuration.
+#include "strata/engine/schedule/schedule.h"
+
 #include "bindings.h"
-#include "strata/engine/schedule/scheduler.h"
 
 namespace strata::python {
 namespace {

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "strata/engine/optimize/optimizer_shards.h"
-#include "strata/engine/schedule/scheduler.h"
+#include "strata/engine/schedule/schedule.h"
 #include "strata/torch/sharded/sharded_model.h"
 
 namespace strata::torch {

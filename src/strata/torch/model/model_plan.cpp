@@ -4,9 +4,9 @@
 #include <utility>
 
 #include "strata/base/error.h"
-#include "strata/engine/config/placement.h"
-#include "strata/engine/config/plan_options.h"
-#include "strata/forecast/job_forecast.h"
+#include "strata/engine/config/config.h"
+#include "strata/engine/config/offload_config.h"
+#include "strata/forecast/memory_forecast.h"
 #include "strata/torch/base/dtype.h"
 
 namespace strata::torch {

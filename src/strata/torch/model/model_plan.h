@@ -7,7 +7,6 @@
 #include "strata/engine/config/config.h"
 #include "strata/engine/engine.h"
 #include "strata/forecast/auto_placement.h"
-#include "strata/forecast/job_traits.h"
 #include "strata/forecast/memory_forecast.h"
 #include "strata/plan/module_tree.h"
 #include "strata/plan/unit_plan.h"
