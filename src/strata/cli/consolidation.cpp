@@ -5,20 +5,71 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <span>
+#include <system_error>
 
+#include "strata/base/errno_text.h"
 #include "strata/base/error.h"
 #include "strata/checkpoint/reader.h"
-#include "strata/cli/chosen_checkpoint.h"
+#include "strata/cli/console.h"
 #include "strata/cli/inspection.h"
-#include "strata/cli/model_files.h"
-#include "strata/cli/text_table.h"
+#include "strata/cli/tensor_source.h"
+#include "strata/format/manifest.h"
 #include "strata/format/message_text.h"
+#include "strata/format/shard_plan.h"
+#include "strata/io/atomic_file.h"
+#include "strata/io/pending_range.h"
 #include "strata/kernels/elementwise.h"
 
 namespace strata::cli {
 namespace {
 
+namespace fs = std::filesystem;
 using Json = nlohmann::json;
+
+constexpr Bytes kBuffer = 1_MiB;
+
+bool is_of_model(const std::string& name) {
+  if (name == format::kManifestName || name == format::kIndexFileName) return false;
+  const std::string extension = fs::path(name).extension().string();
+  return extension == ".json" || extension == ".txt" || extension == ".jinja" ||
+         extension == ".model";
+}
+
+// Whole or not at all.
+void copy_whole(const std::string& from, const std::string& to) {
+  const io::File source(from, io::File::Mode::kRead);
+  io::AtomicFile target(to);
+  std::vector<std::byte> buffer(kBuffer.size());
+  const Bytes end = source.size();
+  for (Bytes at; at < end; at += kBuffer) {
+    const auto part = std::span(buffer).first(std::min(kBuffer, end - at).size());
+    io::read_fully(source, at, part);
+    io::write_fully(target.file(), at, part);
+  }
+  target.publish();
+}
+
+// Copies the files of the model beside its weights (config.json and the like), unchanged, each
+// whole or not at all: regular files that hold text (.json, .txt, .jinja, .model), but for the
+// manifest and what belongs to weights; follows no link. The names that were copied, in order.
+std::vector<std::string> copy_model_files(const std::string& from, const std::string& to) {
+  std::vector<std::string> names;
+  std::error_code error;
+  fs::directory_iterator entry(from, error);
+  for (; !error && entry != fs::directory_iterator(); entry.increment(error)) {
+    const std::string name = entry->path().filename().string();
+    const bool regular = fs::is_regular_file(fs::symlink_status(entry->path(), error));
+    if (regular && format::is_plain_file_name(name) && is_of_model(name)) names.push_back(name);
+  }
+  if (error) {
+    throw IoError(fmt::format("cannot list a folder: path={} {}", from, errno_text(error.value())));
+  }
+  std::ranges::sort(names);
+  for (const std::string& name : names)
+    copy_whole((fs::path(from) / name).string(), (fs::path(to) / name).string());
+  return names;
+}
 
 // Without checksums: what lies between two extents is read, too, where that is cheaper than a jump.
 constexpr Bytes kGapRead = 64_KiB;
@@ -165,8 +216,8 @@ class Consolidation {
         extent.dtype == spec.dtype || (is_floating(extent.dtype) && is_floating(spec.dtype));
     if (fits) return;
     throw FormatError(fmt::format(
-        "a tensor of a checkpoint is stored in a dtype that cannot become its own: "
-        "tensor={} stored as={} wanted={} path={}",
+        "a tensor of a checkpoint is stored in a dtype that cannot become its own: tensor={} "
+        "stored as={} wanted={} path={}",
         format::in_quotes(spec.name), name_of(extent.dtype), name_of(spec.dtype), folder_));
   }
 
@@ -248,10 +299,9 @@ Consolidated consolidate(const std::string& path, const std::string& out,
                          const std::shared_ptr<memory::Ledger>& ledger, Console& console) {
   const ChosenCheckpoint folder = choose_checkpoint(path);
   if (has_manifest(out)) {
-    throw UsageError(
-        fmt::format("OUT is a training checkpoint, whose files would be lost; give another folder: "
-                    "path={}",
-                    out));
+    throw UsageError(fmt::format(
+        "OUT is a training checkpoint, whose files would be lost; give another folder: path={}",
+        out));
   }
   Consolidated result = Consolidation(folder.path, options, io, ledger).run(out, console);
   result.copied = copy_model_files(folder.path, out);

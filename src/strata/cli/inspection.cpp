@@ -9,7 +9,7 @@
 
 #include "strata/base/error.h"
 #include "strata/checkpoint/reader.h"
-#include "strata/cli/text_table.h"
+#include "strata/cli/console.h"
 #include "strata/format/message_text.h"
 #include "strata/format/tensor_info.h"
 

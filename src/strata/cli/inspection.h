@@ -12,8 +12,8 @@
 #include <string>
 #include <vector>
 
-#include "strata/cli/chosen_checkpoint.h"
-#include "strata/cli/progress.h"
+#include "strata/cli/console.h"
+#include "strata/cli/tensor_source.h"
 #include "strata/format/manifest.h"
 #include "strata/io/io_engine.h"
 #include "strata/memory/ledger.h"

@@ -10,8 +10,8 @@
 #include <string_view>
 
 #include "strata/base/error.h"
-#include "strata/cli/chosen_checkpoint.h"
-#include "strata/cli/natural_order.h"
+#include "strata/cli/console.h"
+#include "strata/cli/tensor_source.h"
 #include "strata/format/checkpoint_index.h"
 #include "strata/io/pending_range.h"
 

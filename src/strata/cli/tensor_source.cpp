@@ -2,15 +2,28 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <system_error>
 #include <tuple>
 
 #include "strata/base/error.h"
 #include "strata/checkpoint/reader.h"
-#include "strata/cli/chosen_checkpoint.h"
-#include "strata/cli/natural_order.h"
+#include "strata/cli/console.h"
+#include "strata/format/checkpoint_folder.h"
+#include "strata/format/message_text.h"
 
 namespace strata::cli {
 namespace {
+
+namespace fs = std::filesystem;
+
+bool is_there(const std::string& path) {
+  std::error_code error;
+  return fs::symlink_status(path, error).type() != fs::file_type::not_found;
+}
+
+std::string listed(const std::vector<std::string>& tags) {
+  return tags.empty() ? "none" : format::first_ten(tags);
+}
 
 constexpr const char* kClientKind = "client";
 constexpr const char* kRankBufferKind = "of a rank";
@@ -32,13 +45,51 @@ std::string kind_of(const format::Manifest& manifest, std::size_t tensor, std::s
 
 }  // namespace
 
+bool has_manifest(const std::string& folder) {
+  return is_there(folder + "/" + std::string(format::kManifestName));
+}
+
+bool holds_checkpoints(const std::string& path) {
+  std::error_code error;
+  if (!fs::is_directory(path, error)) return false;
+  return has_manifest(path) || format::latest_tag(path) || !format::whole_checkpoints(path).empty();
+}
+
+ChosenCheckpoint choose_checkpoint(const std::string& path) {
+  std::error_code error;
+  if (!fs::is_directory(path, error)) {
+    throw UsageError(
+        fmt::format("there is no such folder; give that of a training checkpoint: path={} ({})",
+                    path, fs::exists(path, error) ? "is a file" : "is not there"));
+  }
+  if (has_manifest(path)) return {path, {}, ""};
+  ChosenCheckpoint chosen;
+  chosen.tags = format::whole_checkpoints(path);
+  chosen.latest = format::latest_tag(path).value_or("");
+  if (chosen.latest.empty()) {
+    throw FormatError(fmt::format(
+        "a folder is no training checkpoint of Strata: there is neither {} nor 'latest' in it (a "
+        "save that did not end has neither); checkpoints in it: {}: path={}",
+        format::kManifestName, listed(chosen.tags), path));
+  }
+  const auto found = format::find_checkpoint(path, chosen.latest);
+  if (!found) {
+    throw FormatError(fmt::format(
+        "'latest' names {}, which holds no {}: it was not saved by Strata, or is gone; whole "
+        "checkpoints beside it: {}: path={}",
+        format::in_quotes(chosen.latest), format::kManifestName, listed(chosen.tags), path));
+  }
+  chosen.path = *found;
+  return chosen;
+}
+
 TensorSource::TensorSource(const std::string& path, bool kinds) : path_(path) {
   std::error_code error;
   if (!std::filesystem::exists(path, error)) {
-    throw UsageError(fmt::format(
-        "there is no such file or folder; give a training checkpoint's folder, a Hugging Face "
-        "folder or a .safetensors file: path={}",
-        path));
+    throw UsageError(
+        fmt::format("there is no such file or folder; give a training checkpoint's folder, a "
+                    "Hugging Face folder or a .safetensors file: path={}",
+                    path));
   }
   if (holds_checkpoints(path)) {
     open_training(path, kinds);

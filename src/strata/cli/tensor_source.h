@@ -1,7 +1,11 @@
-// Named tensors and where their elements lie, of either kind of checkpoint: a training checkpoint
-// (each tensor is runs of elements in the files of several ranks), or safetensors, one file or a
-// Hugging Face folder (each is one run). Threads: immutable after construction; safe everywhere.
-// Ownership: holds the open files. Errors: of chosen_checkpoint.h and format::CheckpointIndex.
+// Checkpoints of either kind that a path means, as named tensors and where their elements lie: a
+// training checkpoint (a folder with a manifest, or a folder of such folders, in which the file
+// `latest` names one; each tensor is runs of elements in the files of several ranks), or
+// safetensors, one file or a Hugging Face folder (each tensor is one run).
+//
+// Threads: values, immutable after construction; safe everywhere. Ownership: a TensorSource holds
+// the open files. Errors: UsageError for a path that is no folder; FormatError for a folder that
+// holds no checkpoint; those of format::CheckpointIndex.
 #pragma once
 
 #include <map>
@@ -14,6 +18,21 @@
 #include "strata/format/manifest.h"
 
 namespace strata::cli {
+
+struct ChosenCheckpoint {
+  std::string path;               // with the manifest
+  std::vector<std::string> tags;  // of whole checkpoints beside it, the oldest first; none where it
+                                  // was named itself
+  std::string latest;             // the tag that `latest` names; empty: there is no such file
+};
+
+// Whether the folder itself is a training checkpoint, whole or damaged.
+bool has_manifest(const std::string& folder);
+// Whether that, or a folder of training checkpoints, lies there.
+bool holds_checkpoints(const std::string& path);
+
+// Which one is meant; the one that `latest` names where it is a folder of several.
+ChosenCheckpoint choose_checkpoint(const std::string& path);
 
 // Elements [begin, end) of a tensor, as `dtype` at `offset` of a file.
 struct ElementRange {

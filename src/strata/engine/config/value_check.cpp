@@ -64,32 +64,6 @@ std::int64_t integer_of(const Key& key, const json& value, bool cut_fraction) {
   return whole;
 }
 
-std::optional<double> factor_of(std::string_view suffix, SizeText spelling) {
-  struct Suffix {
-    std::string_view name;
-    double bytes;
-  };
-  constexpr std::array<Suffix, 9> kSuffixes{{{"B", 1.0},
-                                             {"KiB", 1024.0},
-                                             {"MiB", 1048576.0},
-                                             {"GiB", 1073741824.0},
-                                             {"TiB", 1099511627776.0},
-                                             {"KB", 1e3},
-                                             {"MB", 1e6},
-                                             {"GB", 1e9},
-                                             {"TB", 1e12}}};
-  const bool any_case = spelling == SizeText::kAnyCase;
-  if (any_case && suffix.empty()) return 1.0;
-  const auto same = [any_case](char a, char b) {
-    return a == b || (any_case && std::toupper(static_cast<unsigned char>(a)) ==
-                                      std::toupper(static_cast<unsigned char>(b)));
-  };
-  for (const Suffix& s : kSuffixes) {
-    if (std::ranges::equal(suffix, s.name, same)) return s.bytes;
-  }
-  return std::nullopt;
-}
-
 std::int64_t bytes_of(const Key& key, const json& value) {
   if (!value.is_string()) return integer_of(key, value, true);
   const auto size = parse_size(value.get_ref<const std::string&>(), SizeText::kExact);
@@ -225,6 +199,32 @@ std::int64_t clamped(double v) {
   return static_cast<std::int64_t>(v);
 }
 
+std::optional<double> unit_factor(std::string_view unit, SizeText spelling) {
+  struct Unit {
+    std::string_view name;
+    double bytes;
+  };
+  constexpr std::array<Unit, 9> kUnits{{{"B", 1.0},
+                                        {"KiB", 1024.0},
+                                        {"MiB", 1048576.0},
+                                        {"GiB", 1073741824.0},
+                                        {"TiB", 1099511627776.0},
+                                        {"KB", 1e3},
+                                        {"MB", 1e6},
+                                        {"GB", 1e9},
+                                        {"TB", 1e12}}};
+  const bool any_case = spelling == SizeText::kAnyCase;
+  if (any_case && unit.empty()) return 1.0;
+  const auto same = [any_case](char a, char b) {
+    return a == b || (any_case && std::toupper(static_cast<unsigned char>(a)) ==
+                                      std::toupper(static_cast<unsigned char>(b)));
+  };
+  for (const Unit& s : kUnits) {
+    if (std::ranges::equal(unit, s.name, same)) return s.bytes;
+  }
+  return std::nullopt;
+}
+
 std::optional<double> parse_size(std::string_view text, SizeText spelling) {
   if (spelling == SizeText::kAnyCase) {
     while (text.starts_with(' ')) text.remove_prefix(1);
@@ -236,7 +236,7 @@ std::optional<double> parse_size(std::string_view text, SizeText spelling) {
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), count);
   std::string_view unit = text.substr(static_cast<std::size_t>(end - text.data()));
   while (unit.starts_with(' ')) unit.remove_prefix(1);
-  const std::optional<double> factor = factor_of(unit, spelling);
+  const std::optional<double> factor = unit_factor(unit, spelling);
   if (error != std::errc{} || !std::isfinite(count) || !factor) return std::nullopt;
   return count * *factor;
 }

@@ -120,8 +120,7 @@ class OneCycle final : public Schedule {
     if (params.first_step_size <= 0 || second_step_size_ < 0) {
       throw ConfigError(
           fmt::format("scheduler.params.cycle_first_step_size must be > 0 and "
-                      "cycle_second_step_size >= 0; found "
-                      "{} and {}",
+                      "cycle_second_step_size >= 0; found {} and {}",
                       params.first_step_size, second_step_size_));
     }
     const std::size_t groups = optimizer.group_lrs.size();
