@@ -16,6 +16,7 @@
 
 #include "strata/base/errno_text.h"
 #include "strata/base/error.h"
+#include "strata/checkpoint/ring.h"
 #include "strata/format/message_text.h"
 #include "strata/io/atomic_file.h"
 #include "strata/io/io_engine.h"
@@ -208,24 +209,21 @@ class DriveBench {
 
   // GB/s.
   double pass(io::IoEngine& io, Pass what, Bytes block, int depth) {
-    const auto buffers = static_cast<std::size_t>(kBlocksAhead * depth);
+    const Bytes used = block * (std::int64_t{kBlocksAhead} * depth);
+    checkpoint::TransferRing ring(memory_.first(used.size()), block);
     const std::int64_t blocks = request_.size / block;
-    std::vector<std::unique_ptr<io::Transfer>> transfers(buffers);
     const Clock::time_point start = console_.now();
     for (std::int64_t i = 0; i < blocks; ++i) {
-      const std::size_t turn = static_cast<std::size_t>(i) % buffers;
-      if (transfers[turn]) transfers[turn]->wait();
-      const auto memory = memory_.subspan(turn * block.size(), block.size());
+      const std::size_t turn = ring.next();
       // Both: reads go over the first half, writes over the second.
       const bool reads = what == Pass::kRead || (what == Pass::kBoth && i % 2 == 0);
       const std::int64_t place = what == Pass::kBoth ? i / 2 + (reads ? 0 : (blocks + 1) / 2) : i;
-      transfers[turn] = reads ? io.read(folder_.file(), block * place, memory)
-                              : io.write(folder_.file(), block * place, memory);
+      const auto memory = ring.buffer(turn);
+      ring.started(turn, reads ? io.read(folder_.file(), block * place, memory)
+                               : io.write(folder_.file(), block * place, memory));
       progress_->add(block);
     }
-    for (const auto& transfer : transfers) {
-      if (transfer) transfer->wait();
-    }
+    ring.drain();
     const std::chrono::duration<double> seconds = console_.now() - start;
     return static_cast<double>((block * blocks).value) * 1e-9 / seconds.count();
   }

@@ -90,48 +90,6 @@ std::span<const double> widen(std::span<const std::byte> bytes, DType dtype,
   return wide;
 }
 
-// Whether elements of these dtypes can be compared: two floating ones, two integers, or the same.
-bool comparable(DType a, DType b) {
-  if (a == b) return true;
-  if (is_floating(a) != is_floating(b)) return false;
-  return !is_float8(a) && !is_float8(b);
-}
-
-// Holds two pieces in fp64.
-class DifferenceMeter {
- public:
-  // `rounded_to`: floating values are rounded to it before they are compared.
-  void add(std::span<const std::byte> a, DType a_dtype, std::span<const std::byte> b, DType b_dtype,
-           std::optional<DType> rounded_to, Numel first, ElementDifference& difference) {
-    STRATA_ASSERT(comparable(a_dtype, b_dtype));
-    if (is_float8(a_dtype)) difference.has_values = false;
-    if (a_dtype == b_dtype && std::memcmp(a.data(), b.data(), a.size()) == 0) return;
-    const auto count = static_cast<std::size_t>(Bytes(a.size()) / size_of(a_dtype));
-    if (!is_floating(a_dtype)) {
-      for (std::size_t i = 0; i < count; ++i) {
-        const Wide one = integer_at(a, a_dtype, i);
-        const Wide other = integer_at(b, b_dtype, i);
-        if (one == other) continue;
-        const Wide far = one > other ? one - other : other - one;
-        note(difference, static_cast<double>(far), first + Numel(i), static_cast<double>(one),
-             static_cast<double>(other));
-      }
-      return;
-    }
-    const auto ones = widen(a, a_dtype, rounded_to, rounded_, a_);
-    const auto others = widen(b, b_dtype, rounded_to, rounded_, b_);
-    for (std::size_t i = 0; i < count; ++i) {
-      const double far = distance(ones[i], others[i]);
-      if (far > 0) note(difference, far, first + Numel(i), ones[i], others[i]);
-    }
-  }
-
- private:
-  std::vector<std::byte> rounded_;
-  std::vector<double> a_;
-  std::vector<double> b_;
-};
-
 std::string label_of(const SourceTensor& tensor) {
   return tensor.kind == format::kValue ? tensor.name
                                        : fmt::format("{} ({})", tensor.name, tensor.kind);
@@ -380,6 +338,38 @@ Json json_of_difference(const ComparedTensor& pair) {
 }
 
 }  // namespace
+
+bool comparable(DType a, DType b) {
+  if (a == b) return true;
+  if (is_floating(a) != is_floating(b)) return false;
+  return !is_float8(a) && !is_float8(b);
+}
+
+void DifferenceMeter::add(std::span<const std::byte> a, DType a_dtype, std::span<const std::byte> b,
+                          DType b_dtype, std::optional<DType> rounded_to, Numel first,
+                          ElementDifference& difference) {
+  STRATA_ASSERT(comparable(a_dtype, b_dtype));
+  if (is_float8(a_dtype)) difference.has_values = false;
+  if (a_dtype == b_dtype && std::memcmp(a.data(), b.data(), a.size()) == 0) return;
+  const auto count = static_cast<std::size_t>(Bytes(a.size()) / size_of(a_dtype));
+  if (!is_floating(a_dtype)) {
+    for (std::size_t i = 0; i < count; ++i) {
+      const Wide one = integer_at(a, a_dtype, i);
+      const Wide other = integer_at(b, b_dtype, i);
+      if (one == other) continue;
+      const Wide far = one > other ? one - other : other - one;
+      note(difference, static_cast<double>(far), first + Numel(i), static_cast<double>(one),
+           static_cast<double>(other));
+    }
+    return;
+  }
+  const auto ones = widen(a, a_dtype, rounded_to, rounded_, a_);
+  const auto others = widen(b, b_dtype, rounded_to, rounded_, b_);
+  for (std::size_t i = 0; i < count; ++i) {
+    const double far = distance(ones[i], others[i]);
+    if (far > 0) note(difference, far, first + Numel(i), ones[i], others[i]);
+  }
+}
 
 bool Comparison::equal() const {
   return only_a.empty() && only_b.empty() &&

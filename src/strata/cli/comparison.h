@@ -42,6 +42,22 @@ struct ElementDifference {
   bool has_values = true;  // false: float8; `largest`, `a` and `b` say nothing
 };
 
+// Whether elements of these dtypes can be compared: two floating ones, two integers, or the same.
+bool comparable(DType a, DType b);
+
+// Holds two pieces in fp64.
+class DifferenceMeter {
+ public:
+  // `rounded_to`: floating values are rounded to it before they are compared.
+  void add(std::span<const std::byte> a, DType a_dtype, std::span<const std::byte> b, DType b_dtype,
+           std::optional<DType> rounded_to, Numel first, ElementDifference& difference);
+
+ private:
+  std::vector<std::byte> rounded_;
+  std::vector<double> a_;
+  std::vector<double> b_;
+};
+
 // A tensor of both.
 struct ComparedTensor {
   const SourceTensor* a = nullptr;

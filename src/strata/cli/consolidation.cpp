@@ -90,84 +90,44 @@ class CastWriter final : public checkpoint::ExtentSink {
         place_of_(place_of),
         specs_(specs),
         progress_(progress),
-        cast_(ring.buffer_bytes()),
-        write_(writer),
-        writing_(cast_, write_, ring) {}
+        writer_(writer),
+        ring_(ring) {}
 
   std::unique_ptr<io::Transfer> take(const checkpoint::Piece& piece) override {
     progress_.add(piece.bytes);
     return ExtentSink::take(piece);
   }
-  void settle() override { writing_.drain(); }
+  void settle() override { ring_.drain(); }
 
  private:
-  // `file` of a piece is a tensor of the writer, `offset` a byte of it.
-  class Cast final : public checkpoint::Source {
-   public:
-    explicit Cast(Bytes buffer) : buffer_(buffer) {}
-    void give(std::size_t tensor, DType dtype, Numel first, std::span<const std::byte> source,
-              DType source_dtype) {
-      tensor_ = tensor;
-      dtype_ = dtype;
-      first_ = first;
-      source_ = source;
-      source_dtype_ = source_dtype;
-    }
-    bool next(checkpoint::Piece& piece) override {
-      count_ = Numel(std::min<std::int64_t>(buffer_ / size_of(dtype_),
-                                            Bytes(source_.size()) / size_of(source_dtype_)));
-      piece.file = tensor_;
-      piece.offset = bytes_of(first_, dtype_);
-      piece.bytes = bytes_of(count_, dtype_);
-      return count_.value > 0;
-    }
-    std::unique_ptr<io::Transfer> fill(checkpoint::Piece& piece, std::span<std::byte>) override {
-      const auto part = source_.first(bytes_of(count_, source_dtype_).size());
-      if (dtype_ == source_dtype_) {
-        std::ranges::copy(part, piece.content.begin());
-      } else {
-        kernels::cast(piece.content.data(), dtype_, part.data(), source_dtype_, count_, nullptr);
-      }
-      source_ = source_.subspan(part.size());
-      first_ += count_;
-      return nullptr;
-    }
-
-   private:
-    Bytes buffer_;
-    std::size_t tensor_ = 0;
-    DType dtype_ = DType::kFloat32;
-    Numel first_;
-    Numel count_;
-    std::span<const std::byte> source_;
-    DType source_dtype_ = DType::kFloat32;
-  };
-  class Write final : public checkpoint::Sink {
-   public:
-    explicit Write(format::ShardedWriter& writer) : writer_(writer) {}
-    std::unique_ptr<io::Transfer> take(const checkpoint::Piece& piece) override {
-      return writer_.write(piece.file, piece.offset, piece.content);
-    }
-
-   private:
-    format::ShardedWriter& writer_;
-  };
-
   void take_elements(std::size_t extent, Bytes at, std::span<const std::byte> bytes) override {
     const format::ManifestRange& e = extents_[extent];
     const std::size_t tensor = *place_of_[e.tensor];
-    cast_.give(tensor, specs_[tensor].dtype, e.begin + Numel(at / size_of(e.dtype)), bytes,
-               e.dtype);
-    writing_.pump();
+    const DType dtype = specs_[tensor].dtype;
+    Numel first = e.begin + Numel(at / size_of(e.dtype));
+    const Numel end = first + Numel(Bytes(bytes.size()) / size_of(e.dtype));
+    while (first < end) {
+      const Numel count = std::min(Numel(ring_.buffer_bytes() / size_of(dtype)), end - first);
+      const auto source = bytes.first(bytes_of(count, e.dtype).size());
+      const std::size_t turn = ring_.next();
+      const auto target = ring_.buffer(turn).first(bytes_of(count, dtype).size());
+      if (dtype == e.dtype) {
+        std::ranges::copy(source, target.begin());
+      } else {
+        kernels::cast(target.data(), dtype, source.data(), e.dtype, count, nullptr);
+      }
+      ring_.started(turn, writer_.write(tensor, bytes_of(first, dtype), target));
+      bytes = bytes.subspan(source.size());
+      first += count;
+    }
   }
 
   std::span<const format::ManifestRange> extents_;
   std::span<const std::optional<std::size_t>> place_of_;
   std::span<const format::TensorSpec> specs_;
   Progress& progress_;
-  Cast cast_;
-  Write write_;
-  checkpoint::Pipeline writing_;
+  format::ShardedWriter& writer_;
+  checkpoint::TransferRing& ring_;
 };
 
 class Consolidation {

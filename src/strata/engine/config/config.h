@@ -15,7 +15,6 @@
 #include "strata/base/dtype.h"
 #include "strata/base/units.h"
 #include "strata/comm/transports.h"
-#include "strata/engine/config/batch_sizes.h"
 #include "strata/engine/config/offload_config.h"
 #include "strata/engine/config/optimizer_config.h"
 #include "strata/engine/config/precision_config.h"
@@ -78,6 +77,21 @@ struct StrataConfig {
   int trace_steps = 3;
   std::optional<Bytes> tile_max;          // absent: by what the device has
   std::vector<std::string> tile_matches;  // patterns of names; empty: all
+};
+
+// Batch sizes: train_batch_size = micro-batch x accumulation steps x world size. As given, absent
+// where it is not; all three are present after complete().
+struct BatchSizes {
+  std::optional<std::int64_t> train_batch_size;
+  std::optional<std::int64_t> micro_batch_size;
+  std::optional<std::int64_t> accumulation_steps;
+
+  bool operator==(const BatchSizes&) const = default;
+
+  // Completes by DeepSpeed's rules: any two give the third; a batch or a micro-batch alone means
+  // accumulation 1. Sizes that do not divide evenly are refused, never rounded. Errors: ConfigError
+  // with the equation.
+  BatchSizes complete(int world_size) const;
 };
 
 struct Config : ConfigRemarks {
