@@ -2,10 +2,10 @@
 #include <nlohmann/json.hpp>
 
 #include "bindings.h"
-#include "strata/engine/config/json_text.h"
+#include "strata/engine/config/config_text.h"
 #include "strata/engine/pass_state.h"
 #include "strata/engine/schedule/loss_scaler.h"
-#include "strata/engine/schedule/scheduler.h"
+#include "strata/engine/schedule/schedule.h"
 
 namespace strata::python {
 namespace {

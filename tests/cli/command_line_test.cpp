@@ -6,9 +6,7 @@
 
 #include "cli/command_run.h"
 #include "strata/base/error.h"
-#include "strata/cli/byte_size.h"
-#include "strata/cli/natural_order.h"
-#include "strata/cli/text_table.h"
+#include "strata/cli/console.h"
 
 namespace strata::cli {
 namespace {

@@ -1,17 +1,16 @@
 // `strata bench-io`: the bytes that it moves, its words about folders, and the figures that it
 // recommends.
-#include "strata/cli/drive_speed.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <filesystem>
 #include <nlohmann/json.hpp>
+#include <sstream>
 
 #include "cli/command_run.h"
 #include "io/temporary_folder.h"
 #include "strata/base/error.h"
-#include "strata/cli/drive_folder.h"
+#include "strata/cli/bench_io.h"
 #include "strata/engine/config/config.h"
 
 namespace strata::cli {
@@ -123,10 +122,18 @@ TEST(BestOf, LooksAtTheDriveThatLosesMost) {
 
 TEST(DriveFolder, HasAFileWithoutAName) {
   const testing::TemporaryFolder folder;
-  const DriveFolder drive_folder(folder.path(), 1_MiB);
-  EXPECT_EQ(drive_folder.file().size(), 1_MiB);
-  EXPECT_TRUE(folder.names().empty());
-  EXPECT_NE(drive_folder.file_system(), "");
+  std::ostringstream text;
+  bool measured = false;
+  Console console{text, text, false, [&] {
+                    measured = true;
+                    EXPECT_TRUE(folder.names().empty());
+                    return Clock::now();
+                  }};
+  const DriveSpeeds speeds =
+      measure_drives({.paths = {folder.path()}, .size = 1_MiB, .blocks = {64_KiB}, .depths = {2}},
+                     std::make_shared<memory::Ledger>(), console);
+  EXPECT_TRUE(measured);
+  EXPECT_NE(speeds.drives.at(0).file_system, "");
 }
 
 }  // namespace

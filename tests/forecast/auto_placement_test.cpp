@@ -7,7 +7,7 @@
 
 #include "plan/model_builder.h"
 #include "strata/base/error.h"
-#include "strata/engine/config/plan_options.h"
+#include "strata/engine/config/config.h"
 
 namespace strata::forecast {
 namespace {

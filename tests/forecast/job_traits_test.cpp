@@ -1,10 +1,9 @@
 // Tests which transport a forecast assumes for a job that does not run.
-#include "strata/forecast/job_traits.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "strata/base/error.h"
+#include "strata/forecast/memory_forecast.h"
 
 namespace strata::forecast {
 namespace {

@@ -1,22 +1,26 @@
 #include "strata/cli/command_line.h"
 
 #include <fmt/core.h>
+#include <sys/auxv.h>
+#include <unistd.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <filesystem>
 #include <functional>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <system_error>
 
 #include "strata/base/error.h"
-#include "strata/cli/byte_size.h"
+#include "strata/cli/bench_io.h"
 #include "strata/cli/comparison.h"
 #include "strata/cli/config_check.h"
 #include "strata/cli/consolidation.h"
-#include "strata/cli/drive_command.h"
 #include "strata/cli/inspection.h"
 #include "strata/cli/memory_plan.h"
-#include "strata/cli/python_module.h"
 #include "strata/io/thread_engine.h"
 
 namespace strata::cli {
@@ -24,29 +28,99 @@ namespace {
 
 using Json = nlohmann::json;
 
-// The state that all commands share.
-struct Session {
-  Console& console;
-  bool json = false;
-  std::shared_ptr<memory::Ledger> ledger = std::make_shared<memory::Ledger>();
+constexpr int kWorldMax = 1'000'000;
+constexpr int kDepthMax = 1024;
 
-  // Bytes of names that are not UTF-8 are replaced.
-  void show(const std::string& text, const Json& as_json) const {
-    console.out << (json ? as_json.dump(2, ' ', false, Json::error_handler_t::replace) + "\n"
-                         : text);
+// STRATA_PYTHON if it is set, else the Python that was installed beside this program, or beside the
+// link by which it was called, else python3 of PATH.
+std::string find_python() {
+  if (const char* const named = std::getenv("STRATA_PYTHON"); named != nullptr) return named;
+  std::error_code error;
+  const std::filesystem::path program = std::filesystem::read_symlink("/proc/self/exe", error);
+  // The path by which it was called: perhaps a link in a virtual environment.
+  const auto* const called = reinterpret_cast<const char*>(::getauxval(AT_EXECFN));
+  for (const std::filesystem::path& path :
+       {program, std::filesystem::path(called == nullptr ? "" : called)}) {
+    const std::filesystem::path beside = path.parent_path() / "python";
+    if (path.has_parent_path() && std::filesystem::exists(beside, error)) return beside.string();
   }
+  return "python3";
+}
+
+// Replaces this process by `python arguments...`, with the Python that has the package: for
+// commands that need torch's own reader, and those that start Python programs.
+[[noreturn]] void become_python(std::vector<std::string> arguments) {
+  const std::string python = find_python();
+  arguments.insert(arguments.begin(), python);
+  std::vector<char*> argv;
+  for (std::string& argument : arguments) argv.push_back(argument.data());
+  argv.push_back(nullptr);
+  ::execvp(python.c_str(), argv.data());
+  const int code = errno;
+  throw Error(
+      fmt::format("cannot run '{}'; set STRATA_PYTHON to a Python that has the package strata: {}",
+                  python, errno_text(code)));
+}
+
+struct InspectOptions {
+  std::string path;
+  bool verify = false;
 };
 
-using Command = std::function<ExitCode()>;
+struct ConsolidateOptions {
+  std::string path;
+  std::string out;
+  std::string dtype = "as-trained";
+  std::string max_shard = "5GB";
+  bool no_verify = false;
+};
+
+struct DiffOptions : ComparisonOptions {
+  std::string a;
+  std::string b;
+};
+
+// Texts become fields of the request.
+struct PlanOptions : PlanRequest {
+  std::string device_size;
+  std::string host_size;
+  std::string nvme_size;
+  std::string device = "cuda";
+};
+
+struct DriveOptions {
+  std::vector<std::string> paths;
+  std::string size;
+  std::vector<std::string> blocks;
+  std::vector<int> depths;
+  std::string engine = "auto";
+  bool quick = false;
+};
+
+DriveRequest request_of(const DriveOptions& options) {
+  DriveRequest request;
+  request.paths = options.paths;
+  request.engine = io::engine_kind_from(options.engine).value();
+  if (options.quick) {
+    request.size = 256_MiB;
+    request.blocks = {1_MiB};
+  }
+  if (!options.size.empty()) request.size = parse_byte_size(options.size, "--size");
+  if (!options.depths.empty()) request.depths = options.depths;
+  if (!options.blocks.empty()) request.blocks.clear();
+  for (const std::string& block : options.blocks)
+    request.blocks.push_back(parse_byte_size(block, "--block"));
+  return request;
+}
 
 class CommandLine {
  public:
-  explicit CommandLine(Console& console) : session_{console} {
+  explicit CommandLine(Console& console) : console_(console) {
     app_.require_subcommand(1);
     app_.get_formatter()->column_width(30);
     app_.footer(
-        "Exit codes: 0 done, 1 found wrong, 2 usage. Every command has --help with examples, and\n"
-        "--json for programs.");
+        "Exit codes: 0 done, 1 found wrong, 2 usage. Every command has --help with examples, "
+        "and\n--json for programs.");
     app_.set_version_flag("--version", STRATA_VERSION);
     add_inspect();
     add_consolidate();
@@ -55,15 +129,13 @@ class CommandLine {
     add_plan();
     add_bench_io();
     add_python("run", "Run a training script on ranks, unchanged, with Strata in DeepSpeed's place",
-               "`strata run --help` shows the options.\n\n"
-               "Examples:\n  strata run train.py --deepspeed ds.json\n"
-               "  strata run --num_gpus 2 train.py\n",
+               "`strata run --help` shows the options.\n\nExamples:\n  strata run train.py "
+               "--deepspeed ds.json\n  strata run --num_gpus 2 train.py\n",
                {"strata.compat.launcher"});
-    add_python(
-        "import-deepspeed", "Write a checkpoint of DeepSpeed as one of Strata",
-        "CKPT is a folder of tags, or of one tag. `strata import-deepspeed --help` shows more.\n\n"
-        "Example:\n  strata import-deepspeed runs/deepspeed runs/strata\n",
-        {"strata.importing", "deepspeed"});
+    add_python("import-deepspeed", "Write a checkpoint of DeepSpeed as one of Strata",
+               "CKPT is a folder of tags, or of one tag. `strata import-deepspeed --help` shows "
+               "more.\n\nExample:\n  strata import-deepspeed runs/deepspeed runs/strata\n",
+               {"strata.importing", "deepspeed"});
     add_python("import-dcp", "Write a folder of torch.distributed.checkpoint as one of Strata",
                "Example:\n  strata import-dcp runs/fsdp2 runs/strata\n",
                {"strata.importing", "dcp"});
@@ -78,18 +150,35 @@ class CommandLine {
       app_.parse(arguments);
     } catch (const CLI::ParseError& error) {
       // Help and version are "errors" of code 0.
-      const int code = app_.exit(error, session_.console.out, session_.console.err);
+      const int code = app_.exit(error, console_.out, console_.err);
       return code == 0 ? kDone : kUsage;
     }
     return command_();
   }
 
  private:
-  CLI::App& add(const char* name, const char* what, const char* examples) {
+  // A command whose options `declare` binds to an `Options`, and which `run` carries out.
+  template <typename Options>
+  void add(const char* name, const char* what, const char* examples,
+           const std::function<void(CLI::App&, Options&)>& declare,
+           std::function<ExitCode(Options&)> run) {
     CLI::App& command = *app_.add_subcommand(name, what);
+    const auto options = std::make_shared<Options>();
     command.footer(examples);
-    command.add_flag("--json", session_.json, "The report as JSON");
-    return command;
+    command.add_flag("--json", json_, "The report as JSON");
+    declare(command, *options);
+    command.callback([this, options, run = std::move(run)] {
+      command_ = [options, run] { return run(*options); };
+    });
+  }
+
+  // Bytes of names that are not UTF-8 are replaced.
+  template <typename Result>
+  ExitCode show(const Result& result, bool right = true) const {
+    console_.out << (json_ ? json_of(result).dump(2, ' ', false, Json::error_handler_t::replace) +
+                                 "\n"
+                           : text_of(result));
+    return right ? kDone : kFoundWrong;
   }
 
   // A command that is a module of the Python package, which needs torch or starts Python's
@@ -112,199 +201,173 @@ class CommandLine {
   }
 
   void add_inspect() {
-    CLI::App& command =
-        add("inspect", "Show what is in a training checkpoint, and whether it is whole",
-            "Without --verify only names and sizes of files are looked at. With it every byte is\n"
-            "read, and each wrong block is named by file, bytes and tensors.\n\n"
-            "Examples:\n"
-            "  strata inspect run/global_step100\n"
-            "  strata inspect run --verify          the checkpoint that run/latest names\n"
-            "  strata inspect run --json | jq .tags");
-    command.add_option("CKPT", path_, "A checkpoint's folder, or a folder of checkpoints")
-        ->required();
-    command.add_flag("--verify", verify_, "Read everything and compare checksums");
-    command.callback([this] { command_ = [this] { return inspect_command(); }; });
+    add<InspectOptions>(
+        "inspect", "Show what is in a training checkpoint, and whether it is whole",
+        "Without --verify only names and sizes of files are looked at. With it every byte "
+        "is\nread, and each wrong block is named by file, bytes and tensors.\n\nExamples:\n  "
+        "strata inspect run/global_step100\n  strata inspect run --verify          the checkpoint "
+        "that run/latest names\n  strata inspect run --json | jq .tags",
+        [](CLI::App& command, InspectOptions& o) {
+          command.add_option("CKPT", o.path, "A checkpoint's folder, or a folder of checkpoints")
+              ->required();
+          command.add_flag("--verify", o.verify, "Read everything and compare checksums");
+        },
+        [this](InspectOptions& o) {
+          io::ThreadEngine io;
+          const Inspection result = inspect(o.path, o.verify, io, ledger_, console_);
+          return show(result, result.whole());
+        });
   }
 
   void add_consolidate() {
-    CLI::App& command = add(
+    add<ConsolidateOptions>(
         "consolidate", "Turn a training checkpoint into a Hugging Face folder",
-        "Writes the trained weights as safetensors that transformers loads, each tensor once, in\n"
-        "256 MiB of memory whatever the model's size. Checksums are compared on the way; what OUT\n"
-        "held before stays until everything is written.\n\n"
-        "Examples:\n"
-        "  strata consolidate run merged                      in the dtypes that were trained\n"
-        "  strata consolidate run/global_step100 merged --dtype bf16\n"
-        "  strata consolidate run merged --dtype fp32 --max-shard 2GB");
-    command.add_option("CKPT", path_, "A checkpoint's folder, or a folder of checkpoints")
-        ->required();
-    command.add_option("OUT", other_, "The folder that is written")->required();
-    command.add_option("--dtype", dtype_, "bf16, fp16, fp32 or as-trained")->capture_default_str();
-    command.add_option("--max-shard", max_shard_, "Largest file, as 5GB")->capture_default_str();
-    command.add_flag("--no-verify", no_verify_, "Do not compare checksums");
-    command.callback([this] { command_ = [this] { return consolidate_command(); }; });
+        "Writes the trained weights as safetensors that transformers loads, each tensor once, "
+        "in\n256 MiB of memory whatever the model's size. Checksums are compared on the way; what "
+        "OUT\nheld before stays until everything is written.\n\nExamples:\n  strata consolidate "
+        "run merged                      in the dtypes that were trained\n  strata consolidate "
+        "run/global_step100 merged --dtype bf16\n  strata consolidate run merged --dtype fp32 "
+        "--max-shard 2GB",
+        [](CLI::App& command, ConsolidateOptions& o) {
+          command.add_option("CKPT", o.path, "A checkpoint's folder, or a folder of checkpoints")
+              ->required();
+          command.add_option("OUT", o.out, "The folder that is written")->required();
+          command.add_option("--dtype", o.dtype, "bf16, fp16, fp32 or as-trained")
+              ->capture_default_str();
+          command.add_option("--max-shard", o.max_shard, "Largest file, as 5GB")
+              ->capture_default_str();
+          command.add_flag("--no-verify", o.no_verify, "Do not compare checksums");
+        },
+        [this](ConsolidateOptions& o) {
+          ConsolidationOptions options;
+          options.shard_max = parse_byte_size(o.max_shard, "--max-shard");
+          options.verify = !o.no_verify;
+          options.dtype = dtype_from_config(o.dtype);
+          if (!options.dtype && o.dtype != "as-trained") {
+            throw UsageError(
+                fmt::format("--dtype: wanted bf16, fp16, fp32 or as-trained; found '{}'", o.dtype));
+          }
+          io::ThreadEngine io;
+          return show(consolidate(o.path, o.out, options, io, ledger_, console_));
+        });
   }
 
   void add_diff() {
-    CLI::App& command = add(
+    add<DiffOptions>(
         "diff", "Compare two checkpoints: names, shapes, dtypes and values",
-        "A and B are training checkpoints, Hugging Face folders or .safetensors files. Masters\n"
-        "of a training checkpoint are rounded to the dtype of the folder that they are compared\n"
-        "with. Exit code 0: equal; 1: different.\n\n"
-        "Examples:\n"
-        "  strata diff run/global_step100 run/global_step200 --top 5\n"
-        "  strata diff run/global_step100 other/global_step100 --kinds   moments, too\n"
-        "  strata diff run merged");
-    command.add_option("A", path_, "A checkpoint")->required();
-    command.add_option("B", other_, "Another one")->required();
-    command.add_option("--top", top_, "List this number of tensors that differ most")
-        ->capture_default_str();
-    command.add_flag("--kinds", kinds_, "Compare optimizer states, too");
-    command.callback([this] { command_ = [this] { return diff_command(); }; });
+        "A and B are training checkpoints, Hugging Face folders or .safetensors files. Masters\nof "
+        "a training checkpoint are rounded to the dtype of the folder that they are "
+        "compared\nwith. Exit code 0: equal; 1: different.\n\nExamples:\n  strata diff "
+        "run/global_step100 run/global_step200 --top 5\n  strata diff run/global_step100 "
+        "other/global_step100 --kinds   moments, too\n  strata diff run merged",
+        [](CLI::App& command, DiffOptions& o) {
+          command.add_option("A", o.a, "A checkpoint")->required();
+          command.add_option("B", o.b, "Another one")->required();
+          command.add_option("--top", o.top, "List this number of tensors that differ most")
+              ->capture_default_str();
+          command.add_flag("--kinds", o.kinds, "Compare optimizer states, too");
+        },
+        [this](DiffOptions& o) {
+          const TensorSource a(o.a, o.kinds);
+          const TensorSource b(o.b, o.kinds);
+          io::ThreadEngine io;
+          const Comparison result = compare(a, b, o, io, ledger_, console_);
+          return show(result, result.equal());
+        });
   }
 
   void add_check() {
-    CLI::App& command =
-        add("check", "Say what becomes of each key of a configuration, and mend it",
-            "Every key is honoured, a hint without effect, an old spelling, or refused, with the "
-            "reason.\nExit code 1: initialize refuses the configuration.\n\n"
-            "Examples:\n"
-            "  strata check ds.json\n"
-            "  strata check ds.json --fix mended.json\n"
-            "  strata check ds.json --json | jq '.keys[] | select(.verdict == \"hint\")'");
-    add_check_options(command, check_);
-    command.callback([this] { command_ = [this] { return check_command(); }; });
+    add<CheckRequest>(
+        "check", "Say what becomes of each key of a configuration, and mend it",
+        "Every key is honoured, a hint without effect, an old spelling, or refused, with the "
+        "reason.\nExit code 1: initialize refuses the configuration.\n\nExamples:\n  strata check "
+        "ds.json\n  strata check ds.json --fix mended.json\n  strata check ds.json --json | jq "
+        "'.keys[] | select(.verdict == \"hint\")'",
+        [](CLI::App& command, CheckRequest& o) {
+          command.add_option("CONFIG", o.config, "DeepSpeed JSON, a file")
+              ->required()
+              ->check(CLI::ExistingFile);
+          command.add_option("--fix", o.fix, "Write it so that initialize takes it, to this file");
+        },
+        [this](CheckRequest& o) {
+          const ConfigCheck result = check_config(o);
+          return show(result, result.review.accepted());
+        });
   }
 
   void add_plan() {
-    CLI::App& command = add(
+    add<PlanOptions>(
         "plan", "Say what each device will hold, at every stage, before there is one",
-        "Runs the engine without memory on the names and shapes of a model's safetensors. Exit\n"
-        "code 1: the configuration's stage does not fit the memory or space that was named.\n\n"
-        "Examples:\n"
-        "  strata plan --config ds.json --model Qwen3-8B --world 8 --device-memory 80GiB\n"
-        "  strata plan --config ds.json --model Qwen3-8B --world 64 --ranks-per-host 8\n"
-        "  strata plan --config ds.json --model Qwen3-8B --world 1 --device-memory 24GiB \\\n"
-        "      --host-memory 64GiB --nvme-space 1TB");
-    command.add_option("--config", config_, "DeepSpeed JSON, a file")
-        ->required()
-        ->check(CLI::ExistingFile);
-    command.add_option("--model", path_, "A Hugging Face folder with safetensors")->required();
-    command.add_option("--world", world_, "Ranks of the job")
-        ->required()
-        ->check(CLI::Range(1, kWorldMax));
-    command.add_option("--ranks-per-host", ranks_per_host_, "Ranks of a host; all, if not given")
-        ->check(CLI::Range(1, kWorldMax));
-    command.add_option("--device-memory", device_memory_, "Memory of a device, as 80GiB");
-    command.add_option("--host-memory", host_memory_, "Memory of a host for its ranks, as 512GiB");
-    command.add_option("--nvme-space", nvme_space_, "Space of its drive, as 4TB");
-    command.add_option("--device", device_, "cuda or cpu")
-        ->capture_default_str()
-        ->check(CLI::IsMember({"cuda", "cpu"}));
-    command.callback([this] { command_ = [this] { return plan_command(); }; });
+        "Runs the engine without memory on the names and shapes of a model's safetensors. "
+        "Exit\ncode 1: the configuration's stage does not fit the memory or space that was "
+        "named.\n\nExamples:\n  strata plan --config ds.json --model Qwen3-8B --world 8 "
+        "--device-memory 80GiB\n  strata plan --config ds.json --model Qwen3-8B --world 64 "
+        "--ranks-per-host 8\n  strata plan --config ds.json --model Qwen3-8B --world 1 "
+        "--device-memory 24GiB \\\n      --host-memory 64GiB --nvme-space 1TB",
+        [](CLI::App& command, PlanOptions& o) {
+          command.add_option("--config", o.config, "DeepSpeed JSON, a file")
+              ->required()
+              ->check(CLI::ExistingFile);
+          command.add_option("--model", o.model, "A Hugging Face folder with safetensors")
+              ->required();
+          command.add_option("--world", o.job.world_size, "Ranks of the job")
+              ->required()
+              ->check(CLI::Range(1, kWorldMax));
+          command
+              .add_option("--ranks-per-host", o.job.ranks_per_host,
+                          "Ranks of a host; all, if not given")
+              ->check(CLI::Range(1, kWorldMax));
+          command.add_option("--device-memory", o.device_size, "Memory of a device, as 80GiB");
+          command.add_option("--host-memory", o.host_size,
+                             "Memory of a host for its ranks, as 512GiB");
+          command.add_option("--nvme-space", o.nvme_size, "Space of its drive, as 4TB");
+          command.add_option("--device", o.device, "cuda or cpu")
+              ->capture_default_str()
+              ->check(CLI::IsMember({"cuda", "cpu"}));
+        },
+        [this](PlanOptions& o) {
+          o.job.on_gpus = o.device == "cuda";
+          const auto size = [](const std::string& text, const char* option) {
+            return text.empty() ? std::nullopt : std::optional(parse_byte_size(text, option));
+          };
+          o.device_memory = size(o.device_size, "--device-memory");
+          o.host_memory = size(o.host_size, "--host-memory");
+          o.nvme_space = size(o.nvme_size, "--nvme-space");
+          const MemoryPlan plan = make_plan(o);
+          return show(plan, plan.fits_all());
+        });
   }
 
   void add_bench_io() {
-    CLI::App& command = add(
+    add<DriveOptions>(
         "bench-io", "Measure how fast drives are read and written, for offloading",
-        "Makes a file in each folder, which is gone at the end, reads and writes it past the page\n"
-        "cache with blocks of several sizes and queues of several depths, and says what to write\n"
-        "into the configuration.\n\n"
-        "Examples:\n"
-        "  strata bench-io /mnt/nvme\n"
-        "  strata bench-io /mnt/nvme0 /mnt/nvme1 --size 16GiB\n"
-        "  strata bench-io /mnt/nvme --block 1MiB,8MiB --depth 32,128\n"
-        "  strata bench-io /mnt/nvme --quick --json | jq .aio");
-    add_drive_options(command, drives_);
-    command.callback([this] { command_ = [this] { return bench_io_command(); }; });
+        "Makes a file in each folder, which is gone at the end, reads and writes it past the "
+        "page\ncache with blocks of several sizes and queues of several depths, and says what to "
+        "write\ninto the configuration.\n\nExamples:\n  strata bench-io /mnt/nvme\n  strata "
+        "bench-io /mnt/nvme0 /mnt/nvme1 --size 16GiB\n  strata bench-io /mnt/nvme --block "
+        "1MiB,8MiB --depth 32,128\n  strata bench-io /mnt/nvme --quick --json | jq .aio",
+        [](CLI::App& command, DriveOptions& o) {
+          command.add_option("PATH", o.paths, "Folders, each on a drive")->required();
+          command.add_option("--size", o.size, "Size of the file, as 16GiB; 1GiB, if not given");
+          command
+              .add_option("--block", o.blocks, "Sizes of blocks; 256KiB,1MiB,4MiB, if not given")
+              ->delimiter(',');
+          command.add_option("--depth", o.depths, "Blocks under way; 8,32, if not given")
+              ->delimiter(',')
+              ->check(CLI::Range(1, kDepthMax));
+          command.add_option("--engine", o.engine, "auto, io_uring or threads")
+              ->capture_default_str()
+              ->check(CLI::IsMember({"auto", "io_uring", "threads"}));
+          command.add_flag("--quick", o.quick, "A file of 256MiB and blocks of 1MiB, if not given");
+        },
+        [this](DriveOptions& o) { return show(measure_drives(request_of(o), ledger_, console_)); });
   }
-
-  ExitCode check_command() {
-    const ConfigCheck result = check_config(check_);
-    session_.show(text_of(result), json_of(result));
-    return result.review.accepted() ? kDone : kFoundWrong;
-  }
-
-  ExitCode bench_io_command() {
-    const DriveSpeeds speeds =
-        measure_drives(request_of(drives_), session_.ledger, session_.console);
-    session_.show(text_of(speeds), json_of(speeds));
-    return kDone;
-  }
-
-  ExitCode inspect_command() {
-    io::ThreadEngine io;
-    const Inspection result = inspect(path_, verify_, io, session_.ledger, session_.console);
-    session_.show(text_of(result), json_of(result));
-    return result.whole() ? kDone : kFoundWrong;
-  }
-
-  ExitCode consolidate_command() {
-    ConsolidationOptions options;
-    options.shard_max = parse_byte_size(max_shard_, "--max-shard");
-    options.verify = !no_verify_;
-    if (dtype_ != "as-trained") {
-      options.dtype = dtype_from_config(dtype_);
-      if (!options.dtype) {
-        throw UsageError(
-            fmt::format("--dtype: wanted bf16, fp16, fp32 or as-trained; found '{}'", dtype_));
-      }
-    }
-    io::ThreadEngine io;
-    const Consolidated result =
-        consolidate(path_, other_, options, io, session_.ledger, session_.console);
-    session_.show(text_of(result), json_of(result));
-    return kDone;
-  }
-
-  ExitCode diff_command() {
-    ComparisonOptions options;
-    options.top = top_;
-    options.kinds = kinds_;
-    const TensorSource a(path_, kinds_);
-    const TensorSource b(other_, kinds_);
-    io::ThreadEngine io;
-    const Comparison result = compare(a, b, options, io, session_.ledger, session_.console);
-    session_.show(text_of(result), json_of(result));
-    return result.equal() ? kDone : kFoundWrong;
-  }
-
-  ExitCode plan_command() {
-    PlanRequest request;
-    request.config = config_;
-    request.model = path_;
-    request.job = {world_, device_ == "cuda", ranks_per_host_};
-    if (!device_memory_.empty())
-      request.device_memory = parse_byte_size(device_memory_, "--device-memory");
-    if (!host_memory_.empty()) request.host_memory = parse_byte_size(host_memory_, "--host-memory");
-    if (!nvme_space_.empty()) request.nvme_space = parse_byte_size(nvme_space_, "--nvme-space");
-    const MemoryPlan plan = make_plan(request);
-    session_.show(text_of(plan), json_of(plan));
-    return plan.fits_all() ? kDone : kFoundWrong;
-  }
-
-  static constexpr int kWorldMax = 1'000'000;
 
   CLI::App app_{"strata: training checkpoints and memory, on the command line", "strata"};
-  Session session_;
-  Command command_;
-  std::string path_;
-  std::string other_;
-  std::string dtype_ = "as-trained";
-  std::string max_shard_ = "5GB";
-  std::string config_;
-  std::string device_memory_;
-  std::string host_memory_;
-  std::string nvme_space_;
-  std::string device_ = "cuda";
-  DriveOptions drives_;
-  CheckRequest check_;
-  bool verify_ = false;
-  bool no_verify_ = false;
-  bool kinds_ = false;
-  std::size_t top_ = 20;
-  int world_ = 1;
-  int ranks_per_host_ = 0;
+  Console& console_;
+  bool json_ = false;
+  std::shared_ptr<memory::Ledger> ledger_ = std::make_shared<memory::Ledger>();
+  std::function<ExitCode()> command_;
 };
 
 }  // namespace

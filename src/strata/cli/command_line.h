@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "strata/cli/progress.h"
+#include "strata/cli/console.h"
 
 namespace strata::cli {
 

@@ -3,16 +3,93 @@
 #include <fmt/core.h>
 
 #include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
 #include <deque>
+#include <limits>
+#include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
 
 #include "strata/base/error.h"
 #include "strata/checkpoint/pipeline.h"
+#include "strata/cli/console.h"
+#include "strata/format/safetensors.h"
 #include "strata/io/striping.h"
+#include "strata/kernels/elementwise.h"
 
 namespace strata::cli {
 namespace {
+
+bool is_float8(DType dtype) {
+  return dtype == DType::kFloat8E4M3 || dtype == DType::kFloat8E5M2;
+}
+
+template <typename T>
+T element(std::span<const std::byte> bytes, std::size_t i) {
+  T value;
+  std::memcpy(&value, bytes.data() + i * sizeof(T), sizeof(T));
+  return value;
+}
+
+// Wide enough for all integers: 64 bits and a sign. An element that is neither floating nor an
+// integer counts as the number of its byte.
+__extension__ using Wide = __int128;
+
+Wide integer_at(std::span<const std::byte> bytes, DType dtype, std::size_t i) {
+  switch (dtype) {
+    case DType::kInt64:
+      return element<std::int64_t>(bytes, i);
+    case DType::kInt32:
+      return element<std::int32_t>(bytes, i);
+    case DType::kInt16:
+      return element<std::int16_t>(bytes, i);
+    case DType::kInt8:
+      return element<std::int8_t>(bytes, i);
+    case DType::kUInt64:
+      return element<std::uint64_t>(bytes, i);
+    case DType::kUInt32:
+      return element<std::uint32_t>(bytes, i);
+    case DType::kUInt16:
+      return element<std::uint16_t>(bytes, i);
+    default:
+      return element<std::uint8_t>(bytes, i);
+  }
+}
+
+double distance(double a, double b) {
+  if (std::isnan(a) || std::isnan(b))
+    return std::isnan(a) == std::isnan(b) ? 0 : std::numeric_limits<double>::infinity();
+  return a == b ? 0 : std::abs(a - b);
+}
+
+void note(ElementDifference& difference, double far, Numel at, double a, double b) {
+  ++difference.differing.value;
+  if (far <= difference.largest && difference.differing.value > 1) return;
+  difference.largest = far;
+  difference.at = at;
+  difference.a = a;
+  difference.b = b;
+}
+
+// The values in fp64, by way of `rounded_to`.
+std::span<const double> widen(std::span<const std::byte> bytes, DType dtype,
+                              std::optional<DType> rounded_to, std::vector<std::byte>& rounded,
+                              std::vector<double>& wide) {
+  const Numel count(Bytes(bytes.size()) / size_of(dtype));
+  const std::byte* source = bytes.data();
+  if (rounded_to && *rounded_to != dtype) {
+    rounded.resize(bytes_of(count, *rounded_to).size());
+    kernels::cast(rounded.data(), *rounded_to, source, dtype, count, nullptr);
+    source = rounded.data();
+    dtype = *rounded_to;
+  }
+  wide.resize(count.size());
+  kernels::cast(std::as_writable_bytes(std::span(wide)).data(), DType::kFloat64, source, dtype,
+                count, nullptr);
+  return wide;
+}
 
 std::string label_of(const SourceTensor& tensor) {
   return tensor.kind == format::kValue ? tensor.name
@@ -164,7 +241,136 @@ Bytes bytes_to_read(std::span<const ComparedTensor> pairs) {
   return total;
 }
 
+using Json = nlohmann::json;
+
+constexpr std::size_t kNamesShown = 20;
+
+std::string name_and_kind(const SourceTensor& tensor) {
+  const std::string name = format::in_quotes(tensor.name);
+  return tensor.kind == format::kValue ? name : fmt::format("{} ({})", name, tensor.kind);
+}
+
+// The place of an element in a tensor of this shape.
+std::vector<std::int64_t> place_in(const std::vector<std::int64_t>& shape, Numel element) {
+  std::vector<std::int64_t> place(shape.size());
+  std::int64_t rest = element.value;
+  for (std::size_t i = shape.size(); i-- > 0;) {
+    place[i] = rest % shape[i];
+    rest /= shape[i];
+  }
+  return place;
+}
+
+std::string names_text(const char* title, const std::vector<std::string>& names) {
+  if (names.empty()) return "";
+  std::string text = fmt::format("{} ({}):\n", title, names.size());
+  for (std::size_t i = 0; i < std::min(names.size(), kNamesShown); ++i)
+    text += "  " + format::in_quotes(names[i]) + "\n";
+  if (names.size() > kNamesShown)
+    text += fmt::format("  and {} more (--json lists all)\n", names.size() - kNamesShown);
+  return text;
+}
+
+std::string shapes_text(const Comparison& comparison) {
+  std::string text;
+  for (const ComparedTensor& pair : comparison.tensors) {
+    const std::string name = name_and_kind(*pair.a);
+    if (!pair.same_shape)
+      text += fmt::format("{}: shape {} in A, {} in B\n", name, format::shape_text(pair.a->shape),
+                          format::shape_text(pair.b->shape));
+    if (!pair.same_dtype)
+      text += fmt::format("{}: {} in A, {} in B\n", name, name_of(pair.a->dtype),
+                          name_of(pair.b->dtype));
+  }
+  return text;
+}
+
+std::string number_text(const ElementDifference& difference, double number) {
+  return difference.has_values ? fmt::format("{:.9g}", number) : "-";
+}
+
+std::string differences_text(const Comparison& comparison, std::size_t differing) {
+  if (differing == 0) return "";
+  TextTable table({"tensor", "largest difference", "at element", "A", "B", "elements that differ"});
+  const std::size_t shown = std::min(differing, comparison.top);
+  for (std::size_t i = 0; i < shown; ++i) {
+    const ComparedTensor& pair = comparison.tensors[i];
+    const ElementDifference& d = pair.difference;
+    table.add({name_and_kind(*pair.a),
+               d.has_values
+                   ? (std::isinf(d.largest) ? "not finite" : fmt::format("{:.4g}", d.largest))
+                   : "bytes",
+               format::shape_text(place_in(pair.a->shape, d.at)), number_text(d, d.a),
+               number_text(d, d.b),
+               fmt::format("{} of {}", with_commas(d.differing.value),
+                           with_commas(pair.a->numel.value))});
+  }
+  std::string text = table.text();
+  if (shown < differing)
+    text += fmt::format("and {} more; --top {} lists all\n", differing - shown, differing);
+  return text;
+}
+
+std::size_t count_differing(const Comparison& comparison) {
+  return static_cast<std::size_t>(std::ranges::count_if(
+      comparison.tensors,
+      [](const ComparedTensor& pair) { return pair.difference.differing.value > 0; }));
+}
+
+// JSON has no word for what is not finite.
+Json json_number(double number) {
+  if (std::isfinite(number)) return number;
+  return std::isnan(number) ? "nan" : number > 0 ? "inf" : "-inf";
+}
+
+Json json_of_difference(const ComparedTensor& pair) {
+  const ElementDifference& d = pair.difference;
+  Json json = {{"name", pair.a->name},
+               {"kind", pair.a->kind},
+               {"differing", d.differing.value},
+               {"elements", pair.a->numel.value},
+               {"at", d.at.value},
+               {"place", place_in(pair.a->shape, d.at)}};
+  if (!d.has_values) return json;
+  json["largest"] = json_number(d.largest);
+  json["a"] = json_number(d.a);
+  json["b"] = json_number(d.b);
+  return json;
+}
+
 }  // namespace
+
+bool comparable(DType a, DType b) {
+  if (a == b) return true;
+  if (is_floating(a) != is_floating(b)) return false;
+  return !is_float8(a) && !is_float8(b);
+}
+
+void DifferenceMeter::add(std::span<const std::byte> a, DType a_dtype, std::span<const std::byte> b,
+                          DType b_dtype, std::optional<DType> rounded_to, Numel first,
+                          ElementDifference& difference) {
+  STRATA_ASSERT(comparable(a_dtype, b_dtype));
+  if (is_float8(a_dtype)) difference.has_values = false;
+  if (a_dtype == b_dtype && std::memcmp(a.data(), b.data(), a.size()) == 0) return;
+  const auto count = static_cast<std::size_t>(Bytes(a.size()) / size_of(a_dtype));
+  if (!is_floating(a_dtype)) {
+    for (std::size_t i = 0; i < count; ++i) {
+      const Wide one = integer_at(a, a_dtype, i);
+      const Wide other = integer_at(b, b_dtype, i);
+      if (one == other) continue;
+      const Wide far = one > other ? one - other : other - one;
+      note(difference, static_cast<double>(far), first + Numel(i), static_cast<double>(one),
+           static_cast<double>(other));
+    }
+    return;
+  }
+  const auto ones = widen(a, a_dtype, rounded_to, rounded_, a_);
+  const auto others = widen(b, b_dtype, rounded_to, rounded_, b_);
+  for (std::size_t i = 0; i < count; ++i) {
+    const double far = distance(ones[i], others[i]);
+    if (far > 0) note(difference, far, first + Numel(i), ones[i], others[i]);
+  }
+}
 
 bool Comparison::equal() const {
   return only_a.empty() && only_b.empty() &&
@@ -197,6 +403,44 @@ Comparison compare(const TensorSource& a, const TensorSource& b, const Compariso
     return one.difference.largest > other.difference.largest;
   });
   return comparison;
+}
+
+std::string text_of(const Comparison& comparison) {
+  const std::size_t differing = count_differing(comparison);
+  std::string text = fmt::format("A  {}\nB  {}\n", comparison.a, comparison.b);
+  text += names_text("only in A", comparison.only_a);
+  text += names_text("only in B", comparison.only_b);
+  text += shapes_text(comparison);
+  text += differences_text(comparison, differing);
+  const auto compared = static_cast<std::size_t>(
+      std::ranges::count_if(comparison.tensors, [](const auto& pair) { return pair.compared; }));
+  if (comparison.equal())
+    return text + fmt::format("equal: {} compared\n", count_of(compared, "tensor"));
+  return text + fmt::format("DIFFERENT: {} compared, the values of {} differ\n",
+                            count_of(compared, "tensor"), differing);
+}
+
+Json json_of(const Comparison& comparison) {
+  const std::size_t differing = count_differing(comparison);
+  Json json = {{"a", comparison.a},           {"b", comparison.b},
+               {"equal", comparison.equal()}, {"only_a", comparison.only_a},
+               {"only_b", comparison.only_b}, {"tensors", comparison.tensors.size()},
+               {"differing", differing},      {"shapes", Json::array()},
+               {"dtypes", Json::array()},     {"largest", Json::array()}};
+  for (const ComparedTensor& pair : comparison.tensors) {
+    const Json name = {{"name", pair.a->name}, {"kind", pair.a->kind}};
+    if (!pair.same_shape) {
+      json["shapes"].push_back(name);
+      json["shapes"].back().update({{"a", pair.a->shape}, {"b", pair.b->shape}});
+    }
+    if (!pair.same_dtype) {
+      json["dtypes"].push_back(name);
+      json["dtypes"].back().update({{"a", name_of(pair.a->dtype)}, {"b", name_of(pair.b->dtype)}});
+    }
+  }
+  for (std::size_t i = 0; i < std::min(differing, comparison.top); ++i)
+    json["largest"].push_back(json_of_difference(comparison.tensors[i]));
+  return json;
 }
 
 }  // namespace strata::cli

@@ -108,13 +108,6 @@ void write_whole(const std::string& path, const std::string& text) {
 
 }  // namespace
 
-void add_check_options(CLI::App& command, CheckRequest& request) {
-  command.add_option("CONFIG", request.config, "DeepSpeed JSON, a file")
-      ->required()
-      ->check(CLI::ExistingFile);
-  command.add_option("--fix", request.fix, "Write it so that initialize takes it, to this file");
-}
-
 ConfigCheck check_config(const CheckRequest& request) {
   ConfigCheck check{request, engine::review_config(request.config)};
   if (!request.fix.empty() && check.review.rewritten) {

@@ -3,7 +3,6 @@
 // file that is no configuration; IoError if the rewritten one cannot be written.
 #pragma once
 
-#include <CLI/CLI.hpp>
 #include <nlohmann/json_fwd.hpp>
 #include <string>
 
@@ -21,9 +20,6 @@ struct ConfigCheck {
   engine::ConfigReview review;
   bool written = false;
 };
-
-// Gives `command` the options, which are kept in `request`.
-void add_check_options(CLI::App& command, CheckRequest& request);
 
 ConfigCheck check_config(const CheckRequest& request);
 

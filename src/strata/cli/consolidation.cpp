@@ -5,23 +5,74 @@
 
 #include <algorithm>
 #include <filesystem>
-#include <nlohmann/json.hpp>
 #include <map>
+#include <nlohmann/json.hpp>
+#include <span>
+#include <system_error>
 
 #include "strata/base/error.h"
+#include "strata/checkpoint/folder.h"
 #include "strata/checkpoint/reader.h"
-#include "strata/cli/chosen_checkpoint.h"
+#include "strata/cli/console.h"
 #include "strata/cli/inspection.h"
-#include "strata/cli/model_files.h"
-#include "strata/cli/text_table.h"
+#include "strata/cli/tensor_source.h"
+#include "strata/format/manifest.h"
 #include "strata/format/safetensors.h"
+#include "strata/format/sharded_writer.h"
+#include "strata/io/folder_calls.h"
+#include "strata/io/pending_range.h"
 #include "strata/kernels/elementwise.h"
 #include "strata/plan/channel_order.h"
 
 namespace strata::cli {
 namespace {
 
+namespace fs = std::filesystem;
 using Json = nlohmann::json;
+
+constexpr Bytes kBuffer = 1_MiB;
+
+bool is_of_model(const std::string& name) {
+  if (name == format::kManifestName || name == format::kIndexFileName) return false;
+  const std::string extension = fs::path(name).extension().string();
+  return extension == ".json" || extension == ".txt" || extension == ".jinja" ||
+         extension == ".model";
+}
+
+// Whole or not at all.
+void copy_whole(const std::string& from, const std::string& to) {
+  const io::File source(from, io::File::Mode::kRead);
+  io::AtomicFile target(to);
+  std::vector<std::byte> buffer(kBuffer.size());
+  const Bytes end = source.size();
+  for (Bytes at; at < end; at += kBuffer) {
+    const auto part = std::span(buffer).first(std::min(kBuffer, end - at).size());
+    io::read_fully(source, at, part);
+    io::write_fully(target.file(), at, part);
+  }
+  target.publish();
+}
+
+// Copies the files of the model beside its weights (config.json and the like), unchanged, each
+// whole or not at all: regular files that hold text (.json, .txt, .jinja, .model), but for the
+// manifest and what belongs to weights; follows no link. The names that were copied, in order.
+std::vector<std::string> copy_model_files(const std::string& from, const std::string& to) {
+  std::vector<std::string> names;
+  std::error_code error;
+  fs::directory_iterator entry(from, error);
+  for (; !error && entry != fs::directory_iterator(); entry.increment(error)) {
+    const std::string name = entry->path().filename().string();
+    const bool regular = fs::is_regular_file(fs::symlink_status(entry->path(), error));
+    if (regular && format::is_plain_file_name(name) && is_of_model(name)) names.push_back(name);
+  }
+  if (error) {
+    throw IoError(fmt::format("cannot list a folder: path={} {}", from, errno_text(error.value())));
+  }
+  std::ranges::sort(names);
+  for (const std::string& name : names)
+    copy_whole((fs::path(from) / name).string(), (fs::path(to) / name).string());
+  return names;
+}
 
 // Without checksums: what lies between two extents is read, too, where that is cheaper than a jump.
 constexpr Bytes kGapRead = 64_KiB;
@@ -44,69 +95,16 @@ class CastWriter final : public checkpoint::ExtentSink {
         place_of_(place_of),
         specs_(specs),
         progress_(progress),
-        cast_(ring.buffer_bytes()),
-        write_(writer),
-        writing_(cast_, write_, ring) {}
+        writer_(writer),
+        ring_(ring) {}
 
   std::unique_ptr<io::Transfer> take(const checkpoint::Piece& piece) override {
     progress_.add(piece.bytes);
     return ExtentSink::take(piece);
   }
-  void settle() override { writing_.drain(); }
+  void settle() override { ring_.drain(); }
 
  private:
-  // `file` of a piece is a tensor of the writer, `offset` a byte of it.
-  class Cast final : public checkpoint::Source {
-   public:
-    explicit Cast(Bytes buffer) : buffer_(buffer) {}
-    void give(std::size_t tensor, DType dtype, Numel first, std::span<const std::byte> source,
-              DType source_dtype) {
-      tensor_ = tensor;
-      dtype_ = dtype;
-      first_ = first;
-      source_ = source;
-      source_dtype_ = source_dtype;
-    }
-    bool next(checkpoint::Piece& piece) override {
-      count_ = Numel(std::min<std::int64_t>(buffer_ / size_of(dtype_),
-                                            Bytes(source_.size()) / size_of(source_dtype_)));
-      piece.file = tensor_;
-      piece.offset = bytes_of(first_, dtype_);
-      piece.bytes = bytes_of(count_, dtype_);
-      return count_.value > 0;
-    }
-    std::unique_ptr<io::Transfer> fill(checkpoint::Piece& piece, std::span<std::byte>) override {
-      const auto part = source_.first(bytes_of(count_, source_dtype_).size());
-      if (dtype_ == source_dtype_) {
-        std::ranges::copy(part, piece.content.begin());
-      } else {
-        kernels::cast(piece.content.data(), dtype_, part.data(), source_dtype_, count_, nullptr);
-      }
-      source_ = source_.subspan(part.size());
-      first_ += count_;
-      return nullptr;
-    }
-
-   private:
-    Bytes buffer_;
-    std::size_t tensor_ = 0;
-    DType dtype_ = DType::kFloat32;
-    Numel first_;
-    Numel count_;
-    std::span<const std::byte> source_;
-    DType source_dtype_ = DType::kFloat32;
-  };
-  class Write final : public checkpoint::Sink {
-   public:
-    explicit Write(format::ShardedWriter& writer) : writer_(writer) {}
-    std::unique_ptr<io::Transfer> take(const checkpoint::Piece& piece) override {
-      return writer_.write(piece.file, piece.offset, piece.content);
-    }
-
-   private:
-    format::ShardedWriter& writer_;
-  };
-
   void take_elements(std::size_t extent, Bytes at, std::span<const std::byte> bytes) override {
     const format::ManifestRange& e = extents_[extent];
     if (tensors_[e.tensor].channels_last) {
@@ -114,10 +112,6 @@ class CastWriter final : public checkpoint::ExtentSink {
     } else {
       give(*place_of_[e.tensor], e.begin + Numel(at / size_of(e.dtype)), bytes, e.dtype);
     }
-  }
-  void give(std::size_t tensor, Numel first, std::span<const std::byte> bytes, DType dtype) {
-    cast_.give(tensor, specs_[tensor].dtype, first, bytes, dtype);
-    writing_.pump();
   }
 
   // Writes a channels_last tensor, in the order of its dimensions, once it has all elements.
@@ -134,6 +128,25 @@ class CastWriter final : public checkpoint::ExtentSink {
     collected_.erase(extent.tensor);
   }
 
+  void give(std::size_t tensor, Numel first, std::span<const std::byte> bytes, DType stored) {
+    const DType dtype = specs_[tensor].dtype;
+    const Numel end = first + Numel(Bytes(bytes.size()) / size_of(stored));
+    while (first < end) {
+      const Numel count = std::min(Numel(ring_.buffer_bytes() / size_of(dtype)), end - first);
+      const auto source = bytes.first(bytes_of(count, stored).size());
+      const std::size_t turn = ring_.next();
+      const auto target = ring_.buffer(turn).first(bytes_of(count, dtype).size());
+      if (dtype == stored) {
+        std::ranges::copy(source, target.begin());
+      } else {
+        kernels::cast(target.data(), dtype, source.data(), stored, count, nullptr);
+      }
+      ring_.started(turn, writer_.write(tensor, bytes_of(first, dtype), target));
+      bytes = bytes.subspan(source.size());
+      first += count;
+    }
+  }
+
   struct Collected {
     std::vector<std::byte> bytes;
     std::size_t filled = 0;
@@ -145,9 +158,8 @@ class CastWriter final : public checkpoint::ExtentSink {
   std::span<const std::optional<std::size_t>> place_of_;
   std::span<const format::TensorSpec> specs_;
   Progress& progress_;
-  Cast cast_;
-  Write write_;
-  checkpoint::Pipeline writing_;
+  format::ShardedWriter& writer_;
+  checkpoint::TransferRing& ring_;
 };
 
 class Consolidation {
@@ -196,8 +208,8 @@ class Consolidation {
         extent.dtype == spec.dtype || (is_floating(extent.dtype) && is_floating(spec.dtype));
     if (fits) return;
     throw FormatError(fmt::format(
-        "a tensor of a checkpoint is stored in a dtype that cannot become its own: "
-        "tensor={} stored as={} wanted={} path={}",
+        "a tensor of a checkpoint is stored in a dtype that cannot become its own: tensor={} "
+        "stored as={} wanted={} path={}",
         format::in_quotes(spec.name), name_of(extent.dtype), name_of(spec.dtype), folder_));
   }
 
@@ -278,12 +290,11 @@ class Consolidation {
 Consolidated consolidate(const std::string& path, const std::string& out,
                          const ConsolidationOptions& options, io::IoEngine& io,
                          const std::shared_ptr<memory::Ledger>& ledger, Console& console) {
-  const ChosenCheckpoint folder = choose_checkpoint(path);
-  if (has_manifest(out)) {
-    throw UsageError(
-        fmt::format("OUT is a training checkpoint, whose files would be lost; give another folder: "
-                    "path={}",
-                    out));
+  const checkpoint::ChosenCheckpoint folder = checkpoint::choose_checkpoint(path);
+  if (checkpoint::has_manifest(out)) {
+    throw UsageError(fmt::format(
+        "OUT is a training checkpoint, whose files would be lost; give another folder: path={}",
+        out));
   }
   Consolidated result = Consolidation(folder.path, options, io, ledger).run(out, console);
   result.copied = copy_model_files(folder.path, out);

@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "strata/checkpoint/ring.h"
-#include "strata/cli/progress.h"
+#include "strata/cli/console.h"
 #include "strata/format/manifest.h"
 #include "strata/format/sharded_writer.h"
 #include "strata/memory/ledger.h"

@@ -9,13 +9,14 @@
 
 #include "strata/base/error.h"
 #include "strata/checkpoint/reader.h"
-#include "strata/cli/text_table.h"
+#include "strata/cli/console.h"
 #include "strata/format/safetensors.h"
 
 namespace strata::cli {
 namespace {
 
 using Json = nlohmann::json;
+using Role = format::TensorRole;
 
 constexpr checkpoint::RingOptions kStreaming{8, 4_MiB};
 constexpr std::size_t kFilesShown = 32;
@@ -108,20 +109,6 @@ std::string verdict_text(const Inspection& inspection) {
                              : "all files are there at their sizes; --verify reads every byte\n";
 }
 
-TensorCount& count_of_role(Inspection& inspection, format::TensorRole role) {
-  switch (role) {
-    case format::TensorRole::kParameter:
-      return inspection.parameters;
-    case format::TensorRole::kBuffer:
-      return inspection.buffers;
-    case format::TensorRole::kRankBuffer:
-      return inspection.rank_buffers;
-    case format::TensorRole::kClient:
-      break;
-  }
-  return inspection.client;
-}
-
 Json json_of(const TensorCount& count) {
   return {{"tensors", count.tensors},
           {"trainable", count.trainable},
@@ -200,17 +187,7 @@ void verify(std::span<const std::optional<io::File>> files, const format::Manife
                         wrong.problem});
 }
 
-}  // namespace
-
-std::string text_of(const Finding& finding) {
-  if (!finding.range) return finding.problem;
-  return fmt::format("file {}: bytes [{}, {}): {}; they belong to {}",
-                     format::in_quotes(finding.file), finding.range->begin.value,
-                     finding.range->end.value, finding.problem,
-                     finding.tensors.empty() ? "the header or the space between tensors"
-                                             : format::first_ten(finding.tensors));
-}
-
+// Looks at no file.
 Inspection count_contents(const format::Manifest& manifest) {
   Inspection result;
   result.tag = manifest.tag;
@@ -219,7 +196,7 @@ Inspection count_contents(const format::Manifest& manifest) {
   result.training = Json::parse(manifest.training);
   for (const format::ManifestTensor& tensor : manifest.tensors) {
     result.tied += tensor.aliases.size();
-    count_tensor(tensor, count_of_role(result, tensor.role));
+    count_tensor(tensor, result.counts[tensor.role]);
   }
   for (const std::string& kind : manifest.kinds) result.kinds.push_back({kind, {}, {}, {}});
   for (const format::ManifestRange& extent : manifest.extents) {
@@ -236,9 +213,20 @@ Inspection count_contents(const format::Manifest& manifest) {
   return result;
 }
 
+}  // namespace
+
+std::string text_of(const Finding& finding) {
+  if (!finding.range) return finding.problem;
+  return fmt::format("file {}: bytes [{}, {}): {}; they belong to {}",
+                     format::in_quotes(finding.file), finding.range->begin.value,
+                     finding.range->end.value, finding.problem,
+                     finding.tensors.empty() ? "the header or the space between tensors"
+                                             : format::first_ten(finding.tensors));
+}
+
 Inspection inspect(const std::string& path, bool every_byte, io::IoEngine& io,
                    const std::shared_ptr<memory::Ledger>& ledger, Console& console) {
-  ChosenCheckpoint folder = choose_checkpoint(path);
+  checkpoint::ChosenCheckpoint folder = checkpoint::choose_checkpoint(path);
   const format::Manifest manifest = format::read_manifest(folder.path);
   Inspection result = count_contents(manifest);
   result.verified = every_byte;
@@ -263,16 +251,19 @@ std::string text_of(const Inspection& inspection) {
   line("saved by", fmt::format("{} at stage {}",
                                count_of(static_cast<std::size_t>(inspection.world_size), "rank"),
                                inspection.stage));
-  std::string parameters = count_text(inspection.parameters);
-  if (const std::size_t frozen = inspection.parameters.tensors - inspection.parameters.trainable)
+  const TensorCount all = inspection.count(Role::kParameter);
+  std::string parameters = count_text(all);
+  if (const std::size_t frozen = all.tensors - all.trainable)
     parameters += fmt::format(", {} frozen", frozen);
   const Json without = inspection.training.value("without_frozen", Json());
   if (without == true) parameters += ", frozen ones not saved";
   if (inspection.tied > 0) parameters += fmt::format(", {} tied to another", inspection.tied);
   line("parameters", parameters);
-  if (inspection.buffers.tensors > 0) line("buffers", count_text(inspection.buffers));
-  if (inspection.rank_buffers.tensors > 0) line("of ranks", count_text(inspection.rank_buffers));
-  if (inspection.client.tensors > 0) line("client", count_text(inspection.client));
+  for (const auto& [role, name] : {std::pair(Role::kBuffer, "buffers"),
+                                   {Role::kRankBuffer, "of ranks"},
+                                   {Role::kClient, "client"}}) {
+    if (inspection.counts.contains(role)) line(name, count_text(inspection.counts.at(role)));
+  }
   if (!inspection.folder.tags.empty()) {
     std::vector<std::string> tags;
     for (const std::string& tag : inspection.folder.tags)
@@ -290,10 +281,10 @@ Json json_of(const Inspection& inspection) {
                {"latest", inspection.folder.latest},
                {"world_size", inspection.world_size},
                {"stage", inspection.stage},
-               {"parameters", json_of(inspection.parameters)},
-               {"buffers", json_of(inspection.buffers)},
-               {"rank_buffers", json_of(inspection.rank_buffers)},
-               {"client", json_of(inspection.client)},
+               {"parameters", json_of(inspection.count(Role::kParameter))},
+               {"buffers", json_of(inspection.count(Role::kBuffer))},
+               {"rank_buffers", json_of(inspection.count(Role::kRankBuffer))},
+               {"client", json_of(inspection.count(Role::kClient))},
                {"tied", inspection.tied},
                {"kinds", Json::array()},
                {"files", Json::array()},

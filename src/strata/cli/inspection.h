@@ -12,8 +12,9 @@
 #include <string>
 #include <vector>
 
-#include "strata/cli/chosen_checkpoint.h"
-#include "strata/cli/progress.h"
+#include "strata/checkpoint/folder.h"
+#include "strata/cli/console.h"
+#include "strata/cli/tensor_source.h"
 #include "strata/format/manifest.h"
 #include "strata/io/io_engine.h"
 #include "strata/memory/ledger.h"
@@ -54,15 +55,12 @@ struct KindCount {
 };
 
 struct Inspection {
-  ChosenCheckpoint folder;
+  checkpoint::ChosenCheckpoint folder;
   std::string tag;
   int world_size = 1;
   int stage = 0;
   nlohmann::json training;  // an object
-  TensorCount parameters;
-  TensorCount buffers;
-  TensorCount rank_buffers;  // as ranks have them that differ from rank 0
-  TensorCount client;
+  std::map<format::TensorRole, TensorCount> counts;
   std::size_t tied = 0;  // names that belong to a parameter of another name
   std::vector<KindCount> kinds;
   std::vector<std::pair<std::string, Bytes>> files;
@@ -71,10 +69,12 @@ struct Inspection {
   std::vector<Finding> findings;
 
   bool whole() const { return findings.empty(); }
+  // None where the checkpoint holds nothing of that role.
+  TensorCount count(format::TensorRole role) const {
+    const auto found = counts.find(role);
+    return found == counts.end() ? TensorCount() : found->second;
+  }
 };
-
-// Counts; looks at no file.
-Inspection count_contents(const format::Manifest& manifest);
 
 Inspection inspect(const std::string& path, bool every_byte, io::IoEngine& io,
                    const std::shared_ptr<memory::Ledger>& ledger, Console& console);

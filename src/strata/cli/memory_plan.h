@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "strata/cli/named_model.h"
-#include "strata/forecast/job_forecast.h"
+#include "strata/forecast/memory_forecast.h"
 
 namespace strata::cli {
 

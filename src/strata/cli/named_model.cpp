@@ -10,8 +10,9 @@
 #include <string_view>
 
 #include "strata/base/error.h"
-#include "strata/cli/chosen_checkpoint.h"
-#include "strata/cli/natural_order.h"
+#include "strata/checkpoint/folder.h"
+#include "strata/cli/console.h"
+#include "strata/cli/tensor_source.h"
 #include "strata/format/checkpoint_index.h"
 #include "strata/io/pending_range.h"
 
@@ -161,7 +162,7 @@ bool ties_its_head(const nlohmann::json& config, const std::vector<NamedTensor>&
 }
 
 NamedModel read_training(const std::string& path) {
-  const format::Manifest manifest = format::read_manifest(choose_checkpoint(path).path);
+  const format::Manifest manifest = format::read_manifest(checkpoint::choose_checkpoint(path).path);
   std::vector<NamedTensor> tensors;
   bool tied = false;
   for (const format::ManifestTensor& tensor : manifest.tensors) {
@@ -214,7 +215,7 @@ NamedModel read_model(const std::string& path) {
         "there is no such file or folder; give a Hugging Face folder with safetensors: path={}",
         path));
   }
-  return holds_checkpoints(path) ? read_training(path) : read_hugging_face(path);
+  return checkpoint::holds_checkpoints(path) ? read_training(path) : read_hugging_face(path);
 }
 
 }  // namespace strata::cli

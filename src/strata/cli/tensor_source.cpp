@@ -2,12 +2,14 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <system_error>
 #include <tuple>
 
 #include "strata/base/error.h"
+#include "strata/checkpoint/folder.h"
 #include "strata/checkpoint/reader.h"
-#include "strata/cli/chosen_checkpoint.h"
-#include "strata/cli/natural_order.h"
+#include "strata/cli/console.h"
+#include "strata/format/safetensors.h"
 #include "strata/io/thread_engine.h"
 #include "strata/plan/channel_order.h"
 
@@ -37,12 +39,12 @@ std::string kind_of(const format::Manifest& manifest, std::size_t tensor, std::s
 TensorSource::TensorSource(const std::string& path, bool kinds) : path_(path) {
   std::error_code error;
   if (!std::filesystem::exists(path, error)) {
-    throw UsageError(fmt::format(
-        "there is no such file or folder; give a training checkpoint's folder, a Hugging Face "
-        "folder or a .safetensors file: path={}",
-        path));
+    throw UsageError(
+        fmt::format("there is no such file or folder; give a training checkpoint's folder, a "
+                    "Hugging Face folder or a .safetensors file: path={}",
+                    path));
   }
-  if (holds_checkpoints(path)) {
+  if (checkpoint::holds_checkpoints(path)) {
     open_training(path, kinds);
   } else {
     open_safetensors(path);
@@ -52,7 +54,7 @@ TensorSource::TensorSource(const std::string& path, bool kinds) : path_(path) {
 
 void TensorSource::open_training(const std::string& path, bool kinds) {
   is_training_ = true;
-  path_ = choose_checkpoint(path).path;
+  path_ = checkpoint::choose_checkpoint(path).path;
   const format::Manifest manifest = format::read_manifest(path_);
   for (const format::ManifestFile& file : manifest.files)
     files_.push_back(checkpoint::open_file(path_, file));

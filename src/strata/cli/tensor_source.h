@@ -1,7 +1,11 @@
-// Named tensors and where their elements lie, of either kind of checkpoint: a training checkpoint
-// (each tensor is runs of elements in the files of several ranks), or safetensors, one file or a
-// Hugging Face folder (each is one run). Threads: immutable after construction; safe everywhere.
-// Ownership: holds the open files. Errors: of chosen_checkpoint.h and format::CheckpointIndex.
+// Checkpoints of either kind that a path means, as named tensors and where their elements lie: a
+// training checkpoint (a folder with a manifest, or a folder of such folders, in which the file
+// `latest` names one; each tensor is runs of elements in the files of several ranks), or
+// safetensors, one file or a Hugging Face folder (each tensor is one run).
+//
+// Threads: values, immutable after construction; safe everywhere. Ownership: a TensorSource holds
+// the open files. Errors: UsageError for a path that is no folder; FormatError for a folder that
+// holds no checkpoint; those of format::CheckpointIndex.
 #pragma once
 
 #include <map>

@@ -6,7 +6,7 @@
 #include <string>
 
 #include "strata/base/error.h"
-#include "strata/engine/config/plan_options.h"
+#include "strata/engine/config/config.h"
 
 namespace strata::forecast {
 namespace {
@@ -92,10 +92,10 @@ class Search {
     }
     const auto found = last_that_fits(on_device, all, fits);
     if (found) return *found;
-    refuse_host(forecast({on_device, on_device}),
-                "even with everything else on the drive, whose staging and the gradients are on "
-                "the host: lower buffer_count, raise strata.host_budget or strata.device_budget, "
-                "or take more ranks");
+    refuse_host(
+        forecast({on_device, on_device}),
+        "even with everything else on the drive, whose staging and the gradients are on the host: "
+        "lower buffer_count, raise strata.host_budget or strata.device_budget, or take more ranks");
   }
 
   // Both folders are there, or none.
@@ -120,21 +120,21 @@ class Search {
   }
 
   [[noreturn]] void refuse_device(const MemoryForecast& least) const {
-    throw OutOfMemoryError(fmt::format(
-        "strata.placement \"auto\": the device does not suffice with everything that may be "
-        "offloaded at stage {} elsewhere; shard more (stage 3, more ranks), lower "
-        "strata.max_live_bytes or reduce_bucket_size, or raise strata.device_budget. Wanted on "
-        "each device: {} ({}); it may hold {}",
-        config_.zero.stage, to_string(least.total), kinds_on(least, Tier::kDevice),
-        to_string(*room_.device)));
+    throw OutOfMemoryError(
+        fmt::format("strata.placement \"auto\": the device does not suffice with everything that "
+                    "may be offloaded at stage {} elsewhere; shard more (stage 3, more ranks), "
+                    "lower strata.max_live_bytes or reduce_bucket_size, or raise "
+                    "strata.device_budget. Wanted on each device: {} ({}); it may hold {}",
+                    config_.zero.stage, to_string(least.total), kinds_on(least, Tier::kDevice),
+                    to_string(*room_.device)));
   }
 
   [[noreturn]] void refuse_host(const MemoryForecast& least, std::string_view advice) const {
-    throw OutOfMemoryError(fmt::format(
-        "strata.placement \"auto\": the host does not suffice; {}. Wanted of the host by each "
-        "rank: {} ({}); it may take {}, beside {} of its device",
-        advice, to_string(least.host), kinds_on(least, Tier::kHost), to_string(*room_.host),
-        to_string(*room_.device)));
+    throw OutOfMemoryError(
+        fmt::format("strata.placement \"auto\": the host does not suffice; {}. Wanted of the host "
+                    "by each rank: {} ({}); it may take {}, beside {} of its device",
+                    advice, to_string(least.host), kinds_on(least, Tier::kHost),
+                    to_string(*room_.host), to_string(*room_.device)));
   }
 
   std::vector<plan::ParamSpec>& params_;

@@ -14,7 +14,7 @@
 #include <optional>
 #include <vector>
 
-#include "strata/forecast/job_forecast.h"
+#include "strata/forecast/memory_forecast.h"
 
 namespace strata::forecast {
 

@@ -3,14 +3,17 @@
 #include <fmt/core.h>
 
 #include <algorithm>
+#include <map>
 #include <memory>
 
+#include "strata/base/error.h"
 #include "strata/checkpoint/ring.h"
+#include "strata/comm/transports.h"
 #include "strata/engine/checkpoint/training_saver.h"
 #include "strata/engine/optimize/external_optimizer.h"
+#include "strata/engine/step_control.h"
 #include "strata/engine/unit/engine_options.h"
-#include "strata/forecast/dry_device.h"
-#include "strata/forecast/dry_model.h"
+#include "strata/forecast/dry_rank.h"
 #include "strata/offload/make_store.h"
 
 namespace strata::forecast {
@@ -77,6 +80,19 @@ MemoryForecast peaks_of(std::span<const plan::ParamSpec> params, const plan::Mod
   return forecast;
 }
 
+// fp32 if there are no parameters.
+DType most_common_dtype(std::span<const plan::ParamSpec> params) {
+  std::map<DType, Numel> elements;
+  for (const plan::ParamSpec& param : params) elements[param.dtype] += param.numel();
+  const auto most =
+      std::ranges::max_element(elements, {}, [](const auto& entry) { return entry.second; });
+  return most == elements.end() ? DType::kFloat32 : most->first;
+}
+
+void add_tier(offload::StatePlacement& place, std::optional<memory::Tier> tier) {
+  if (tier && !place.uses(*tier)) place.others.push_back(*tier);
+}
+
 }  // namespace
 
 MemoryForecast forecast_memory(std::span<const plan::ParamSpec> params, const plan::ModelPlan& plan,
@@ -107,6 +123,57 @@ std::string kinds_on(const MemoryForecast& forecast, memory::Tier tier) {
       text += fmt::format("{}{} {}", text.empty() ? "" : ", ", name_of(kind), to_string(bytes));
   }
   return text.empty() ? "nothing" : text;
+}
+
+int ranks_of_a_host(const Job& job) {
+  return job.ranks_per_host == 0 ? job.world_size : std::min(job.ranks_per_host, job.world_size);
+}
+
+comm::Traits traits_of_job(const engine::Config& config, const Job& job) {
+  if (job.world_size < 1 || job.ranks_per_host < 0) {
+    throw UsageError(fmt::format("a job has at least one rank, and one a host; found {} and {}",
+                                 job.world_size, job.ranks_per_host));
+  }
+  const int host = job.ranks_per_host == 0 ? job.world_size : job.ranks_per_host;
+  const bool one_host = job.world_size <= host;
+  const int size = config.shard_group_size(job.world_size);
+  const int groups = job.world_size / size;
+  const comm::TransportSettings settings = config.strata.transports;
+  comm::Traits inside =
+      traits_of(choose_inside(settings, {size, one_host || host % size == 0}, job.on_gpus), size,
+                job.on_gpus);
+  if (settings.joint_gathers && size > 1) inside.one_sided = false;
+  if (groups == 1) return inside;
+  const comm::Traits across =
+      traits_of(choose_across(settings, {groups, one_host}, job.on_gpus), groups, job.on_gpus);
+  return grouped_traits(inside, across, config.slices());
+}
+
+engine::EngineOptions engine_options_of(std::span<const plan::ParamSpec> params,
+                                        const engine::Config& config) {
+  engine::EngineOptions options = engine::engine_options_from(config, most_common_dtype(params));
+  if (!config.offload.automatic) return options;
+  for (const plan::ParamSpec& param : params) {
+    add_tier(options.weights, param.place.weights);
+    add_tier(options.states, param.place.states);
+  }
+  return options;
+}
+
+Trainers trainers_of(const engine::Config& config, engine::UpdateRule rule, const Job& job) {
+  return {rule, traits_of_job(config, job), job.on_gpus};
+}
+
+MemoryForecast forecast_training(std::span<const plan::ParamSpec> params,
+                                 const plan::ModelPlan& plan, const plan::ModuleTree& tree,
+                                 const engine::Config& config, const Trainers& trainers) {
+  Training training;
+  training.options = engine_options_of(params, config);
+  training.rule = trainers.rule;
+  training.micro_steps = static_cast<int>(config.batch.accumulation_steps.value_or(1));
+  training.runs_ahead = trainers.runs_ahead;
+  training.saves_beside = config.async_checkpoints;
+  return forecast_memory(params, plan, tree, training, trainers.traits);
 }
 
 }  // namespace strata::forecast

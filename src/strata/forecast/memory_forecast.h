@@ -1,20 +1,23 @@
 // Forecasts the bytes that the engine will hold on a rank's device, and on host and drives for it.
-// The engine itself runs some steps on a device without memory (dry_device.h), so it makes the same
+// The engine itself runs some steps on a device without memory (dry_rank.h), so it makes the same
 // decisions about gathering, keeping and reducing as in training; nothing is estimated. Only the
 // order in which gradients come within a block is not known: the forecast takes the order that
 // holds most. Not included are the model's activations, gradients before they reach the engine, and
 // memory that collectives keep for themselves.
 //
-// Takes hardly any memory, and milliseconds for thousands of parameters. Pure function.
-// Errors: those of Engine's construction; OutOfMemoryError where the system has no more addresses.
+// Takes hardly any memory, and milliseconds for thousands of parameters. Pure functions.
+// Errors: those of Engine's construction; OutOfMemoryError where the system has no more addresses;
+// for a job, UsageError for an invalid number of ranks, and ConfigError if shard groups are uneven,
+// or if "peer" would have to reach another host.
 #pragma once
 
 #include <array>
 #include <span>
 #include <string>
 
+#include "strata/comm/traits.h"
+#include "strata/engine/config/config.h"
 #include "strata/engine/engine.h"
-#include "strata/forecast/dry_collectives.h"
 #include "strata/memory/ledger.h"
 #include "strata/plan/block_search.h"
 #include "strata/plan/unit_plan.h"
@@ -61,5 +64,42 @@ struct Training {
 MemoryForecast forecast_memory(std::span<const plan::ParamSpec> params, const plan::ModelPlan& plan,
                                const plan::ModuleTree& tree, const Training& training,
                                const comm::Traits& traits);
+
+// A job that does not run.
+struct Job {
+  int world_size = 1;
+  bool on_gpus = true;
+  int ranks_per_host = 0;  // consecutive ones; 0: all ranks are on one host
+};
+
+// That share a host's memory and drives.
+int ranks_of_a_host(const Job& job);
+
+// The traits of the collectives that would carry its bytes (comm/transports.h), if a probe of the
+// transports' speeds would not change "auto".
+comm::Traits traits_of_job(const engine::Config& config, const Job& job);
+
+// The facts about a training job that its configuration does not hold.
+struct Trainers {
+  engine::UpdateRule rule = engine::UpdateRule::kAdamW;
+  comm::Traits traits;      // of the ranks' collectives
+  bool runs_ahead = false;  // the device: GPUs do
+};
+
+// The same for a job that does not run. Errors: those of traits_of_job().
+Trainers trainers_of(const engine::Config& config, engine::UpdateRule rule, const Job& job);
+
+// The options of an engine for these parameters. If parameters keep their dtypes, numbers of
+// elements in the configuration become bytes by the dtype that most elements have. The stores are
+// those of the tiers that the configuration names, and, if placement is automatic, of the tiers of
+// the parameters.
+engine::EngineOptions engine_options_of(std::span<const plan::ParamSpec> params,
+                                        const engine::Config& config);
+
+// `params` in the dtype that they compute in; `plan` was made from them and the tree.
+// `config.batch` says the accumulation steps, one where it does not. Errors: of forecast_memory().
+MemoryForecast forecast_training(std::span<const plan::ParamSpec> params,
+                                 const plan::ModelPlan& plan, const plan::ModuleTree& tree,
+                                 const engine::Config& config, const Trainers& trainers);
 
 }  // namespace strata::forecast

@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <fmt/core.h>
-#include <fmt/format.h>
 #include <stdlib.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>

@@ -1,6 +1,6 @@
 #include "strata/offload/resident_parts.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <cstring>

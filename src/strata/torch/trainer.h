@@ -34,7 +34,7 @@
 #include <string>
 #include <vector>
 
-#include "strata/engine/schedule/scheduler.h"
+#include "strata/engine/schedule/schedule.h"
 #include "strata/torch/scoped_call.h"
 
 namespace strata::torch {

@@ -1,9 +1,8 @@
-#include "strata/engine/config/batch_sizes.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "strata/base/error.h"
+#include "strata/engine/config/config.h"
 
 namespace strata::engine {
 namespace {
@@ -14,17 +13,17 @@ constexpr std::nullopt_t kNone = std::nullopt;
 
 TEST(BatchSizes, AreCompletedFromAnySufficientPart) {
   const BatchSizes whole{.train_batch_size = 24, .micro_batch_size = 2, .accumulation_steps = 3};
-  EXPECT_EQ(complete_batch_sizes(whole, 4), whole);
-  EXPECT_EQ(complete_batch_sizes({24, 2, kNone}, 4), whole);
-  EXPECT_EQ(complete_batch_sizes({24, kNone, 3}, 4), whole);
-  EXPECT_EQ(complete_batch_sizes({kNone, 2, 3}, 4), whole);
-  EXPECT_EQ(complete_batch_sizes({24, kNone, kNone}, 4), (BatchSizes{24, 6, 1}));
-  EXPECT_EQ(complete_batch_sizes({kNone, 2, kNone}, 4), (BatchSizes{8, 2, 1}));
+  EXPECT_EQ(whole.complete(4), whole);
+  EXPECT_EQ(BatchSizes({24, 2, kNone}).complete(4), whole);
+  EXPECT_EQ(BatchSizes({24, kNone, 3}).complete(4), whole);
+  EXPECT_EQ(BatchSizes({kNone, 2, 3}).complete(4), whole);
+  EXPECT_EQ(BatchSizes({24, kNone, kNone}).complete(4), (BatchSizes{24, 6, 1}));
+  EXPECT_EQ(BatchSizes({kNone, 2, kNone}).complete(4), (BatchSizes{8, 2, 1}));
 }
 
 std::string refusal(const BatchSizes& given, int world_size) {
   try {
-    complete_batch_sizes(given, world_size);
+    given.complete(world_size);
   } catch (const ConfigError& e) {
     return e.what();
   }

@@ -3,11 +3,12 @@
 
 #include <gtest/gtest.h>
 
+#include <fstream>
 #include <nlohmann/json.hpp>
 #include <set>
+#include <sstream>
 
 #include "engine/config/parsing.h"
-#include "strata/engine/config/nearest.h"
 #include "strata/engine/config/value_check.h"
 
 namespace strata::engine {
@@ -88,6 +89,16 @@ TEST(Nearest, CountsEditsAndSwapsWithoutCase) {
   const std::vector<std::string_view> known{"alpha", "beta"};
   EXPECT_EQ(nearest_of("bate", known), "beta");
   EXPECT_EQ(nearest_of("x", {}), "");
+}
+
+TEST(ConfigPage, IsTheOneInTheRepository) {
+  std::ifstream file(STRATA_CONFIG_PAGE);
+  ASSERT_TRUE(file) << STRATA_CONFIG_PAGE;
+  std::ostringstream page;
+  page << file.rdbuf();
+  EXPECT_TRUE(page.str() == render_config_page())
+      << "docs/CONFIG.md is out of date; write it again: ninja strata_config_doc, then "
+         "strata_config_doc docs/CONFIG.md";
 }
 
 }  // namespace

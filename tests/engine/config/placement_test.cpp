@@ -1,11 +1,10 @@
 // Rules that place single parameters.
-#include "strata/engine/config/placement.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "engine/config/parsing.h"
 #include "strata/base/error.h"
+#include "strata/engine/config/offload_config.h"
 
 namespace strata::engine {
 namespace {

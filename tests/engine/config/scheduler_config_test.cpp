@@ -1,9 +1,8 @@
-#include "strata/engine/config/scheduler_config.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "engine/config/parsing.h"
+#include "strata/engine/config/optimizer_config.h"
 
 namespace strata::engine {
 namespace {

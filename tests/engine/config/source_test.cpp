@@ -8,7 +8,7 @@
 #include <nlohmann/json.hpp>
 
 #include "engine/config/parsing.h"
-#include "strata/engine/config/json_text.h"
+#include "strata/engine/config/config_text.h"
 
 namespace strata::engine {
 namespace {

@@ -8,7 +8,7 @@
 
 #include "strata/engine/config/config.h"
 #include "strata/engine/schedule/loss_scaler.h"
-#include "strata/engine/schedule/scheduler.h"
+#include "strata/engine/schedule/schedule.h"
 
 namespace strata::engine {
 namespace {

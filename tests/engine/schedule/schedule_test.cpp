@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 
 #include "strata/base/error.h"
-#include "strata/engine/schedule/scheduler.h"
 
 namespace strata::engine {
 namespace {

@@ -10,8 +10,8 @@
 
 #include "strata/base/error.h"
 #include "strata/checkpoint/ring.h"
-#include "strata/engine/unit/agreement.h"
 #include "strata/engine/checkpoint/reordering_sink.h"
+#include "strata/engine/unit/agreement.h"
 
 namespace strata::engine {
 namespace {

@@ -171,8 +171,8 @@ void WeightSaver::write_pieces() {
 
 void WeightSaver::write_run(const Run& run, std::span<const std::byte> flat, DType dtype) {
   const plan::ParamSpec& param = engine_.weights().param(run.param);
-  std::span<const std::byte> elements = flat.subspan(bytes_of(run.flat_begin, dtype).size(),
-                                                     bytes_of(run.numel, dtype).size());
+  std::span<const std::byte> elements =
+      flat.subspan(bytes_of(run.flat_begin, dtype).size(), bytes_of(run.numel, dtype).size());
   std::vector<std::byte> whole;
   if (param.reordered()) {
     const Numel offset = engine_.weights().slot_of(run.param).offset;
@@ -181,8 +181,8 @@ void WeightSaver::write_run(const Run& run, std::span<const std::byte> flat, DTy
                           engine_.device().compute_stream());
     engine_.device().compute_stream().synchronize();
     plan::reorder(whole, param.shape, size_of(dtype), /*channels_last=*/false);
-    elements = std::span(whole).subspan(bytes_of(run.flat_begin - offset, dtype).size(),
-                                        elements.size());
+    elements =
+        std::span(whole).subspan(bytes_of(run.flat_begin - offset, dtype).size(), elements.size());
   }
   source_->give(run.tensor, bytes_of(run.tensor_begin, dtype), elements);
   pipeline_->pump();

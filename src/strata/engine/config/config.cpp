@@ -8,9 +8,7 @@
 #include <nlohmann/json.hpp>
 
 #include "strata/base/error.h"
-#include "strata/engine/config/aliases.h"
-#include "strata/engine/config/config_source.h"
-#include "strata/engine/config/json_text.h"
+#include "strata/engine/config/config_text.h"
 #include "strata/engine/config/key.h"
 #include "strata/engine/config/settings.h"
 #include "strata/engine/config/value_check.h"
@@ -41,10 +39,10 @@ void read_shard_groups(const Settings& s, ZeroConfig& zero) {
   const std::int64_t hpz = s.integer(kHpzKey);
   if (mics <= 0 && hpz <= 1) return;
   if (mics > 0 && hpz > 1) {
-    throw ConfigError(fmt::format(
-        "{}: contradicts {}, which shards gradients and optimizer state over all ranks; remove one "
-        "of the two; found {} and {}",
-        kMicsKey, kHpzKey, mics, hpz));
+    throw ConfigError(
+        fmt::format("{}: contradicts {}, which shards gradients and optimizer state over all "
+                    "ranks; remove one of the two; found {} and {}",
+                    kMicsKey, kHpzKey, mics, hpz));
   }
   const std::string_view key = mics > 0 ? kMicsKey : kHpzKey;
   const std::int64_t size = std::max(mics, hpz);
@@ -61,91 +59,61 @@ void read_shard_groups(const Settings& s, ZeroConfig& zero) {
 }
 
 ZeroConfig read_zero(const Settings& s) {
-  const auto numel = [&s](const char* name) {
-    return Numel(s.integer(join_path("zero_optimization", name)));
+  ZeroConfig zero;
+  const auto read = [&s](std::string_view name, auto& field) {
+    s.read(join_path("zero_optimization", name), field);
   };
-  const bool sequential = s.flag("zero_optimization.stage3_allgather_sequential");
-  const auto max_live = s.maybe<std::int64_t>("zero_optimization.stage3_max_live_parameters");
-  const auto reuse = s.maybe<std::int64_t>("zero_optimization.stage3_max_reuse_distance");
-  ZeroConfig zero{
-      .stage = static_cast<int>(s.integer("zero_optimization.stage")),
-      .reduce_bucket_size = numel("reduce_bucket_size"),
-      .prefetch_bucket_size = numel("stage3_prefetch_bucket_size"),
-      .param_persistence_threshold = numel("stage3_param_persistence_threshold"),
-      .model_persistence_threshold = numel("stage3_model_persistence_threshold"),
-      .max_live_parameters = max_live     ? Numel(*max_live)
-                             : sequential ? numel("stage3_prefetch_bucket_size")
-                                          : kMaxLiveParameters,
-      .max_reuse_distance = reuse ? std::optional(Numel(*reuse)) : std::nullopt,
-      .overlap_comm = s.maybe<bool>("zero_optimization.overlap_comm"),
-      .allgather_sequential = sequential,
-      .partition_stream_chunk =
-          Bytes(s.integer("zero_optimization.stage3_partition_stream_chunk_size")),
-      .gather_16bit_weights_on_model_save =
-          s.flag("zero_optimization.stage3_gather_16bit_weights_on_model_save"),
-      .ignore_unused_parameters = s.flag("zero_optimization.ignore_unused_parameters"),
-      .sanity_checks = s.flag("zero_optimization.enable_sanity_checks"),
-      .leaf = {.classes = s.texts("zero_optimization.leaf_module.classes"),
-               .names = s.texts("zero_optimization.leaf_module.names"),
-               .name_suffixes = s.texts("zero_optimization.leaf_module.name_suffixes")},
-  };
+  std::optional<Numel> max_live;
+  read("stage", zero.stage);
+  read("reduce_bucket_size", zero.reduce_bucket_size);
+  read("stage3_prefetch_bucket_size", zero.prefetch_bucket_size);
+  read("stage3_param_persistence_threshold", zero.param_persistence_threshold);
+  read("stage3_model_persistence_threshold", zero.model_persistence_threshold);
+  read("stage3_max_live_parameters", max_live);
+  read("stage3_max_reuse_distance", zero.max_reuse_distance);
+  read("overlap_comm", zero.overlap_comm);
+  read("stage3_allgather_sequential", zero.allgather_sequential);
+  read("stage3_partition_stream_chunk_size", zero.partition_stream_chunk);
+  read("stage3_gather_16bit_weights_on_model_save", zero.gather_16bit_weights_on_model_save);
+  read("ignore_unused_parameters", zero.ignore_unused_parameters);
+  read("enable_sanity_checks", zero.sanity_checks);
+  read("leaf_module.classes", zero.leaf.classes);
+  read("leaf_module.names", zero.leaf.names);
+  read("leaf_module.name_suffixes", zero.leaf.name_suffixes);
+  zero.max_live_parameters =
+      max_live.value_or(zero.allgather_sequential ? zero.prefetch_bucket_size : kMaxLiveParameters);
   read_shard_groups(s, zero);
   return zero;
 }
 
-comm::TransportKind transport_of(const std::string& name) {
-  using comm::TransportKind;
-  return name == "peer"   ? TransportKind::kPeer
-         : name == "nccl" ? TransportKind::kNccl
-                          : TransportKind::kAuto;
-}
-
-comm::TransportSettings read_transports(const Settings& s) {
-  using comm::CollectivesKind;
-  const std::string how = s.text("strata.collectives");
-  return {.collectives = how == "local"  ? CollectivesKind::kLocal
-                         : how == "shm"  ? CollectivesKind::kShm
-                         : how == "c10d" ? CollectivesKind::kC10d
-                         : how == "nccl" ? CollectivesKind::kNccl
-                         : how == "peer" ? CollectivesKind::kPeer
-                                         : CollectivesKind::kAuto,
-          .gather = transport_of(s.text("strata.gather")),
-          .reduce = transport_of(s.text("strata.reduce"))};
-}
-
 StrataConfig read_strata(const Settings& s) {
-  const auto bytes = [&s](const char* path) -> std::optional<Bytes> {
-    const auto value = s.maybe<std::int64_t>(path);
-    return value ? std::optional(Bytes(*value)) : std::nullopt;
+  StrataConfig config;
+  const auto read = [&s](std::string_view name, auto& field) {
+    s.read(join_path("strata", name), field);
   };
-  const std::string refresh = s.text("strata.refresh_at");
-  const std::string where = s.text("strata.device");
-  const auto threads = s.maybe<std::int64_t>("strata.threads");
-  return {.reduce_at =
-              s.text("strata.reduce_at") == "boundary" ? ReduceAt::kBoundary : ReduceAt::kMicroStep,
-          .refresh_at = refresh == "step"      ? LazyGather::kStep
-                        : refresh == "forward" ? LazyGather::kForward
-                                               : LazyGather::kAuto,
-          .device = where == "cpu"    ? DeviceKind::kCpu
-                    : where == "cuda" ? DeviceKind::kCuda
-                                      : DeviceKind::kAuto,
-          .transports = read_transports(s),
-          .move_inputs = s.flag("strata.move_inputs"),
-          .max_live = bytes("strata.max_live_bytes"),
-          .wrap = s.texts("strata.wrap"),
-          .unit_size = bytes("strata.unit_size"),
-          .threads = threads ? std::optional(static_cast<int>(*threads)) : std::nullopt,
-          .init_tier = s.text("strata.init.tier"),
-          .replay_above = Numel(s.integer("strata.init.replay_above")),
-          .init_read = s.text("strata.init.read"),
-          .init_report = s.maybe<std::string>("strata.init.report"),
-          .timeout_s = s.number("strata.timeout_s"),
-          .decay_unused = s.flag("strata.decay_unused"),
-          .max_skipped_steps = static_cast<int>(s.integer("strata.max_skipped_steps")),
-          .trace = s.maybe<std::string>("strata.trace"),
-          .trace_steps = static_cast<int>(s.integer("strata.trace_steps")),
-          .tile_max = bytes("strata.tiles.max_gather"),
-          .tile_matches = s.texts("strata.tiles.match")};
+  read("reduce_at", config.reduce_at);
+  read("refresh_at", config.refresh_at);
+  read("device", config.device);
+  read("collectives", config.transports.collectives);
+  read("gather", config.transports.gather);
+  read("reduce", config.transports.reduce);
+  read("move_inputs", config.move_inputs);
+  read("max_live_bytes", config.max_live);
+  read("wrap", config.wrap);
+  read("unit_size", config.unit_size);
+  read("threads", config.threads);
+  read("init.tier", config.init_tier);
+  read("init.replay_above", config.replay_above);
+  read("init.read", config.init_read);
+  read("init.report", config.init_report);
+  read("timeout_s", config.timeout_s);
+  read("decay_unused", config.decay_unused);
+  read("max_skipped_steps", config.max_skipped_steps);
+  read("trace", config.trace);
+  read("trace_steps", config.trace_steps);
+  read("tiles.max_gather", config.tile_max);
+  read("tiles.match", config.tile_matches);
+  return config;
 }
 
 // Infinity, as frameworks write to silence the engine, means never.
@@ -221,7 +189,59 @@ bool is_in(std::string_view path, std::string_view section) {
          (path.starts_with(section) && path.substr(section.size()).starts_with('.'));
 }
 
+std::string size_text(const std::optional<std::int64_t>& v) {
+  return v ? fmt::format("{}", *v) : std::string("not given");
+}
+
+std::string given_text(const BatchSizes& given, int world_size) {
+  return fmt::format(
+      "train_batch_size: {}, train_micro_batch_size_per_gpu: {}, gradient_accumulation_steps: {}, "
+      "world size: {}",
+      size_text(given.train_batch_size), size_text(given.micro_batch_size),
+      size_text(given.accumulation_steps), world_size);
+}
+
+// The product of the three, or nothing when it is beyond any real batch.
+std::optional<std::int64_t> product(std::int64_t micro, std::int64_t steps, std::int64_t world) {
+  constexpr std::int64_t kMost = std::int64_t{1} << 62;
+  if (micro > kMost / steps || micro * steps > kMost / world) return std::nullopt;
+  return micro * steps * world;
+}
+
 }  // namespace
+
+BatchSizes BatchSizes::complete(int world_size) const {
+  STRATA_ASSERT(world_size >= 1);
+  const auto& [train, micro, steps] = *this;
+  BatchSizes all = *this;
+  if (!train && !micro) {
+    throw ConfigError(fmt::format(
+        "train_batch_size: wanted it or train_micro_batch_size_per_gpu, since accumulation alone "
+        "says nothing of the batch; add \"train_micro_batch_size_per_gpu\"; found {}",
+        given_text(*this, world_size)));
+  }
+  if (train && micro && !steps) {
+    all.accumulation_steps = *train / *micro / world_size;
+  } else if (train && !micro) {
+    all.accumulation_steps = steps.value_or(1);
+    all.micro_batch_size = *train / world_size / *all.accumulation_steps;
+  } else if (!train) {
+    all.accumulation_steps = steps.value_or(1);
+    all.train_batch_size = product(*micro, *all.accumulation_steps, world_size);
+  }
+  const bool holds =
+      all.train_batch_size && *all.micro_batch_size > 0 && *all.accumulation_steps > 0 &&
+      product(*all.micro_batch_size, *all.accumulation_steps, world_size) == all.train_batch_size;
+  if (!holds) {
+    throw ConfigError(
+        fmt::format("train_batch_size: does not equal train_micro_batch_size_per_gpu x "
+                    "gradient_accumulation_steps x world size: {} != {} x {} x {}; correct one of "
+                    "them or remove it and let the others give it; found {}",
+                    size_text(all.train_batch_size), *all.micro_batch_size, *all.accumulation_steps,
+                    world_size, given_text(*this, world_size)));
+  }
+  return all;
+}
 
 Config Config::parse(std::string_view text_or_path) {
   ConfigFindings remarks;
@@ -236,18 +256,17 @@ Config Config::parse(std::string_view text_or_path) {
   restrict_automatic(config, s, &remarks);
   record_tiles(config, &remarks);
   config.strata.transports.joint_gathers = config.offload.offloads_params();
-  config.batch = {.train_batch_size = s.maybe<std::int64_t>("train_batch_size"),
-                  .micro_batch_size = s.maybe<std::int64_t>("train_micro_batch_size_per_gpu"),
-                  .accumulation_steps = s.maybe<std::int64_t>("gradient_accumulation_steps")};
+  s.read("train_batch_size", config.batch.train_batch_size);
+  s.read("train_micro_batch_size_per_gpu", config.batch.micro_batch_size);
+  s.read("gradient_accumulation_steps", config.batch.accumulation_steps);
   record_open_accumulation(document, config.batch, &remarks);
-  config.gradient_clipping = s.number("gradient_clipping");
-  config.gradient_op =
-      s.text("gradient_allreduce_op") == "sum" ? GradientOp::kSum : GradientOp::kMean;
+  s.read("gradient_clipping", config.gradient_clipping);
+  s.read("gradient_allreduce_op", config.gradient_op);
+  s.read("checkpoint.async", config.async_checkpoints);
+  s.read("checkpoint.keep", config.keep_checkpoints);
+  s.read("managed_gradient_accumulation", config.managed_accumulation);
+  s.read("dataloader_drop_last", config.drop_last);
   config.steps_per_print = read_steps_per_print(s);
-  config.async_checkpoints = s.flag("checkpoint.async");
-  config.keep_checkpoints = static_cast<int>(s.integer("checkpoint.keep"));
-  config.managed_accumulation = s.flag("managed_gradient_accumulation");
-  config.drop_last = s.flag("dataloader_drop_last");
   const bool has_optimizer = !s.at("optimizer.type").is_null();
   const bool has_scheduler = !s.at("scheduler.type").is_null();
   s.at("optimizer.params");
@@ -257,17 +276,13 @@ Config Config::parse(std::string_view text_or_path) {
   if (has_scheduler) config.torch_scheduler = read_torch_scheduler(&s, &remarks);
   if (has_scheduler && !config.torch_scheduler) config.scheduler = read_scheduler(&s, &remarks);
   STRATA_ASSERT(s.first_unread().empty());
-  config.hints = std::move(remarks.hints);
-  config.hint_values = std::move(remarks.hint_values);
-  config.open = std::move(remarks.open);
-  config.shown = std::move(remarks.shown);
-  config.shown_given = std::move(remarks.shown_given);
+  static_cast<ConfigRemarks&>(config) = std::move(remarks);
   config.settings_ = s.canonical();
   return config;
 }
 
 void Config::complete_batch(int world_size) {
-  batch = complete_batch_sizes(batch, world_size);
+  batch = batch.complete(world_size);
   settings_["train_batch_size"] = fmt::format("{}", *batch.train_batch_size);
   settings_["train_micro_batch_size_per_gpu"] = fmt::format("{}", *batch.micro_batch_size);
   settings_["gradient_accumulation_steps"] = fmt::format("{}", *batch.accumulation_steps);
@@ -291,17 +306,39 @@ int Config::shard_group_size(int world_size) const {
   const int size = zero.shard_group_size;
   if (size == 0) return world_size;
   if (world_size % size == 0) return size;
-  throw ConfigError(fmt::format(
-      "{}: shard groups must be of equal size, so it must divide the number of ranks; write a "
-      "divisor of {}, or {} for no groups; found {} for {} ranks",
-      zero.secondary_shards ? kHpzKey : kMicsKey, world_size, zero.secondary_shards ? 1 : -1, size,
-      world_size));
+  throw ConfigError(
+      fmt::format("{}: shard groups must be of equal size, so it must divide the number of ranks; "
+                  "write a divisor of {}, or {} for no groups; found {} for {} ranks",
+                  zero.secondary_shards ? kHpzKey : kMicsKey, world_size,
+                  zero.secondary_shards ? 1 : -1, size, world_size));
 }
 
 std::string Config::digest() const {
   std::string text;
   for (const auto& [path, value] : settings_) text += fmt::format("{} = {}\n", path, value);
   return text;
+}
+
+plan::PlanOptions plan_options_from(const Config& config) {
+  plan::PlanOptions options;
+  options.wrap = config.strata.wrap;
+  options.leaves = {config.zero.leaf.classes, config.zero.leaf.names,
+                    config.zero.leaf.name_suffixes};
+  if (config.strata.unit_size) {
+    options.unit_bytes = *config.strata.unit_size;
+    options.block_unit_bytes = *config.strata.unit_size;
+  }
+  if (config.zero.stage == 3) {
+    options.one_by_one = config.zero.allgather_sequential;
+    if (config.strata.unit_size) {
+      options.small_bytes = std::min(options.small_bytes, *config.strata.unit_size);
+    }
+    options.persistence_threshold = config.zero.param_persistence_threshold;
+    options.persistence_total = config.zero.model_persistence_threshold;
+    // strata.max_live_bytes does not change the units: strata.unit_size sets their size.
+    if (!config.strata.max_live) options.shared_numel = config.zero.max_live_parameters;
+  }
+  return options;
 }
 
 }  // namespace strata::engine

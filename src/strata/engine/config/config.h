@@ -8,7 +8,6 @@
 #include <cstdint>
 #include <map>
 #include <optional>
-#include <set>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -16,12 +15,11 @@
 #include "strata/base/dtype.h"
 #include "strata/base/units.h"
 #include "strata/comm/transports.h"
-#include "strata/engine/config/batch_sizes.h"
 #include "strata/engine/config/offload_config.h"
 #include "strata/engine/config/optimizer_config.h"
 #include "strata/engine/config/precision_config.h"
 #include "strata/engine/config/remarks.h"
-#include "strata/engine/config/scheduler_config.h"
+#include "strata/plan/unit_plan.h"
 
 namespace strata::engine {
 
@@ -81,7 +79,22 @@ struct StrataConfig {
   std::vector<std::string> tile_matches;  // patterns of names; empty: all
 };
 
-struct Config {
+// Batch sizes: train_batch_size = micro-batch x accumulation steps x world size. As given, absent
+// where it is not; all three are present after complete().
+struct BatchSizes {
+  std::optional<std::int64_t> train_batch_size;
+  std::optional<std::int64_t> micro_batch_size;
+  std::optional<std::int64_t> accumulation_steps;
+
+  bool operator==(const BatchSizes&) const = default;
+
+  // Completes by DeepSpeed's rules: any two give the third; a batch or a micro-batch alone means
+  // accumulation 1. Sizes that do not divide evenly are refused, never rounded. Errors: ConfigError
+  // with the equation.
+  BatchSizes complete(int world_size) const;
+};
+
+struct Config : ConfigRemarks {
   // `text_or_path`: JSON text, the path of a JSON file, or urlsafe base64 of JSON text.
   static Config parse(std::string_view text_or_path);
 
@@ -123,16 +136,12 @@ struct Config {
   std::optional<SchedulerConfig> scheduler;             // absent also while a setting of it is open
   std::optional<TorchSchedulerConfig> torch_scheduler;  // in its place
   StrataConfig strata;
-  std::vector<Hint> hints;
-  std::map<std::string, std::string> hint_values;  // as JSON, by path, of those that were given
-  std::vector<OpenSetting> open;                   // their fields here hold defaults
-  // Settings of this rank's output (Treatment::kShown), for the code that prints and writes: as
-  // JSON, by path, defaults included; and the paths that were given.
-  std::map<std::string, std::string> shown;
-  std::set<std::string> shown_given;
 
  private:
   std::map<std::string, std::string> settings_;  // path to canonical text, for digest()
 };
+
+// How the configuration wants a model cut into units.
+plan::PlanOptions plan_options_from(const Config& config);
 
 }  // namespace strata::engine

@@ -1,5 +1,3 @@
-#include "strata/engine/config/config_page.h"
-
 #include <fmt/core.h>
 
 #include <array>
@@ -156,8 +154,8 @@ std::string table(std::string_view title, std::span<const Key> keys) {
 
 std::string first_table() {
   std::string text =
-      "\n## The thirty keys that people use first\n\n| key | value | default | meaning |\n"
-      "|---|---|---|---|\n";
+      "\n## The thirty keys that people use first\n\n| key | value | default | meaning "
+      "|\n|---|---|---|---|\n";
   for (const std::string_view path : kFirst) {
     const Key* key = find_key(config_keys(), path);
     if (key == nullptr) key = find_key(adam_keys(), path);
@@ -175,11 +173,9 @@ std::string aliases_table() {
   }
   text +=
       "| `zero_optimization.cpu_offload` | `zero_optimization.offload_optimizer.device`: \"cpu\" "
-      "|\n"
-      "| `zero_optimization.cpu_offload_param` | `zero_optimization.offload_param.device`: \"cpu\" "
-      "|\n"
-      "| `zero_optimization.cpu_offload_use_pin_memory` | `pin_memory` of the two |\n"
-      "| `zero_optimization`: true | `zero_optimization.stage`: 1 |\n";
+      "|\n| `zero_optimization.cpu_offload_param` | `zero_optimization.offload_param.device`: "
+      "\"cpu\" |\n| `zero_optimization.cpu_offload_use_pin_memory` | `pin_memory` of the two |\n| "
+      "`zero_optimization`: true | `zero_optimization.stage`: 1 |\n";
   return text;
 }
 
@@ -193,8 +189,7 @@ std::string render_config_page() {
   page += table("optimizer.params of Adam and AdamW", adam_keys());
   page +=
       "\nOther elementwise classes of torch.optim (SGD, Adagrad, Adadelta, Adamax, NAdam, RAdam, "
-      "RMSprop, Rprop, ASGD), Lion, and Adam with `torch_adam`, get these parameters "
-      "unchanged.\n";
+      "RMSprop, Rprop, ASGD), Lion, and Adam with `torch_adam`, get these parameters unchanged.\n";
   page +=
       "\nSchedulers of torch.optim.lr_scheduler (ConstantLR, CosineAnnealingLR, "
       "CosineAnnealingWarmRestarts, CyclicLR, ExponentialLR, LinearLR, MultiStepLR, OneCycleLR, "

@@ -7,10 +7,8 @@
 #include <nlohmann/json.hpp>
 
 #include "strata/base/error.h"
-#include "strata/engine/config/aliases.h"
 #include "strata/engine/config/config.h"
-#include "strata/engine/config/config_source.h"
-#include "strata/engine/config/json_text.h"
+#include "strata/engine/config/config_text.h"
 #include "strata/engine/config/settings.h"
 #include "strata/engine/config/value_check.h"
 

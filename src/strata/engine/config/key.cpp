@@ -1,9 +1,11 @@
 #include "strata/engine/config/key.h"
 
-#include <fmt/core.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <array>
+#include <limits>
+#include <span>
 #include <vector>
 
 #include "strata/base/error.h"
@@ -11,7 +13,7 @@
 namespace strata::engine {
 namespace {
 
-// cpu_offload and its kin change more than a name; see aliases.cpp.
+// cpu_offload and its kin change more than a name; see settings.cpp.
 constexpr std::array kAliases{
     Alias{"bfloat16", "bf16"},
     Alias{"zero_optimization.aio", "aio"},  // before what is old in aio
@@ -48,19 +50,79 @@ std::vector<Key> join_tables() {
 }
 
 std::string spelled_choices(std::string_view limits) {
-  std::string text;
-  for (const char c : limits) {
-    if (c == '|') {
-      text += ", ";
-    } else {
-      text += c;
-    }
-  }
-  return text;
+  return fmt::format("{}", fmt::join(choices_in(limits), ", "));
 }
 
 std::string with_limits(std::string_view what, std::string_view limits) {
   return limits.empty() ? std::string(what) : fmt::format("{} {}", what, limits);
+}
+
+constexpr std::size_t kKeyBytesMax = 256;  // a hostile key must not cost megabytes
+
+char lower(char c) {
+  return c >= 'A' && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c;
+}
+
+bool is_section(const Key& key) {
+  return key.kind == Kind::kSection || key.kind == Kind::kSwitch || key.kind == Kind::kParams;
+}
+
+bool spelled_alike(std::string_view a, std::string_view b) {
+  const auto allowed = std::max<std::size_t>(1, std::max(a.size(), b.size()) / 4);
+  return edit_distance(a, b) <= static_cast<int>(allowed);
+}
+
+bool contains_other(std::string_view a, std::string_view b) {
+  constexpr std::size_t kTelling = 8;
+  if (a.size() < b.size()) std::swap(a, b);
+  return b.size() >= kTelling && a.find(b) != std::string_view::npos;
+}
+
+// The right key in the wrong section.
+std::string_view same_leaf(std::string_view name, bool section) {
+  std::vector<std::span<const Key>> tables{config_keys(), adam_keys()};
+  for (const std::string_view type : scheduler_types()) tables.push_back(scheduler_keys(type));
+  for (const auto table : tables) {
+    for (const Key& key : table) {
+      const bool has_effect = key.treatment == Treatment::kHonoured || is_section(key);
+      if (has_effect && is_section(key) == section && leaf_of(key.path) == name) return key.path;
+    }
+  }
+  return {};
+}
+
+std::string_view near_top_level(std::string_view name, bool section) {
+  std::vector<std::string_view> near;
+  const std::string small = lower_case(name);
+  for (const Key& key : config_keys()) {
+    if (!parent_of(key.path).empty()) continue;
+    const bool honoured = key.treatment == Treatment::kHonoured && is_section(key) == section;
+    if (spelled_alike(name, key.path) || (honoured && contains_other(small, key.path)))
+      near.push_back(key.path);
+  }
+  for (const Alias& alias : config_aliases()) {
+    if (parent_of(alias.old_path).empty() && spelled_alike(name, alias.old_path))
+      near.push_back(alias.path);
+  }
+  return nearest_of(name, near);
+}
+
+std::string_view named_section(std::string_view name) {
+  struct Word {
+    std::string_view word;
+    std::string_view section;
+  };
+  constexpr std::array<Word, 6> kWords{{{"zero", "zero_optimization"},
+                                        {"optim", "optimizer"},
+                                        {"sched", "scheduler"},
+                                        {"bf16", "bf16"},
+                                        {"fp16", "fp16"},
+                                        {"strata", "strata"}}};
+  const std::string small = lower_case(name);
+  for (const Word& w : kWords) {
+    if (small.find(w.word) != std::string::npos) return w.section;
+  }
+  return {};
 }
 
 }  // namespace
@@ -77,6 +139,16 @@ std::span<const Alias> config_aliases() {
 const Key* find_key(std::span<const Key> keys, std::string_view path) {
   const auto found = std::ranges::find(keys, path, &Key::path);
   return found == keys.end() ? nullptr : &*found;
+}
+
+std::vector<std::string_view> choices_in(std::string_view limits) {
+  std::vector<std::string_view> choices;
+  while (!limits.empty()) {
+    const auto bar = std::min(limits.find('|'), limits.size());
+    choices.push_back(limits.substr(0, bar));
+    limits.remove_prefix(std::min(bar + 1, limits.size()));
+  }
+  return choices;
 }
 
 std::string_view leaf_of(std::string_view path) {
@@ -129,6 +201,55 @@ std::string wanted(const Key& key) {
       return "an object { ... }";
   }
   STRATA_ASSERT(false);
+}
+
+std::string lower_case(std::string_view text) {
+  std::string out(text);
+  for (char& c : out) c = lower(c);
+  return out;
+}
+
+int edit_distance(std::string_view a, std::string_view b) {
+  const std::size_t width = b.size() + 1;
+  std::vector<int> cost((a.size() + 1) * width);
+  const auto at = [&](std::size_t i, std::size_t j) -> int& { return cost[i * width + j]; };
+  for (std::size_t i = 0; i <= a.size(); ++i) at(i, 0) = static_cast<int>(i);
+  for (std::size_t j = 0; j <= b.size(); ++j) at(0, j) = static_cast<int>(j);
+  for (std::size_t i = 1; i <= a.size(); ++i) {
+    for (std::size_t j = 1; j <= b.size(); ++j) {
+      const bool same = lower(a[i - 1]) == lower(b[j - 1]);
+      int best = at(i - 1, j - 1) + (same ? 0 : 1);
+      best = std::min({best, at(i - 1, j) + 1, at(i, j - 1) + 1});
+      if (i > 1 && j > 1 && lower(a[i - 1]) == lower(b[j - 2]) &&
+          lower(a[i - 2]) == lower(b[j - 1])) {
+        best = std::min(best, at(i - 2, j - 2) + 1);
+      }
+      at(i, j) = best;
+    }
+  }
+  return at(a.size(), b.size());
+}
+
+std::string_view nearest_of(std::string_view word, std::span<const std::string_view> known) {
+  word = word.substr(0, kKeyBytesMax);
+  std::string_view best;
+  int fewest = std::numeric_limits<int>::max();
+  for (const std::string_view candidate : known) {
+    const int edits = edit_distance(word, candidate);
+    if (edits < fewest) {
+      fewest = edits;
+      best = candidate;
+    }
+  }
+  return best;
+}
+
+std::string lookalike_of(std::string_view name, bool section) {
+  name = name.substr(0, kKeyBytesMax);
+  std::string_view found = same_leaf(name, section);
+  if (found.empty()) found = near_top_level(name, section);
+  if (found.empty()) found = named_section(name);
+  return std::string(found);
 }
 
 }  // namespace strata::engine

@@ -1,12 +1,14 @@
 // The declarative table of configuration keys: path, type, default, limits, treatment and meaning
-// of every key that a config may hold. The parser walks it, docs/CONFIG.md is rendered from it.
-// Immutable data; safe everywhere. The rows live in keys_*.cpp, one file a section of the config.
+// of every key that a config may hold, and which key a misspelled one was meant to be. The parser
+// walks the table, docs/CONFIG.md is rendered from it (config_page.cpp). Immutable data and pure
+// functions; safe everywhere. The rows live in keys_*.cpp.
 #pragma once
 
 #include <cstdint>
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace strata::engine {
 
@@ -49,7 +51,7 @@ struct Key {
   std::string_view limits;    // "0..3", ">= 0", "> 0"; of a choice or word: "none|cpu"
   Treatment treatment;
   std::string_view meaning;
-  std::string_view note;  // a hint: why it has no effect; a refused key: what to write instead
+  std::string_view note = {};  // a hint: why it has no effect; a refused key: what to write instead
 };
 
 // An old or second name of a key.
@@ -80,7 +82,31 @@ const Key* find_key(std::span<const Key> keys, std::string_view path);
 std::string_view leaf_of(std::string_view path);
 std::string_view parent_of(std::string_view path);
 std::string join_path(std::string_view parent, std::string_view leaf);
+// The parts of "none|cpu|nvme".
+std::vector<std::string_view> choices_in(std::string_view limits);
 // "a number of elements >= 0", "one of none, cpu, nvme": what a message asks for.
 std::string wanted(const Key& key);
+
+// `text` with its ASCII letters in lower case.
+std::string lower_case(std::string_view text);
+
+// Edits (insert, remove, replace, swap of neighbours) that turn `a` into `b`, letter case ignored.
+int edit_distance(std::string_view a, std::string_view b);
+
+// The closest of `known`, the first of equals; empty when `known` is empty.
+std::string_view nearest_of(std::string_view word, std::span<const std::string_view> known);
+
+// The known key that the unknown top-level key `name` was most likely meant to be; empty when it
+// looks like none, so that it is the user's, for another program. It looks like one that
+// - has the same last part elsewhere ("stage", "lr"), both being sections or both values;
+// - is spelled nearly alike: one letter, or a quarter of the longer name, is different;
+// - has effect and contains it, or is contained in it, by eight letters or more, as "batch_size"
+//   is in "train_batch_size";
+// and whatever names zero, optim, sched, bf16, fp16 or strata looks like that section.
+// `section`: its value is an object.
+std::string lookalike_of(std::string_view name, bool section);
+
+// docs/CONFIG.md, so that the page cannot differ from the parser.
+std::string render_config_page();
 
 }  // namespace strata::engine

@@ -1,34 +1,29 @@
 #include "strata/engine/config/offload_config.h"
 
 #include <fmt/core.h>
+#include <fnmatch.h>
 
 #include <algorithm>
+#include <array>
 #include <limits>
+#include <nlohmann/json.hpp>
 #include <utility>
 
 #include "strata/base/dtype.h"
 #include "strata/base/error.h"
 #include "strata/engine/config/settings.h"
+#include "strata/engine/config/value_check.h"
 
 namespace strata::engine {
 namespace {
 
-constexpr std::string_view kOptimizerDevice = "zero_optimization.offload_optimizer.device";
-constexpr std::string_view kOptimizerFolder = "zero_optimization.offload_optimizer.nvme_path";
-constexpr std::string_view kBufferCount = "zero_optimization.offload_optimizer.buffer_count";
-constexpr std::string_view kBufferSize = "zero_optimization.offload_optimizer.buffer_size";
-constexpr std::string_view kRatio = "zero_optimization.offload_optimizer.ratio";
-constexpr std::string_view kParamDevice = "zero_optimization.offload_param.device";
-constexpr std::string_view kParamFolder = "zero_optimization.offload_param.nvme_path";
-constexpr std::string_view kParamCount = "zero_optimization.offload_param.buffer_count";
-constexpr std::string_view kParamSize = "zero_optimization.offload_param.buffer_size";
-constexpr std::string_view kMaxInCpu = "zero_optimization.offload_param.max_in_cpu";
-constexpr std::string_view kBlockSize = "aio.block_size";
-constexpr std::string_view kQueueDepth = "aio.queue_depth";
-constexpr std::string_view kParallelism = "aio.intra_op_parallelism";
-constexpr std::string_view kVerify = "strata.verify_drives";
-constexpr std::string_view kDeviceBudget = "strata.device_budget";
-constexpr std::string_view kHostBudget = "strata.host_budget";
+constexpr std::string_view kParam = "zero_optimization.offload_param";
+constexpr std::string_view kOptimizer = "zero_optimization.offload_optimizer";
+// "none" or "device", "cpu" or "host", "nvme".
+memory::Tier tier_named(std::string_view device) {
+  if (device == "cpu" || device == "host") return memory::Tier::kHost;
+  return device == "nvme" ? memory::Tier::kNvme : memory::Tier::kDevice;
+}
 
 // Numbers beyond any machine's memory are a budget without a bound.
 Numel elements_of(std::int64_t count, std::int64_t elements) {
@@ -38,29 +33,38 @@ Numel elements_of(std::int64_t count, std::int64_t elements) {
   return Numel(count * elements);
 }
 
-std::vector<std::string> folders_in(const Settings& settings, std::string_view key) {
-  return settings.maybe<std::vector<std::string>>(key).value_or(std::vector<std::string>());
+// buffer_count x buffer_size of a section.
+Numel staging_of(const Settings& settings, std::string_view section) {
+  return elements_of(settings.integer(join_path(section, "buffer_count")),
+                     settings.integer(join_path(section, "buffer_size")));
+}
+
+std::vector<std::string> folders_in(const Settings& settings, std::string_view section) {
+  return settings.maybe<std::vector<std::string>>(join_path(section, "nvme_path"))
+      .value_or(std::vector<std::string>());
 }
 
 // Empty where nothing goes to a drive.
-std::vector<std::string> folders_for(bool on_drive, const Settings& settings, std::string_view key,
-                                     std::string_view what) {
-  auto folders = folders_in(settings, key);
+std::vector<std::string> folders_for(bool on_drive, const Settings& settings,
+                                     std::string_view section, std::string_view what) {
+  auto folders = folders_in(settings, section);
   if (!on_drive) return {};
   if (!folders.empty() && std::ranges::find(folders, "") == folders.end()) return folders;
-  throw ConfigError(fmt::format(
-      "{}: wanted the path of a folder on the drive that the {} go to, or a list of such; found {}",
-      key, what, folders.empty() ? "none" : "an empty one"));
+  throw ConfigError(
+      fmt::format("{}.nvme_path: wanted the path of a folder on the drive that the {} go to, or a "
+                  "list of such; found {}",
+                  section, what, folders.empty() ? "none" : "an empty one"));
 }
 
 io::EngineOptions io_options(const Settings& settings) {
   constexpr std::int64_t kDepthMax = 4096;
   constexpr std::int64_t kThreadsMax = 64;
-  const std::int64_t depth = std::min(settings.integer(kQueueDepth), kDepthMax);
-  const std::int64_t all = std::min(settings.integer(kParallelism), kDepthMax) * depth;
+  const std::int64_t depth = std::min(settings.integer("aio.queue_depth"), kDepthMax);
+  const std::int64_t all =
+      std::min(settings.integer("aio.intra_op_parallelism"), kDepthMax) * depth;
   io::EngineOptions options;
   options.piece =
-      align_up(std::min(Bytes(settings.integer(kBlockSize)), 1_GiB), io::File::kDirectBlock);
+      align_up(std::min(Bytes(settings.integer("aio.block_size")), 1_GiB), io::File::kDirectBlock);
   options.depth = static_cast<int>(std::min(all, kDepthMax));
   options.threads = static_cast<int>(std::min(all, kThreadsMax));
   return options;
@@ -71,17 +75,18 @@ bool names(memory::Tier first, const std::vector<memory::Tier>& others, memory::
 }
 
 Numel param_staging(const Settings& settings) {
-  return elements_of(settings.integer(kParamCount), settings.integer(kParamSize)) +
-         elements_of(1, settings.integer(kMaxInCpu));
+  return staging_of(settings, kParam) +
+         elements_of(1, settings.integer(join_path(kParam, "max_in_cpu")));
 }
 
-// The device that `key` names, where the stage shards what lies there.
-memory::Tier tier_at(const Settings& settings, std::string_view key, bool sharded, int stage,
+// The device of a section, where the stage shards what lies there.
+memory::Tier tier_at(const Settings& settings, std::string_view section, bool sharded, int stage,
                      std::string_view advice, ConfigFindings* remarks) {
+  const std::string key = join_path(section, "device");
   const memory::Tier tier = tier_named(settings.text(key));
   if (sharded || tier == memory::Tier::kDevice) return tier;
   remarks->hints.push_back(
-      {std::string(key),
+      {key,
        fmt::format("{}, and nothing is offloaded at stage {}; write \"none\", or that stage",
                    advice, stage),
        true});
@@ -90,41 +95,128 @@ memory::Tier tier_at(const Settings& settings, std::string_view key, bool sharde
 
 void require_sharded(bool sharded, std::string_view what, std::string_view stages, int stage) {
   if (sharded) return;
-  throw ConfigError(fmt::format(
-      "strata.placement: {} that are offloaded are sharded ones: wanted zero_optimization.stage "
-      "{}, or \"device\"; found stage {}",
-      what, stages, stage));
+  throw ConfigError(
+      fmt::format("strata.placement: {} that are offloaded are sharded ones: wanted "
+                  "zero_optimization.stage {}, or \"device\"; found stage {}",
+                  what, stages, stage));
 }
 
 void read_param(const Settings& settings, int stage, OffloadConfig& config,
                 ConfigFindings* remarks) {
-  config.param = tier_at(settings, kParamDevice, stage == 3, stage,
-                         "weights are sharded at stage 3 alone", remarks);
+  config.param =
+      tier_at(settings, kParam, stage == 3, stage, "weights are sharded at stage 3 alone", remarks);
   config.param_staging = param_staging(settings);
   config.param_folders = folders_for(names(config.param, config.param_tiers(), memory::Tier::kNvme),
-                                     settings, kParamFolder, "weights");
+                                     settings, kParam, "weights");
   require_sharded(!config.offloads_params() || stage == 3, "weights", "3", stage);
-}
-
-std::optional<Bytes> bytes_at(const Settings& settings, std::string_view key) {
-  const auto value = settings.maybe<std::int64_t>(key);
-  return value ? std::optional(Bytes(*value)) : std::nullopt;
 }
 
 // Devices and share have no effect; a folder for one of the two serves both, an empty text is none.
 OffloadConfig read_automatic(const Settings& settings, int stage, OffloadConfig config) {
   config.optimizer = memory::Tier::kDevice;
   config.ratio = 1.0;
-  settings.at(kParamDevice);
   config.places_weights = stage == 3;
   config.param_staging = param_staging(settings);
-  config.param_folders = folders_in(settings, kParamFolder);
-  config.optimizer_folders = folders_in(settings, kOptimizerFolder);
+  config.param_folders = folders_in(settings, kParam);
+  config.optimizer_folders = folders_in(settings, kOptimizer);
   std::erase(config.param_folders, "");
   std::erase(config.optimizer_folders, "");
   if (config.param_folders.empty()) config.param_folders = config.optimizer_folders;
   if (config.optimizer_folders.empty()) config.optimizer_folders = config.param_folders;
   return config;
+}
+
+using nlohmann::json;
+
+constexpr std::string_view kPlacement = "strata.placement";
+constexpr std::array<std::string_view, 5> kPlaces{"device", "host", "nvme", "none", "cpu"};
+
+[[noreturn]] void refuse_rule(std::size_t index, std::string_view key, std::string_view wanted,
+                              const json& found) {
+  throw ConfigError(fmt::format("{}[{}]{}{}: wanted {}; found {}", kPlacement, index,
+                                key.empty() ? "" : ".", key, wanted, shown(found)));
+}
+
+memory::Tier place_in(std::size_t index, std::string_view key, const json& value) {
+  if (!value.is_string() || std::ranges::find(kPlaces, value.get<std::string>()) == kPlaces.end())
+    refuse_rule(index, key, "one of device, host, nvme", value);
+  return tier_named(value.get<std::string>());
+}
+
+Bytes size_in(std::size_t index, std::string_view key, const json& value) {
+  std::optional<double> bytes;
+  if (value.is_number()) bytes = value.get<double>();
+  if (value.is_string()) bytes = parse_size(value.get<std::string>(), SizeText::kExact);
+  if (!bytes || *bytes < 0)
+    refuse_rule(index, key, "bytes as a number or text like \"200MB\"", value);
+  return Bytes(clamped(*bytes));
+}
+
+PlacementRule rule_of(std::size_t index, const json& object) {
+  PlacementRule rule;
+  bool names = false;
+  for (const auto& [key, value] : object.items()) {
+    if (key == "match") {
+      if (!value.is_string()) refuse_rule(index, key, "a pattern of names", value);
+      rule.match = value.get<std::string>();
+      names = true;
+    } else if (key == "larger_than") {
+      rule.larger_than = size_in(index, key, value);
+      names = true;
+    } else if (key == "param") {
+      rule.param = place_in(index, key, value);
+    } else if (key == "optimizer") {
+      rule.optimizer = place_in(index, key, value);
+    } else {
+      refuse_rule(index, "", "the keys match, larger_than, param, optimizer", key);
+    }
+  }
+  if (!names) refuse_rule(index, "", "match or larger_than, which say what is placed", object);
+  if (!rule.param && !rule.optimizer)
+    refuse_rule(index, "", "param or optimizer, which say where it is placed", object);
+  return rule;
+}
+
+bool names(const PlacementRule& rule, const plan::ParamSpec& param) {
+  return fnmatch(rule.match.c_str(), param.name.c_str(), 0) == 0 &&
+         bytes_of(param.numel(), param.dtype) > rule.larger_than;
+}
+
+// The last parameters, of which all but `ratio` of the elements stay on the device.
+void keep_share(std::vector<plan::ParamSpec>& params, double ratio) {
+  Numel all;
+  for (const plan::ParamSpec& param : params) all += param.trainable ? param.numel() : Numel();
+  Numel seen;
+  for (plan::ParamSpec& param : params) {
+    if (!param.trainable) continue;
+    // A parameter goes with its middle, so that the share is missed by half of one at most.
+    const Numel middle = seen + Numel(param.numel().value / 2);
+    seen += param.numel();
+    const bool offloads =
+        static_cast<double>((all - middle).value) < ratio * static_cast<double>(all.value);
+    if (!offloads && !param.place.states) param.place.states = memory::Tier::kDevice;
+  }
+}
+
+std::string text_of(const PlacementRule& rule) {
+  std::string text = rule.match;
+  if (rule.larger_than.value >= 0) text += fmt::format(" over {}", to_string(rule.larger_than));
+  std::string_view before = ": ";
+  const auto add = [&](std::string_view what, std::optional<memory::Tier> tier) {
+    if (!tier) return;
+    text += fmt::format("{}{} on {}", before, what, memory::name_of(*tier));
+    before = ", ";
+  };
+  add("weights", rule.param);
+  add("states", rule.optimizer);
+  return text;
+}
+
+std::vector<PlacementRule> read_placement(const Settings& settings) {
+  std::vector<PlacementRule> rules;
+  if (settings.at(kPlacement) == "auto") return rules;
+  for (const json& object : settings.at(kPlacement)) rules.push_back(rule_of(rules.size(), object));
+  return rules;
 }
 
 }  // namespace
@@ -154,27 +246,59 @@ bool OffloadConfig::offloads_params() const {
 
 OffloadConfig read_offload(const Settings& settings, int stage, ConfigFindings* remarks) {
   OffloadConfig config;
-  const Numel elements = elements_of(settings.integer(kBufferCount), settings.integer(kBufferSize));
-  config.staging = bytes_of(elements, DType::kFloat32);
-  config.ratio = settings.number(kRatio);
+  config.staging = bytes_of(staging_of(settings, kOptimizer), DType::kFloat32);
+  settings.read(join_path(kOptimizer, "ratio"), config.ratio);
   config.io = io_options(settings);
-  config.verify = settings.flag(kVerify);
+  settings.read("strata.verify_drives", config.verify);
+  settings.read("strata.device_budget", config.device_budget);
+  settings.read("strata.host_budget", config.host_budget);
   config.rules = read_placement(settings);
-  config.automatic = places_automatically(settings);
-  config.device_budget = bytes_at(settings, kDeviceBudget);
-  config.host_budget = bytes_at(settings, kHostBudget);
-  settings.at(kOptimizerDevice);
+  config.automatic = settings.at(kPlacement) == "auto";
+  for (const std::string_view section : {kParam, kOptimizer})
+    settings.at(join_path(section, "device"));  // read, also where it has no effect
   if (config.automatic) return read_automatic(settings, stage, std::move(config));
-  config.optimizer = tier_at(settings, kOptimizerDevice, stage >= 1, stage,
+  config.optimizer = tier_at(settings, kOptimizer, stage >= 1, stage,
                              "optimizer states are sharded from stage 1 on", remarks);
   read_param(settings, stage, config, remarks);
   const std::vector<memory::Tier> tiers = config.optimizer_tiers();
   const auto has = [&](memory::Tier tier) { return names(config.optimizer, tiers, tier); };
-  config.optimizer_folders =
-      folders_for(has(memory::Tier::kNvme), settings, kOptimizerFolder, "states");
+  config.optimizer_folders = folders_for(has(memory::Tier::kNvme), settings, kOptimizer, "states");
   require_sharded(!(has(memory::Tier::kHost) || has(memory::Tier::kNvme)) || stage >= 1, "states",
                   "1, 2 or 3", stage);
   return config;
+}
+
+void place_params(std::vector<plan::ParamSpec>& params, const OffloadConfig& offload) {
+  for (plan::ParamSpec& param : params) {
+    for (const PlacementRule& rule : offload.rules) {
+      if (!names(rule, param)) continue;
+      if (!param.place.weights) param.place.weights = rule.param;
+      if (!param.place.states && param.trainable) param.place.states = rule.optimizer;
+    }
+  }
+  if (offload.optimizer != memory::Tier::kDevice && offload.ratio < 1.0)
+    keep_share(params, offload.ratio);
+}
+
+std::vector<RuleUse> rule_uses(const std::vector<plan::ParamSpec>& params,
+                               const OffloadConfig& offload) {
+  std::vector<RuleUse> uses;
+  for (const PlacementRule& rule : offload.rules) uses.push_back({text_of(rule), 0, Bytes()});
+  for (const plan::ParamSpec& param : params) {
+    bool weights = false;
+    bool states = !param.trainable;
+    for (std::size_t r = 0; r < uses.size(); ++r) {
+      const PlacementRule& rule = offload.rules[r];
+      if (!names(rule, param)) continue;
+      const bool places = (rule.param && !weights) || (rule.optimizer && !states);
+      weights = weights || rule.param;
+      states = states || rule.optimizer;
+      if (!places) continue;
+      ++uses[r].params;
+      uses[r].bytes += bytes_of(param.numel(), param.dtype);
+    }
+  }
+  return uses;
 }
 
 }  // namespace strata::engine

@@ -1,20 +1,34 @@
 // Where a configuration places what training keeps: zero_optimization.offload_optimizer and
-// offload_param. Plain values. Errors: ConfigError where settings contradict each other.
+// offload_param, and strata.placement, which places single parameters. A rule of the latter names
+// parameters, by a pattern of their names, by their size, or by both, and a place for their
+// weights, for their optimizer state, or for both. If several rules name a parameter, the first one
+// that names a place counts.
+//
+// Pure functions of plain values. Errors: ConfigError where settings contradict each other, and for
+// rules that say nothing or too much.
 #pragma once
 
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "strata/base/units.h"
-#include "strata/engine/config/placement.h"
 #include "strata/io/io_engine.h"
 #include "strata/memory/ledger.h"
+#include "strata/plan/param_spec.h"
 
 namespace strata::engine {
 
 class Settings;
 struct ConfigFindings;
+
+struct PlacementRule {
+  std::string match = "*";  // of whole names, as shells have it: *, ?, [...]
+  Bytes larger_than{-1};    // in the parameter's own dtype
+  std::optional<memory::Tier> param;
+  std::optional<memory::Tier> optimizer;
+};
 
 // One part is read, one is worked on and one is written, each at least as large as what a drive
 // moves at full speed.
@@ -59,5 +73,19 @@ struct OffloadConfig {
 // `stage` is that of zero_optimization. Values that this stage does not shard stay on the device,
 // as under DeepSpeed; settings of their place are hints.
 OffloadConfig read_offload(const Settings& settings, int stage, ConfigFindings* remarks);
+
+// Writes ParamSpec::place of each, in their order.
+void place_params(std::vector<plan::ParamSpec>& params, const OffloadConfig& offload);
+
+// The parameters that a rule has placed.
+struct RuleUse {
+  std::string rule;  // "*embed*: weights on the host", as people read it
+  std::int64_t params = 0;
+  Bytes bytes;  // of the whole parameters, in their own dtype
+};
+
+// One for each rule, in their order; also for those that no parameter met.
+std::vector<RuleUse> rule_uses(const std::vector<plan::ParamSpec>& params,
+                               const OffloadConfig& offload);
 
 }  // namespace strata::engine

@@ -1,13 +1,15 @@
-// The optimizer that a configuration names: the engine's own Adam and AdamW, or a class of
-// torch.optim that works elementwise, so that it can run on shards. Plain values. Errors:
-// ConfigError.
+// The optimizer and the learning-rate scheduler that a configuration names. The optimizer is the
+// engine's own Adam or AdamW, or a class of torch.optim that works elementwise, so that it can run
+// on shards. Plain values. Errors: ConfigError.
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "strata/engine/config/remarks.h"
+#include "strata/engine/schedule/schedule.h"
 
 namespace strata::engine {
 
@@ -43,5 +45,25 @@ struct OptimizerConfig {
 
 // Reads optimizer.type and optimizer.params out of `settings`, and adds the parameters read to it.
 OptimizerConfig read_optimizer(Settings* settings, ConfigFindings* remarks);
+
+struct SchedulerConfig {
+  std::string type;
+  ScheduleParams params;             // for make_schedule()
+  std::int64_t last_iteration = -1;  // for Scheduler
+};
+
+// One of torch.optim.lr_scheduler, for Python.
+struct TorchSchedulerConfig {
+  std::string type;    // "CosineAnnealingLR"
+  std::string params;  // keyword arguments as JSON text
+};
+
+// Absent where scheduler.type names none.
+std::optional<TorchSchedulerConfig> read_torch_scheduler(Settings* settings,
+                                                         ConfigFindings* remarks);
+
+// Reads scheduler.type and scheduler.params out of `settings`, and adds the parameters read to it.
+// Absent while one of them is still to be filled in (remarks->open).
+std::optional<SchedulerConfig> read_scheduler(Settings* settings, ConfigFindings* remarks);
 
 }  // namespace strata::engine

@@ -85,8 +85,7 @@ PrecisionConfig read_precision(const Settings& s) {
   if (bf16 && fp16) {
     throw ConfigError(
         "bf16.enabled: contradicts fp16.enabled, since parameters have one element type; set one "
-        "of "
-        "the two to false; found both true");
+        "of the two to false; found both true");
   }
   const bool skip_bf16 = s.flag("bf16.check_grad_overflow");
   const bool cast = s.flag("fp16.auto_cast");

@@ -1,5 +1,5 @@
-// ConfigFindings on a configuration: for the user who starts with it, and for a review of it key by
-// key (config_review.h). Plain values.
+// Remarks on a configuration: for the user who starts with it, and for a review of it key by key
+// (config_review.h). Plain values.
 #pragma once
 
 #include <cstdint>
@@ -45,17 +45,21 @@ struct Finding {
   std::string reason;  // what it does, why it does nothing, or what to write instead
 };
 
-struct ConfigFindings {
-  std::vector<Finding> findings;  // one a key that was read
-  bool collects = false;          // an error in a key is a finding, and reading goes on
+// The part that Config keeps.
+struct ConfigRemarks {
   std::vector<Hint> hints;
-  std::map<std::string, std::string>
-      hint_values;  // as JSON, by path; also of sections that are off
-  std::vector<OpenSetting> open;
-  // Settings of this rank's output: as JSON, by path, defaults included; and the paths that were
-  // given.
+  // The values of keys that were given, also in sections that are off: as JSON, by path.
+  std::map<std::string, std::string> hint_values;
+  std::vector<OpenSetting> open;  // their fields in Config hold defaults
+  // Settings of this rank's output (Treatment::kShown), for the code that prints and writes: as
+  // JSON, by path, defaults included; and the paths that were given.
   std::map<std::string, std::string> shown;
   std::set<std::string> shown_given;
+};
+
+struct ConfigFindings : ConfigRemarks {
+  std::vector<Finding> findings;  // one a key that was read
+  bool collects = false;          // an error in a key is a finding, and reading goes on
 };
 
 }  // namespace strata::engine

@@ -1,7 +1,8 @@
 // Settings: the values of a configuration, by path, in canonical form; honoured keys that it does
 // not name have their default. read_settings() walks a document along the key table and sorts its
 // keys: honoured, hints, refused, still to be filled in, and the user's own. Threads: none; values.
-// Errors: ConfigError with the JSON path.
+// Errors: ConfigError with the JSON path, also when a key is given in an old and in its new
+// spelling.
 #pragma once
 
 #include <map>
@@ -11,9 +12,11 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <vector>
 
 #include "strata/base/error.h"
+#include "strata/base/units.h"
 #include "strata/engine/config/key.h"
 #include "strata/engine/config/remarks.h"
 
@@ -47,6 +50,27 @@ class Settings {
     return value.is_null() ? std::nullopt : std::optional<T>(value.get<T>());
   }
 
+  // The value of an honoured path as a field of a config has it: Bytes and Numel are integers of
+  // the table, an enum's values are in the order of the row's choices, an optional is empty for
+  // null.
+  template <typename T>
+  void read(std::string_view path, T& field) const {
+    const nlohmann::json& value = at(path);
+    if constexpr (requires {
+                    typename T::value_type;
+                    field.has_value();
+                  }) {
+      field.reset();
+      if (!value.is_null()) read(path, field.emplace());
+    } else if constexpr (std::is_enum_v<T>) {
+      field = static_cast<T>(choice_at(path));
+    } else if constexpr (std::is_same_v<T, Bytes> || std::is_same_v<T, Numel>) {
+      field = T(value.get<std::int64_t>());
+    } else {
+      field = value.get<T>();
+    }
+  }
+
   // The first path that no getter ever asked for: the table honours the key, but no code reads it.
   std::string first_unread() const;
 
@@ -54,6 +78,8 @@ class Settings {
   std::map<std::string, std::string> canonical() const;
 
  private:
+  std::size_t choice_at(std::string_view path) const;  // place among the row's choices
+
   std::map<std::string, nlohmann::json, std::less<>> values_;
   mutable std::set<std::string, std::less<>> read_;
 };
@@ -71,5 +97,13 @@ void record_error(const ConfigError& error, std::string_view path, const nlohman
 // The setting at `path` is "auto", and what would be written there is `wanted`, such as `example`.
 OpenSetting unresolved_auto(std::string_view path, std::string_view wanted,
                             std::string_view example);
+
+// Brings deprecated spellings of a configuration document to today's: renamed keys
+// (config_aliases()) and the booleans cpu_offload, cpu_offload_param, cpu_offload_use_pin_memory,
+// which became sections. `remarks` gets a finding for each old spelling.
+void apply_aliases(nlohmann::json* document, ConfigFindings* remarks);
+
+// The object that holds `path`'s last key, or null when the document has none.
+nlohmann::json* holder_of(nlohmann::json* document, std::string_view path);
 
 }  // namespace strata::engine

@@ -10,9 +10,12 @@
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <string>
+#include <vector>
 
 #include "strata/base/error.h"
-#include "strata/engine/config/json_text.h"
+#include "strata/engine/config/config_text.h"
+#include "strata/engine/config/key.h"
 
 namespace strata::engine {
 namespace {
@@ -62,32 +65,6 @@ std::int64_t integer_of(const Key& key, const json& value, bool cut_fraction) {
   return whole;
 }
 
-std::optional<double> factor_of(std::string_view suffix, SizeText spelling) {
-  struct Suffix {
-    std::string_view name;
-    double bytes;
-  };
-  constexpr std::array<Suffix, 9> kSuffixes{{{"B", 1.0},
-                                             {"KiB", 1024.0},
-                                             {"MiB", 1048576.0},
-                                             {"GiB", 1073741824.0},
-                                             {"TiB", 1099511627776.0},
-                                             {"KB", 1e3},
-                                             {"MB", 1e6},
-                                             {"GB", 1e9},
-                                             {"TB", 1e12}}};
-  const bool any_case = spelling == SizeText::kAnyCase;
-  if (any_case && suffix.empty()) return 1.0;
-  const auto same = [any_case](char a, char b) {
-    return a == b || (any_case && std::toupper(static_cast<unsigned char>(a)) ==
-                                      std::toupper(static_cast<unsigned char>(b)));
-  };
-  for (const Suffix& s : kSuffixes) {
-    if (std::ranges::equal(suffix, s.name, same)) return s.bytes;
-  }
-  return std::nullopt;
-}
-
 std::int64_t bytes_of(const Key& key, const json& value) {
   if (!value.is_string()) return integer_of(key, value, true);
   const auto size = parse_size(value.get_ref<const std::string&>(), SizeText::kExact);
@@ -101,23 +78,13 @@ double finite_of(const Key& key, const json& value) {
   return v;
 }
 
-bool same_letters(std::string_view a, std::string_view b) {
-  return std::ranges::equal(a, b, [](char x, char y) {
-    return std::tolower(static_cast<unsigned char>(x)) ==
-           std::tolower(static_cast<unsigned char>(y));
-  });
-}
-
 // The choice as the table spells it.
 json check_choice(const Key& key, const json& value) {
   if (!value.is_string()) refuse(key, value);
   const std::string& given = value.get_ref<const std::string&>();
-  std::string_view rest = key.limits;
-  while (!rest.empty()) {
-    const auto bar = std::min(rest.find('|'), rest.size());
-    const std::string_view choice = rest.substr(0, bar);
-    if (choice == given || (key.kind == Kind::kWord && same_letters(choice, given))) return choice;
-    rest.remove_prefix(std::min(bar + 1, rest.size()));
+  for (const std::string_view choice : choices_in(key.limits)) {
+    if (choice == given || (key.kind == Kind::kWord && lower_case(choice) == lower_case(given)))
+      return choice;
   }
   refuse(key, value);
 }
@@ -162,6 +129,68 @@ bool reads_numbers(Kind kind) {
   }
 }
 
+using nlohmann::json;
+
+constexpr std::string_view kEnabled = "enabled";
+constexpr std::string_view kDisable = "disable";
+
+bool is_size(std::string_view name) {
+  const std::string small = lower_case(name);
+  return std::ranges::any_of(std::array{"size", "degree", "stages"},
+                             [&](const char* end) { return small.ends_with(end); });
+}
+
+// The value of the switch `name` of `object`; absent if it is missing, null or "auto".
+std::optional<bool> switch_in(const json& object, std::string_view name) {
+  const auto found = object.find(std::string(name));
+  if (found == object.end() || found->is_null() || *found == "auto") return std::nullopt;
+  return flag_in(*found).value_or(true);
+}
+
+bool means_off(std::string_view name, const json& value);
+
+bool all_off(const json& object) {
+  for (const auto& [name, value] : object.items()) {
+    if (name != kEnabled && name != kDisable && !means_off(name, value)) return false;
+  }
+  return true;
+}
+
+bool means_off(std::string_view name, const json& value) {
+  if (value.is_null() || value == "auto" || value == "none") return true;
+  if (value.is_object())
+    return is_disabled(value) || (!switch_in(value, kEnabled) && all_off(value));
+  if (value.is_array() || value == "") return value.empty() || value == "";
+  const json number = with_numbers(value);
+  if (number.is_number()) return number == 0 || (number == 1 && is_size(name));
+  return flag_in(value) == false;
+}
+
+// The value at "a.b" within `object`; null where it is not there, or where it lies in an object
+// that is off. `there`: whether it is.
+const json* value_at(const json& object, std::string_view path, bool& there) {
+  const std::string_view parent = parent_of(path);
+  const json* holder = parent.empty() ? &object : value_at(object, parent, there);
+  if (holder == nullptr || !holder->is_object()) return nullptr;
+  const auto found = holder->find(std::string(leaf_of(path)));
+  there = found != holder->end();
+  if (!there || (found->is_object() && is_disabled(*found))) return nullptr;
+  return &*found;
+}
+
+bool section_is_off(const Key& key, const json& object) {
+  if (is_disabled(object)) return true;
+  bool has_switch = false;
+  for (const std::string_view name : choices_in(key.limits)) {
+    if (name == kEnabled) continue;
+    bool there = false;
+    const json* value = value_at(object, name, there);
+    has_switch = has_switch || there;
+    if (value != nullptr && !means_off(leaf_of(name), *value)) return false;
+  }
+  return has_switch || (!switch_in(object, kEnabled) && all_off(object));
+}
+
 }  // namespace
 
 std::int64_t clamped(double v) {
@@ -169,6 +198,32 @@ std::int64_t clamped(double v) {
   if (v >= kTop) return std::numeric_limits<std::int64_t>::max();
   if (v <= -kTop) return std::numeric_limits<std::int64_t>::min();
   return static_cast<std::int64_t>(v);
+}
+
+std::optional<double> unit_factor(std::string_view unit, SizeText spelling) {
+  struct Unit {
+    std::string_view name;
+    double bytes;
+  };
+  constexpr std::array<Unit, 9> kUnits{{{"B", 1.0},
+                                        {"KiB", 1024.0},
+                                        {"MiB", 1048576.0},
+                                        {"GiB", 1073741824.0},
+                                        {"TiB", 1099511627776.0},
+                                        {"KB", 1e3},
+                                        {"MB", 1e6},
+                                        {"GB", 1e9},
+                                        {"TB", 1e12}}};
+  const bool any_case = spelling == SizeText::kAnyCase;
+  if (any_case && unit.empty()) return 1.0;
+  const auto same = [any_case](char a, char b) {
+    return a == b || (any_case && std::toupper(static_cast<unsigned char>(a)) ==
+                                      std::toupper(static_cast<unsigned char>(b)));
+  };
+  for (const Unit& s : kUnits) {
+    if (std::ranges::equal(unit, s.name, same)) return s.bytes;
+  }
+  return std::nullopt;
 }
 
 std::optional<double> parse_size(std::string_view text, SizeText spelling) {
@@ -182,7 +237,7 @@ std::optional<double> parse_size(std::string_view text, SizeText spelling) {
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), count);
   std::string_view unit = text.substr(static_cast<std::size_t>(end - text.data()));
   while (unit.starts_with(' ')) unit.remove_prefix(1);
-  const std::optional<double> factor = factor_of(unit, spelling);
+  const std::optional<double> factor = unit_factor(unit, spelling);
   if (error != std::errc{} || !std::isfinite(count) || !factor) return std::nullopt;
   return count * *factor;
 }
@@ -261,6 +316,16 @@ json check_value(const Key& key, const json& given) {
       break;
   }
   STRATA_ASSERT(false);
+}
+
+bool is_disabled(const json& object) {
+  return switch_in(object, kEnabled) == false || switch_in(object, kDisable) == true;
+}
+
+bool leaves_off(const Key& key, const json& value) {
+  if (key.kind == Kind::kSwitch && value.is_object()) return section_is_off(key, value);
+  if (value.is_null() || value == "auto") return true;
+  return key.fallback != "true" && means_off(leaf_of(key.path), value);
 }
 
 }  // namespace strata::engine

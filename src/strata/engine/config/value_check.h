@@ -1,7 +1,7 @@
 // Checks one value of the configuration against its row of the key table, and brings it into one
 // form: whole numbers as integers, sizes in elements or bytes as integers, numbers as floating
 // point, flags as booleans, choices as the table spells them. Pure functions. Errors: ConfigError
-// "PATH: wanted WHAT (meaning); found VALUE".
+// "PATH: wanted WHAT (meaning); found VALUE". Tells, too, whether values leave a feature off.
 #pragma once
 
 #include <cstdint>
@@ -23,8 +23,9 @@ nlohmann::json with_numbers(const nlohmann::json& value);
 std::optional<bool> flag_in(const nlohmann::json& value);
 
 // Bytes of a size with its unit: "5GB", "1.5 MiB"; finite. nullopt for any other text. kAnyCase:
-// the unit in any case, or none, which means bytes; spaces around.
+// the unit in any case, or none, which means bytes; spaces around. unit_factor(): bytes of a unit.
 enum class SizeText { kExact, kAnyCase };
+std::optional<double> unit_factor(std::string_view unit, SizeText spelling);
 std::optional<double> parse_size(std::string_view text, SizeText spelling);
 
 // Towards zero; what no int64 holds becomes the largest or smallest.
@@ -32,5 +33,18 @@ std::int64_t clamped(double v);
 
 // A value as messages show it: its JSON, shortened.
 std::string shown(const nlohmann::json& value);
+
+// Whether `value`, of the refused feature `key`, asks for nothing: one rule for every feature that
+// Strata does not have, and for every section that lists hints. Off are
+// - null, "auto", false, 0, "" and "none", an empty list, an empty object;
+// - 1 of a size: of a key that ends in size, degree or stages;
+// - an object that says "enabled": false or "disable": true, whatever else it holds;
+// - an object whose row of the key table names switches (Key::limits), if none of those that it
+//   holds is on; "enabled" counts where it holds no other;
+// - an object without any of these, if all of its values are off.
+bool leaves_off(const Key& key, const nlohmann::json& value);
+
+// Whether an object says itself that it is off: "enabled": false, or "disable": true.
+bool is_disabled(const nlohmann::json& object);
 
 }  // namespace strata::engine

@@ -1,6 +1,6 @@
 #include "strata/engine/gather/gather_memory.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <memory>
 #include <optional>

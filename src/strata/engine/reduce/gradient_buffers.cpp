@@ -1,6 +1,6 @@
 #include "strata/engine/reduce/gradient_buffers.h"
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <algorithm>
 #include <utility>

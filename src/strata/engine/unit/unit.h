@@ -39,7 +39,7 @@ struct Unit {
   comm::SliceMap slices;          // of the weights, for gathering
   std::span<std::byte> shard;     // this rank's weights; lives as long as the engine
   std::span<std::byte> resident;  // the whole flat buffer where `whole`, else empty
-  bool away = false;   // `shard` and `resident` have no memory now (Weights::offload_states())
+  bool away = false;  // `shard` and `resident` have no memory now (Weights::offload_states())
   std::shared_ptr<void> memory = {};  // keeps `shard` and `resident`, also after the engine
 
   // The frozen parameters of a trainable unit; others of it were unfrozen.

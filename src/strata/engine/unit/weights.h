@@ -75,8 +75,8 @@ class Weights {
   // Takes the memory of every unit that has none yet.
   void back_all();
 
-  // offload_states() moves all values in device memory to the host for a while, or none. This tells whether
-  // the collectives can give that memory back; true if there is none.
+  // offload_states() moves all values in device memory to the host for a while, or none. This tells
+  // whether the collectives can give that memory back; true if there is none.
   bool can_offload() const { return memory_->buffer->releasable(); }
   // Copies the values, and may throw OutOfMemoryError; drop_copy() undoes it.
   void copy_for_offload(bool pinned);

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "strata/engine/optimize/sharded_optimizer.h"
-#include "strata/engine/schedule/scheduler.h"
+#include "strata/engine/schedule/schedule.h"
 #include "strata/torch/sharded/sharded_model.h"
 
 namespace strata::torch {

@@ -1,9 +1,9 @@
 #include "strata/torch/model/model_plan.h"
 
 #include "strata/base/error.h"
-#include "strata/engine/config/placement.h"
-#include "strata/engine/config/plan_options.h"
-#include "strata/forecast/job_forecast.h"
+#include "strata/engine/config/config.h"
+#include "strata/engine/config/offload_config.h"
+#include "strata/forecast/memory_forecast.h"
 #include "strata/torch/base/placement.h"
 #include "strata/torch/base/tensors.h"
 

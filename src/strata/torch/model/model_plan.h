@@ -21,7 +21,6 @@
 #include "strata/engine/engine.h"
 #include "strata/engine/record/init_report.h"
 #include "strata/forecast/auto_placement.h"
-#include "strata/forecast/job_traits.h"
 #include "strata/forecast/memory_forecast.h"
 #include "strata/offload/state_store.h"
 #include "strata/plan/block_search.h"

@@ -1,6 +1,8 @@
-// Reads JSON as people and Python write it: comments (//, # and /* */), a comma after the last
-// element and the tokens Infinity, -Infinity and NaN are accepted; a key given twice is refused.
-// Pure functions. Errors: ConfigError with the line, or with the JSON path of the second key.
+// The text of a configuration: JSON text, the path of a JSON file, or JSON as urlsafe base64 (as
+// launchers pass it). It is read as people and Python write it: comments (//, # and /* */), a comma
+// after the last element and the tokens Infinity, -Infinity and NaN are accepted; a key given twice
+// is refused. Reads the file system, nothing else. Threads: any. Errors: ConfigError with the line,
+// or with the JSON path of the second key.
 #pragma once
 
 #include <nlohmann/json_fwd.hpp>
@@ -24,5 +26,13 @@ nlohmann::ordered_json parse_ordered_text(std::string_view text, std::string_vie
 
 // The same text in one canonical spelling: sorted keys, shortest numbers, Infinity as it came.
 std::string canonical_text(const nlohmann::json& value);
+
+struct ConfigSource {
+  std::string text;    // JSON
+  std::string origin;  // "/data/ds.json", "the configuration": for messages
+};
+
+// A text that holds a '{' is JSON; another one is a path when such a file exists, else base64.
+ConfigSource open_config_source(std::string_view text_or_path);
 
 }  // namespace strata::engine

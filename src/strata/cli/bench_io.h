@@ -2,7 +2,9 @@
 // in each folder, read, written, and both at once, with blocks of several sizes and queues of
 // several depths, from front to back, into and out of registered memory; and what to write into the
 // configuration. Threads: one, beside those of the IoEngine. Memory: two blocks for each place of
-// the deepest queue. Errors: of DriveFolder; UsageError for sizes that do not go together; IoError.
+// the deepest queue. The files have no names, so that they are gone when they are closed, even if
+// the process is killed. Errors: UsageError for a folder that is missing, not writable or too full,
+// and for sizes that do not go together; IoError.
 #pragma once
 
 #include <memory>
@@ -10,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "strata/cli/progress.h"
+#include "strata/cli/console.h"
 #include "strata/io/io_engine.h"
 #include "strata/memory/ledger.h"
 

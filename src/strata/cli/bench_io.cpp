@@ -1,16 +1,24 @@
-#include "strata/cli/drive_speed.h"
+#include "strata/cli/bench_io.h"
 
 #include <fmt/core.h>
+#include <linux/magic.h>
+#include <sys/statvfs.h>
+#include <sys/vfs.h>
 
 #include <algorithm>
+#include <array>
+#include <cerrno>
 #include <cstring>
+#include <filesystem>
 #include <limits>
 #include <nlohmann/json.hpp>
+#include <tuple>
 #include <utility>
 
 #include "strata/base/error.h"
-#include "strata/cli/drive_folder.h"
-#include "strata/cli/text_table.h"
+#include "strata/checkpoint/ring.h"
+#include "strata/format/safetensors.h"
+#include "strata/io/folder_calls.h"
 #include "strata/io/io_engine.h"
 #include "strata/memory/host_buffer.h"
 
@@ -18,6 +26,107 @@ namespace strata::cli {
 namespace {
 
 using Json = nlohmann::json;
+
+enum class Medium { kDrive, kMemory, kNetwork };
+
+struct FileSystem {
+  std::uint32_t magic;
+  const char* name;
+  Medium medium;
+};
+
+constexpr std::array kFileSystems{
+    FileSystem{EXT4_SUPER_MAGIC, "ext4", Medium::kDrive},
+    FileSystem{XFS_SUPER_MAGIC, "xfs", Medium::kDrive},
+    FileSystem{BTRFS_SUPER_MAGIC, "btrfs", Medium::kDrive},
+    FileSystem{F2FS_SUPER_MAGIC, "f2fs", Medium::kDrive},
+    FileSystem{OVERLAYFS_SUPER_MAGIC, "overlay", Medium::kDrive},
+    FileSystem{0x2FC12FC1, "zfs", Medium::kDrive},
+    FileSystem{TMPFS_MAGIC, "tmpfs", Medium::kMemory},
+    FileSystem{RAMFS_MAGIC, "ramfs", Medium::kMemory},
+    FileSystem{NFS_SUPER_MAGIC, "nfs", Medium::kNetwork},
+    FileSystem{CIFS_SUPER_MAGIC, "cifs", Medium::kNetwork},
+    FileSystem{SMB2_SUPER_MAGIC, "smb", Medium::kNetwork},
+    FileSystem{CEPH_SUPER_MAGIC, "ceph", Medium::kNetwork},
+    FileSystem{V9FS_MAGIC, "9p", Medium::kNetwork},
+    FileSystem{FUSE_SUPER_MAGIC, "fuse", Medium::kNetwork},
+    FileSystem{0x0BD00BD0, "lustre", Medium::kNetwork},
+    FileSystem{0x47504653, "gpfs", Medium::kNetwork},
+};
+
+std::pair<std::string, Medium> file_system_of(const std::string& path) {
+  struct statfs status {};
+  if (::statfs(path.c_str(), &status) != 0) return {"unknown", Medium::kDrive};
+  const auto magic = static_cast<std::uint32_t>(status.f_type);
+  for (const FileSystem& system : kFileSystems) {
+    if (system.magic == magic) return {system.name, system.medium};
+  }
+  return {fmt::format("type {:#x}", magic), Medium::kDrive};
+}
+
+// A file of zeroes that has lost its name.
+io::File make_file(const std::string& folder, Bytes bytes) {
+  std::error_code ignored;
+  if (!std::filesystem::is_directory(folder, ignored)) {
+    throw UsageError(fmt::format("wanted a folder on the drive to measure; found none: path={}",
+                                 format::in_quotes(folder)));
+  }
+  struct statvfs status {};
+  if (::statvfs(folder.c_str(), &status) == 0 &&
+      static_cast<double>(status.f_bavail) * static_cast<double>(status.f_frsize) <
+          static_cast<double>(bytes.value)) {
+    throw UsageError(
+        fmt::format("the file to measure with does not fit; free some space, or give a smaller "
+                    "--size: path={} wanted={} free={}",
+                    format::in_quotes(folder), to_string(bytes),
+                    to_string(Bytes(status.f_bavail * status.f_frsize))));
+  }
+  const std::string name = io::temporary_name(folder + "/strata_bench_io");
+  try {
+    io::File file(name, io::File::Mode::kCreateNew);
+    io::remove_file(name);
+    file.reserve(bytes);
+    return file.direct();
+  } catch (const IoError& error) {
+    throw UsageError(fmt::format(
+        "no file can be made in the folder; give one that you may write to: path={}: {}",
+        format::in_quotes(folder), error.what()));
+  }
+}
+
+// A folder whose drive is to be measured, and the file; past the page cache, where that is offered.
+class DriveFolder {
+ public:
+  // Takes the space at once.
+  DriveFolder(std::string path, Bytes bytes)
+      : path_(std::move(path)), file_(make_file(path_, bytes)) {
+    std::tie(file_system_, medium_) = file_system_of(path_);
+  }
+
+  const std::string& path() const { return path_; }
+  const std::string& file_system() const { return file_system_; }  // "ext4"
+  const io::File& file() const { return file_; }
+  // Newer kernels take O_DIRECT for files in memory, and copy all the same.
+  bool direct() const { return file_.direct_fd() >= 0 && medium_ != Medium::kMemory; }
+  // A remark on the figures; empty: none.
+  std::string remark() const {
+    const bool is_network = medium_ == Medium::kNetwork;
+    if (medium_ == Medium::kMemory) {
+      return fmt::format("{} is memory: O_DIRECT is not offered, and no drive is measured",
+                         file_system_);
+    }
+    if (direct()) return is_network ? fmt::format("{} is a network file system", file_system_) : "";
+    return fmt::format("{}O_DIRECT is not offered{}: figures are those of the page cache",
+                       is_network ? file_system_ + " is a network file system, and " : "",
+                       is_network ? "" : fmt::format(" by {}", file_system_));
+  }
+
+ private:
+  std::string path_;
+  std::string file_system_;
+  Medium medium_ = Medium::kDrive;
+  io::File file_;
+};
 
 // The number of blocks that wait for their turn, beyond those under way.
 constexpr int kBlocksAhead = 2;
@@ -100,24 +209,21 @@ class DriveBench {
 
   // GB/s.
   double pass(io::IoEngine& io, Pass what, Bytes block, int depth) {
-    const auto buffers = static_cast<std::size_t>(kBlocksAhead * depth);
+    const Bytes used = block * (std::int64_t{kBlocksAhead} * depth);
+    checkpoint::TransferRing ring(memory_.first(used.size()), block);
     const std::int64_t blocks = request_.size / block;
-    std::vector<std::unique_ptr<io::Transfer>> transfers(buffers);
     const Clock::time_point start = console_.now();
     for (std::int64_t i = 0; i < blocks; ++i) {
-      const std::size_t turn = static_cast<std::size_t>(i) % buffers;
-      if (transfers[turn]) transfers[turn]->wait();
-      const auto memory = memory_.subspan(turn * block.size(), block.size());
+      const std::size_t turn = ring.next();
       // Both: reads go over the first half, writes over the second.
       const bool reads = what == Pass::kRead || (what == Pass::kBoth && i % 2 == 0);
       const std::int64_t place = what == Pass::kBoth ? i / 2 + (reads ? 0 : (blocks + 1) / 2) : i;
-      transfers[turn] = reads ? io.read(folder_.file(), block * place, memory)
-                              : io.write(folder_.file(), block * place, memory);
+      const auto memory = ring.buffer(turn);
+      ring.started(turn, reads ? io.read(folder_.file(), block * place, memory)
+                               : io.write(folder_.file(), block * place, memory));
       progress_->add(block);
     }
-    for (const auto& transfer : transfers) {
-      if (transfer) transfer->wait();
-    }
+    ring.drain();
     const std::chrono::duration<double> seconds = console_.now() - start;
     return static_cast<double>((block * blocks).value) * 1e-9 / seconds.count();
   }

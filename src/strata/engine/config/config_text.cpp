@@ -1,21 +1,29 @@
-#include "strata/engine/config/json_text.h"
+#include "strata/engine/config/config_text.h"
 
 #include <fmt/core.h>
 
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <cstdint>
+#include <filesystem>
+#include <fstream>
 #include <limits>
 #include <nlohmann/json.hpp>
+#include <optional>
+#include <sstream>
+#include <system_error>
 #include <utility>
 #include <vector>
 
 #include "strata/base/error.h"
+#include "strata/base/units.h"
 
 namespace strata::engine {
 namespace {
 
 using nlohmann::json;
+using nlohmann::ordered_json;
 
 constexpr std::size_t kMaxDepth = 64;
 
@@ -91,13 +99,12 @@ class StrictCopy {
   std::string out_;
 };
 
-// Builds the document and refuses a key that its object already has. `Json`: json or ordered_json.
-template <typename Json>
-class Builder : public nlohmann::json_sax<Json> {
+// Builds the document and refuses a key that its object already has.
+class Builder : public nlohmann::json_sax<ordered_json> {
  public:
   Builder(std::string_view text, std::string_view origin) : text_(text), origin_(origin) {}
 
-  Json take() { return std::move(root_); }
+  ordered_json take() { return std::move(root_); }
 
   bool null() override { return add(nullptr); }
   bool boolean(bool v) override { return add(v); }
@@ -110,9 +117,9 @@ class Builder : public nlohmann::json_sax<Json> {
     }
     return add(v);
   }
-  bool binary(typename Json::binary_t&) override { return false; }
-  bool start_object(std::size_t) override { return open(Json::object()); }
-  bool start_array(std::size_t) override { return open(Json::array()); }
+  bool binary(ordered_json::binary_t&) override { return false; }
+  bool start_object(std::size_t) override { return open(ordered_json::object()); }
+  bool start_array(std::size_t) override { return open(ordered_json::array()); }
   bool end_object() override { return close(); }
   bool end_array() override { return close(); }
 
@@ -136,22 +143,22 @@ class Builder : public nlohmann::json_sax<Json> {
   }
 
  private:
-  Json* place(Json value) {
+  ordered_json* place(ordered_json value) {
     if (stack_.empty()) {
       root_ = std::move(value);
       return &root_;
     }
-    Json& parent = *stack_.back();
+    ordered_json& parent = *stack_.back();
     if (parent.is_array()) return &parent.emplace_back(std::move(value));
     return &(parent[key_] = std::move(value));
   }
 
-  bool add(Json value) {
+  bool add(ordered_json value) {
     place(std::move(value));
     return true;
   }
 
-  bool open(Json value) {
+  bool open(ordered_json value) {
     if (stack_.size() >= kMaxDepth) {
       throw ConfigError(
           fmt::format("{} nests objects and lists deeper than {} levels", origin_, kMaxDepth));
@@ -171,28 +178,75 @@ class Builder : public nlohmann::json_sax<Json> {
 
   std::string_view text_;
   std::string_view origin_;
-  Json root_;
-  std::vector<Json*> stack_;       // from the root to the open object or list
-  std::vector<std::string> path_;  // the key of each, without the root's
+  ordered_json root_;
+  std::vector<ordered_json*> stack_;  // from the root to the open object or list
+  std::vector<std::string> path_;     // the key of each, without the root's
   std::string key_;
 };
 
-template <typename Json>
-Json parse(std::string_view text, std::string_view origin) {
-  const std::string strict = StrictCopy(text).run();
-  Builder<Json> builder(strict, origin);
-  Json::sax_parse(strict, &builder);
-  return builder.take();
+// A config is a page of text; a larger file was named by mistake.
+constexpr Bytes kMaxSize = 16_MiB;
+
+int digit_of(char c) {
+  if (c >= 'A' && c <= 'Z') return c - 'A';
+  if (c >= 'a' && c <= 'z') return c - 'a' + 26;
+  if (c >= '0' && c <= '9') return c - '0' + 52;
+  if (c == '-' || c == '+') return 62;
+  if (c == '_' || c == '/') return 63;
+  return -1;
+}
+
+std::optional<std::string> decode_base64(std::string_view text) {
+  while (!text.empty() && (text.back() == '=' || text.back() == '\n')) text.remove_suffix(1);
+  if (text.empty() || text.size() % 4 == 1) return std::nullopt;
+  std::string out;
+  std::uint32_t bits = 0;
+  int held = 0;
+  for (const char c : text) {
+    const int digit = digit_of(c);
+    if (digit < 0) return std::nullopt;
+    bits = (bits << 6) | static_cast<std::uint32_t>(digit);
+    held += 6;
+    if (held < 8) continue;
+    held -= 8;
+    out += static_cast<char>((bits >> held) & 0xFFU);
+  }
+  return out;
+}
+
+std::string read_file(const std::filesystem::path& path) {
+  std::error_code error;
+  const auto size = std::filesystem::file_size(path, error);
+  if (!error && size > kMaxSize.size()) {
+    throw ConfigError(fmt::format("{} is not a configuration: it has {} bytes, at most {} are read",
+                                  path.string(), size, kMaxSize.value));
+  }
+  std::ifstream file(path, std::ios::binary);
+  std::ostringstream content;
+  content << file.rdbuf();
+  if (!file || error) {
+    throw ConfigError(
+        fmt::format("cannot read the configuration {}; check that it may be read", path.string()));
+  }
+  return content.str();
+}
+
+std::string shortened(std::string_view text) {
+  constexpr std::size_t kShown = 80;
+  return text.size() <= kShown ? std::string(text) : std::string(text.substr(0, kShown)) + "...";
 }
 
 }  // namespace
 
 json parse_json_text(std::string_view text, std::string_view origin) {
-  return parse<json>(text, origin);
+  return parse_ordered_text(text, origin);
 }
 
-nlohmann::ordered_json parse_ordered_text(std::string_view text, std::string_view origin) {
-  return parse<nlohmann::ordered_json>(text, origin);
+ordered_json parse_ordered_text(std::string_view text, std::string_view origin) {
+  const std::string strict = StrictCopy(text).run();
+  Builder builder(strict, origin);
+  ordered_json::sax_parse(strict, &builder);
+  return builder.take();
 }
 
 std::string canonical_text(const json& value) {
@@ -210,6 +264,27 @@ std::string canonical_text(const json& value) {
     return value.is_array() ? "[" + text + "]" : "{" + text + "}";
   }
   return value.dump(-1, ' ', false, json::error_handler_t::replace);
+}
+
+ConfigSource open_config_source(std::string_view text_or_path) {
+  const auto first = text_or_path.find_first_not_of(" \t\r\n");
+  if (first == std::string_view::npos) {
+    throw ConfigError("the configuration is empty; write at least {\"train_batch_size\": 1}");
+  }
+  if (text_or_path[first] == '[' || text_or_path.find('{') != std::string_view::npos) {
+    return {std::string(text_or_path), "the configuration"};
+  }
+  const std::filesystem::path path(text_or_path);
+  std::error_code error;
+  if (std::filesystem::is_regular_file(path, error)) return {read_file(path), path.string()};
+  auto decoded = decode_base64(text_or_path.substr(first));
+  if (decoded && decoded->find('{') != std::string::npos) {
+    return {std::move(*decoded), "the base64 configuration"};
+  }
+  throw ConfigError(
+      fmt::format("the configuration is neither JSON text, nor the path of a file that exists, nor "
+                  "JSON in base64; found \"{}\"",
+                  shortened(text_or_path)));
 }
 
 }  // namespace strata::engine
