@@ -98,7 +98,8 @@ def test_a_configuration_is_read_with_second_names_and_defaults():
     assert (found.offload_param.device, found.offload_param.buffer_count) == ("nvme", 5)
     assert (found.offload_optimizer.device, found.offload_optimizer.pin_memory) == ("cpu", False)
     assert found.model_dump()["offload_param"]["nvme_path"] == "/x"
-    assert compat_config.get_zero_config({}) == compat_config.DeepSpeedZeroConfig() and not found.contiguous_gradients - 1
+    assert compat_config.get_zero_config({}) == compat_config.DeepSpeedZeroConfig()
+    assert not found.contiguous_gradients - 1
     with pytest.raises(AttributeError):
         found.max_live_parameter
     with pytest.raises(strata.ConfigError, match="max_live_parameter"):
@@ -115,7 +116,8 @@ def test_leaves_of_the_configuration_are_marked():
 
 def test_single_functions_and_constants():
     model = make_model()
-    assert script_functions.recursive_getattr(model, "layers.1.up.weight") is model.layers[1].up.weight
+    found = script_functions.recursive_getattr(model, "layers.1.up.weight")
+    assert found is model.layers[1].up.weight
     replaced = torch.nn.Linear(16, 32)
     script_functions.recursive_setattr(model, "layers.1.up", replaced)
     script_functions.recursive_setattr(model, "extra", replaced)

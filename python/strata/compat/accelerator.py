@@ -1,5 +1,5 @@
-"""``deepspeed.accelerator.get_accelerator()``: torch's functions for the device that models train on here; what DeepSpeed
-tells of this machine's memory, its torch, and the operators that it could build."""
+"""``deepspeed.accelerator.get_accelerator()``: torch's functions for the device that models train on here. DeepSpeed's
+functions about memory, the installed torch, and the operators that it could build."""
 
 import contextlib
 import functools
@@ -257,7 +257,7 @@ class OnDevice:
 
 # --- builders of operators ---
 
-# Each builder of DeepSpeed's operators: (DeepSpeed's name of the operator, the work that Strata does itself, whether it does).
+# By builder: DeepSpeed's name of the operator, the operator's work, and whether Strata does this work.
 _OPERATORS = {
     "AsyncIOBuilder": ("async_io", "Reads and writes of drives.", True),
     "CPUAdamBuilder": ("cpu_adam", "Adam on the host.", True),

@@ -1,4 +1,4 @@
-"""``deepspeed.initialize``, and the class of engines that it makes: Strata's, with further names that frameworks use."""
+"""``deepspeed.initialize``, and the class of its engines: Strata's, with further names that frameworks use."""
 
 from .. import _C
 from ..config_source import document_of

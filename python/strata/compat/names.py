@@ -182,7 +182,7 @@ _OF_SCHEDULES = (
     "DECAY_MOM_RATE WARMUP_MIN_LR WARMUP_MAX_LR WARMUP_NUM_STEPS WARMUP_TYPE WARMUP_MIN_RATIO COS_MIN_RATIO "
     "TOTAL_NUM_STEPS"
 ).split()
-_OPTIMIZERS = {f"{name}_OPTIMIZER": name.lower() for name in "ADAGRAD ADAM ADAMW LAMB LION MUON".split()}
+_CONFIGURED = {f"{name}_OPTIMIZER": name.lower() for name in "ADAGRAD ADAM ADAMW LAMB LION MUON".split()}
 LEAVES = [
     "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
     "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
@@ -190,7 +190,7 @@ LEAVES = [
 ]
 
 CONSTANTS = {
-    "runtime.config": {**_OPTIMIZERS, "DEEPSPEED_OPTIMIZERS": list(_OPTIMIZERS.values())},
+    "runtime.config": {**_CONFIGURED, "DEEPSPEED_OPTIMIZERS": list(_CONFIGURED.values())},
     "runtime.constants": {
         "GRADIENT_ACCUMULATION_STEPS": "gradient_accumulation_steps",
         "GRADIENT_CLIPPING": "gradient_clipping",

@@ -1,5 +1,5 @@
-"""Small functions that scripts import from DeepSpeed: over tensors in lists and dicts, norms, modules by paths, experts,
-and the level of the logger."""
+"""Small functions that scripts import from DeepSpeed: over tensors in lists and dicts, norms, modules by paths,
+experts, and the level of the logger."""
 
 import functools
 import logging

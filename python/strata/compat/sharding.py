@@ -1,5 +1,5 @@
-"""``deepspeed.zero``: gathering, the objects through which frameworks switch DeepSpeed's hooks off and on, and the classes
-of optimizers."""
+"""``deepspeed.zero``: gathering, the objects through which frameworks switch DeepSpeed's hooks off and on, and the
+classes of optimizers."""
 
 import logging
 import sys

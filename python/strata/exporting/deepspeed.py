@@ -9,10 +9,8 @@ import tempfile
 
 from .. import _C
 from ..checkpoint.plain_values import from_plain
-from ..importing.own_checkpoint import find_own, read_own
-from ..importing.whole_tensors import VALUE
-from .deepspeed_files import Files
-from .deepspeed_layout import Layout
+from ..importing.whole_tensors import VALUE, find_own, read_own
+from .deepspeed_files import Files, Layout
 
 logger = logging.getLogger("strata")
 
