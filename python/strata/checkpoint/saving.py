@@ -18,7 +18,7 @@ from .adapters import is_peft_model, save_adapters
 from .names import preferred_names, saved_tensors, state_names
 from .ranges import RangeTensor
 from .supported_transformers import is_transformers_model
-from .whole_files import moved_into, save_whole_file
+from .whole_files import file_bytes, moved_into, save_whole_file
 
 
 def save_pretrained(engine, folder, max_shard_size="5GB"):
@@ -42,7 +42,7 @@ def save_pretrained(engine, folder, max_shard_size="5GB"):
         return save_adapters(engine, folder)
     with agree_after(collectives, "saving the weights"):
         engine.core.require_own_memory()
-        shard_max = _parse_size(max_shard_size)
+        shard_max = file_bytes(max_shard_size)
         weights, buffers = _state_leaves(engine)
         tensors = saved_tensors(model, {**weights, **buffers[0]})
         listed = [(n, list(t.shape), t.dtype, _saved_pieces(t, engine.known)) for n, t in tensors.items()]
@@ -119,15 +119,6 @@ def _save_configuration(model, folder):
                 model.generation_config.save_pretrained(temporary)
     except OSError as error:
         raise _C.IoError(f"the model's configuration could not be written: path={folder}: {error}") from error
-
-
-def _parse_size(size):
-    if isinstance(size, int):
-        return size
-    size_bytes = _C.parse_size(size)
-    if size_bytes is None:
-        raise _C.UsageError(f"max_shard_size must be a number of bytes or like '5GB' or '512MiB'; got {size!r}")
-    return size_bytes
 
 
 # --- whole tensors ---

@@ -15,7 +15,7 @@ from .. import _C
 from ..ops.elementwise import place_of, set_values
 from ..ranks.runtime import agree_after
 from .names import state_names
-from .plain_values import from_plain, to_plain
+from .plain_values import from_plain, to_plain, written_by
 from .supported_transformers import is_transformers_model
 from .whole_files import place_script
 
@@ -42,7 +42,7 @@ def save_checkpoint(engine, folder, tag, client_state, save_latest, exclude_froz
             "scheduler": _scheduler_state(engine, tensors),
             "optimizer": optimizer_state(engine, tensors),
             "config": dict(line.split(" = ", 1) for line in engine._config.digest().splitlines()),
-            "written_by": {"strata": _version(), "torch": torch.__version__},
+            "written_by": written_by(),
             "without_frozen": bool(exclude_frozen_parameters),
         }
         aliases = _aliases(engine)
@@ -260,15 +260,6 @@ def _texts(model):
         if generation is not None:
             texts.append(("generation_config.json", generation.to_json_string(use_diff=True)))
     return texts
-
-
-def _version():
-    from importlib import metadata
-
-    try:
-        return metadata.version("strata-train")
-    except metadata.PackageNotFoundError:
-        return "of a build folder"
 
 
 # --- the scheduler ---

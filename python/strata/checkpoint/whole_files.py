@@ -64,6 +64,18 @@ class SavedTogether:
             file.publish()
 
 
+def file_bytes(size):
+    """int: bytes of one file at most, from a number, or a text such as "5GB" or "512MiB".
+
+    Raises:
+        UsageError: ``size`` is neither.
+    """
+    size_bytes = size if isinstance(size, int) else _C.parse_size(size)
+    if size_bytes is None:
+        raise _C.UsageError(f"max_shard_size must be a number of bytes or like '5GB' or '512MiB'; got {size!r}")
+    return size_bytes
+
+
 @contextmanager
 def moved_into(folder):
     """Context that gives an empty folder. When it ends without an exception, its files replace those of ``folder`` one

@@ -115,7 +115,6 @@ REFUSED = {
     "moe.layer": _all(_EXPERTS, "MoE"),
     "moe.experts": _all(_EXPERTS, "Experts"),
     "moe.sharded_moe": _all(_EXPERTS, "MOELayer TopKGate"),
-    "monitor": {},
     "monitor.monitor": _all(_MONITOR, "MonitorMaster"),
     "ops.adam": _all(_ONEBIT, "ZenFlowCPUAdam ZenFlowSelectiveAdamW"),
     "ops.lamb": _all(_LAMB, "FusedLamb"),
@@ -124,7 +123,6 @@ REFUSED = {
                                  "FixedSparsityConfig SparseAttentionUtils SparseSelfAttention VariableSparsityConfig"),
     "ops.transformer": _all(_KERNELS, "DeepSpeedTransformerConfig DeepSpeedTransformerLayer"),
     "pipe": _PIPE,
-    "profiling": {},
     "profiling.flops_profiler": _all(_PROFILER, "FlopsProfiler get_model_profile"),
     "profiling.flops_profiler.profiler": _all(_PROFILER, "FlopsProfiler get_model_profile"),
     "runtime.activation_checkpointing.checkpointing": _all(
@@ -137,7 +135,6 @@ REFUSED = {
     "runtime.pipe.engine": _all(_PIPELINE, "PipelineEngine"),
     "runtime.pipe.module": _PIPE,
     "runtime.pipe.topology": _all(_PIPELINE, "PipeModelDataParallelTopology PipelineParallelGrid ProcessTopology"),
-    "runtime.sequence_parallel": {},
     "runtime.sequence_parallel.ulysses_sp": {
         **_all(_SEQUENCE, "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter"),
         **_all(_TILING, "SequenceTiledCompute TiledFusedLogitsLoss TiledMLP"),
@@ -153,7 +150,6 @@ REFUSED = {
     "runtime.zero.stage_1_and_2": _all(_ESTIMATE, "estimate_zero2_model_states_mem_needs_all_cold "
                                        "estimate_zero2_model_states_mem_needs_all_live"),
     "runtime.zero.tiling": _all(_TILING, "TiledLinear TiledLinearReturnBias"),
-    "sequence": {},
     "sequence.layer": _all(_SEQUENCE, "DistributedAttention"),
 }
 
@@ -326,7 +322,6 @@ _OFFERED = {
         "is_current_accelerator_supported": "strata.compat.communication:yes",
     },
     "accelerator.real_accelerator": {"get_accelerator": "strata.compat.accelerator:get_accelerator"},
-    "checkpoint": {},
     "checkpoint.utils": {
         "clone_tensors_for_torch_save": f"{_TENSORS}:clone_tensors_for_torch_save",
         "get_model_ckpt_name_for_rank": f"{_TENSORS}:get_model_ckpt_name_for_rank",
@@ -336,9 +331,7 @@ _OFFERED = {
     "git_version_info": {**_VERSION, "installed_ops": {}, "compatible_ops": "strata.compat.accelerator:COMPATIBLE",
                          "torch_info": "strata.compat.accelerator:TORCH_INFO"},
     "compression.helper": _PATHS,
-    "launcher": {},
     "launcher.runner": {"DEEPSPEED_ENVIRONMENT_NAME": "strata.compat.launcher:DEEPSPEED_ENVIRONMENT_NAME"},
-    "moe": {},
     "moe.utils": _of(
         "strata.compat.script_functions",
         "configure_moe_param_groups has_moe_layers is_moe_param is_moe_param_group "
@@ -354,8 +347,6 @@ _OFFERED = {
         "AsyncIOBuilder CPUAdagradBuilder CPUAdamBuilder CPULionBuilder FusedAdamBuilder FusedLambBuilder "
         "FusedLionBuilder UtilsBuilder",
     ),
-    "runtime": {},
-    "runtime.activation_checkpointing": {},
     "runtime.activation_checkpointing.checkpointing": _of(
         "strata.compat.checkpointing", "CheckpointFunction checkpoint configure is_configured non_reentrant_checkpoint "
         "reset"
@@ -368,7 +359,6 @@ _OFFERED = {
         "DeepSpeedOptimizerCallable": "typing:Callable",
         "DeepSpeedSchedulerCallable": "typing:Callable",
     },
-    "runtime.fp16": {},
     "runtime.bf16_optimizer": _of(_OPTIMIZERS, "BF16_Optimizer"),
     "runtime.fp16.fused_optimizer": _of(_OPTIMIZERS, "FP16_Optimizer"),
     "runtime.fp16.loss_scaler": _SCALERS,
@@ -451,14 +441,13 @@ _OFFERED = {
 
 
 def _joined():
-    joined = {path: dict(names) for path, names in _OFFERED.items()}
-    for path, names in CONSTANTS.items():
-        joined.setdefault(path, {}).update(names)
-    for path, names in REFUSED.items():
-        parts = path.split(".")
-        for count in range(len(parts) + 1):
-            joined.setdefault(".".join(parts[:count]), {})
-        joined[path].update(names)
+    joined = {}
+    for table in (_OFFERED, CONSTANTS, REFUSED):
+        for path, names in table.items():
+            parts = path.split(".")
+            for count in range(len(parts)):
+                joined.setdefault(".".join(parts[:count]), {})  # the packages that it is in
+            joined.setdefault(path, {}).update(names)
     return joined
 
 

@@ -1,8 +1,8 @@
 """Small functions that scripts import from DeepSpeed: over tensors in lists and dicts, norms, modules by paths,
 experts, and the level of the logger."""
 
-import functools
 import logging
+import operator
 import os
 import random
 
@@ -46,9 +46,7 @@ def move_to_device(item, device, criterion_func=None):
     return _mapped(item, lambda t: t.to(device) if criterion_func is None or criterion_func(t) else t)
 
 
-def copy_to_device(item, device, criterion_func):
-    """A copy of ``item``'s structure, whose tensors for which ``criterion_func`` is true are on ``device``."""
-    return move_to_device(item, device, criterion_func)
+copy_to_device = move_to_device  # which copies lists, tuples and dicts
 
 
 def get_model_ckpt_name_for_rank(base_folder, mp_rank_str):
@@ -116,7 +114,7 @@ def recursive_getattr(model, module_name):
     Raises:
         AttributeError: there is none.
     """
-    return functools.reduce(_member, module_name.split("."), model)
+    return operator.attrgetter(module_name)(model)
 
 
 def recursive_setattr(model, module_name, module):
@@ -127,10 +125,6 @@ def recursive_setattr(model, module_name, module):
     """
     path, _, name = module_name.rpartition(".")
     setattr(recursive_getattr(model, path) if path else model, name, module)
-
-
-def _member(owner, name):
-    return getattr(owner, name)
 
 
 # --- ``deepspeed.moe.utils``: no model contains DeepSpeed's layers of experts, which Strata does not have ---

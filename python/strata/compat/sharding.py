@@ -58,8 +58,7 @@ def register_external_parameter(module, parameter):
     """Does nothing: the engine gathers a parameter when any module reads it."""
 
 
-def unregister_external_parameter(module, parameter):
-    """Does nothing."""
+unregister_external_parameter = register_external_parameter
 
 
 def zero_wrapper_for_fp_tensor_constructor(function, dtype):

@@ -4,8 +4,8 @@ import json
 import logging
 import math
 import os
+import secrets
 import shutil
-import tempfile
 
 from .. import _C
 from ..checkpoint.plain_values import from_plain
@@ -61,10 +61,10 @@ def export_deepspeed(checkpoint, out, tag=None, world_size=None, stage=None, sub
     files = Files(_Contents(whole, world_size, stage, sub_group_size))
     try:
         os.makedirs(out, exist_ok=True)
-        partial = tempfile.mkdtemp(prefix=f".{whole.tag}.", suffix=".partial", dir=out)
+        partial = os.path.join(out, f".{whole.tag}.{secrets.token_hex(8)}.partial")
         try:
+            os.mkdir(partial)
             files.write(partial)
-            os.chmod(partial, 0o777 & ~_umask())
             os.rename(partial, path)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -74,12 +74,6 @@ def export_deepspeed(checkpoint, out, tag=None, world_size=None, stage=None, sub
     except OSError as error:
         raise _C.IoError(f"cannot write '{path}': {error}; choose another folder or make room") from error
     return path
-
-
-def _umask():
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 class _Contents:

@@ -5,6 +5,7 @@ import collections
 import math
 import os
 import pickle
+import shutil
 import types
 from dataclasses import dataclass
 
@@ -202,9 +203,7 @@ class Files:
             save({"optimizer_state_dict": self._optimizer(flats, rank), "ds_config": self._contents.config,
                   "ds_version": _VERSION}, os.path.join(folder, self._optimizer_name(rank)))
         del flats, module, frozen
-        for name in os.listdir(work):
-            os.unlink(os.path.join(work, name))
-        os.rmdir(work)
+        shutil.rmtree(work)
 
     # --- tensors ---
 

@@ -17,15 +17,18 @@ import pickle
 import torch
 
 from .. import _C
+from ..checkpoint.plain_values import written_by
 from .whole_tensors import (
     VALUE,
     Stored,
     WholeCheckpoint,
     WholeTensor,
     client_tensors,
+    number_of,
+    optimizer_steps,
+    optimizer_values,
     plain_values,
     write_checkpoint,
-    written_by,
 )
 
 _MODELS, _OPTIMIZERS = ("model", "module"), ("optimizer", "optim")
@@ -81,7 +84,7 @@ def read_dcp(folder, tag=None, buffers=()):
             if files.is_tensor(state) and files.shape_of(state) == shape and kind != "step":
                 kinds[kind] = files.stored(state)
             else:
-                scalars[kind] = _number(files.value(state))
+                scalars[kind] = number_of(files.value(state))
         steps[name] = scalars
         tensors.append(WholeTensor(name, shape, stored.dtype, kinds, trainable=name in trained or not states,
                                    aliases=aliases.get(name, [])))
@@ -145,13 +148,10 @@ def _tied(files, model, trained):
     return result
 
 
-def _number(value):
-    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-
-
 def _training_of(files, others, groups, scalars, beside):
     steps = {name: int(values.get("step", 0)) for name, values in scalars.items()}
-    most = max(steps.values(), default=0)
+    counts = optimizer_steps(steps)
+    most = counts["all"]
     values, scheduler = {}, None
     for path, key in others.items():
         at = values
@@ -164,12 +164,7 @@ def _training_of(files, others, groups, scalars, beside):
             break
     optimizer = None
     if groups is not None:
-        kept = [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in groups]
-        optimizer = {
-            "class": None,
-            "param_groups": [plain_values(g, beside, f"optimizer.param_groups[{i}]") for i, g in enumerate(kept)],
-            "scalars": {name: plain_values(v, beside, name) for name, v in scalars.items()},
-        }
+        optimizer = optimizer_values(None, groups, ("params", "param_names"), scalars, beside)
     return {
         "client_state": plain_values(values, beside, "client_state"),
         "scheduler": scheduler,
@@ -178,7 +173,7 @@ def _training_of(files, others, groups, scalars, beside):
         "written_by": written_by(),
         "without_frozen": False,
         "global_steps": most, "micro_steps": most, "skipped_steps": 0, "loss_scale": 1.0,
-        "optimizer_steps": {"all": most, "missed": {n: most - s for n, s in steps.items() if s != most}},
+        "optimizer_steps": counts,
     }  # fmt: skip
 
 

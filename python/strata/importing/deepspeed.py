@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from .. import _C
+from ..checkpoint.plain_values import written_by
 from .deepspeed_states import FlatStates, UniversalStates
 from .whole_tensors import (
     VALUE,
@@ -17,10 +18,11 @@ from .whole_tensors import (
     WholeTensor,
     client_tensors,
     load_tensors,
+    optimizer_steps,
+    optimizer_values,
     plain_values,
     stored,
     write_checkpoint,
-    written_by,
 )
 
 # Keys that DeepSpeed itself writes into a model's file; all others are the script's.
@@ -104,7 +106,6 @@ def _training_of(model, states, beside, steps, scalars):
     first = model.first
     config = first.get("ds_config") if isinstance(first.get("ds_config"), dict) else {}
     global_steps = int(first.get("global_steps") or 0)
-    all_steps = max(steps.values(), default=0)
     training = {
         "client_state": plain_values({k: v for k, v in first.items() if k not in _OWN_KEYS}, beside, "client_state"),
         "scheduler": None,
@@ -114,20 +115,16 @@ def _training_of(model, states, beside, steps, scalars):
         "global_steps": global_steps,
         "micro_steps": global_steps * _accumulation_steps(config, int(first.get("dp_world_size") or 1)),
         "skipped_steps": int(first.get("skipped_steps") or 0),
-        "optimizer_steps": {"all": all_steps, "missed": {n: all_steps - s for n, s in steps.items() if s != all_steps}},
+        "optimizer_steps": optimizer_steps(steps),
     }
     if isinstance(first.get("lr_scheduler"), dict):
         # The configuration's scheduler; DeepSpeed does not write the class of a script's.
         name = "ScheduledLR" if config.get("scheduler") else None
         training["scheduler"] = {"class": name, "state": plain_values(first["lr_scheduler"], beside, "scheduler")}
     if states.param_groups is not None:
-        groups = [{k: v for k, v in group.items() if k not in ("params", "step")} for group in states.param_groups]
         section = config.get("optimizer")
-        training["optimizer"] = {
-            "class": section.get("type") if isinstance(section, dict) else None,
-            "param_groups": [plain_values(g, beside, f"optimizer.param_groups[{i}]") for i, g in enumerate(groups)],
-            "scalars": {name: plain_values(values, beside, name) for name, values in scalars.items()},
-        }
+        of_class = section.get("type") if isinstance(section, dict) else None
+        training["optimizer"] = optimizer_values(of_class, states.param_groups, ("params", "step"), scalars, beside)
         members = _members(states.param_groups, model.shapes)
         if members is not None:
             training["optimizer"]["members"] = members

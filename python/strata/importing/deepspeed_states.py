@@ -7,7 +7,7 @@ import os
 import torch
 
 from .. import _C
-from .whole_tensors import VALUE, Stored, load_tensors
+from .whole_tensors import VALUE, Stored, load_tensors, number_of
 
 
 # --- flat tensors in every rank's file ---
@@ -108,7 +108,7 @@ class FlatStates:
         result = {}
         for key, value in self._state(0, group).items():
             if key not in by_element and not (isinstance(value, torch.Tensor) and value.numel() != 1):
-                result[key] = value.item() if isinstance(value, torch.Tensor) else value
+                result[key] = number_of(value)
         return result
 
     def _state(self, rank, group):
@@ -168,7 +168,7 @@ class UniversalStates:
         self.stage = int(content.get("zero_stage", 1))
         self.param_groups = content.get("param_groups", inner.get("param_groups"))
         self.loss_scaler = content.get("loss_scaler")
-        self._step = max((self._number(state["step"]) for state in inner.get("state", {}).values() if "step" in state),
+        self._step = max((number_of(state["step"]) for state in inner.get("state", {}).values() if "step" in state),
                          default=None)
 
     def kinds_of(self, name, shape):
@@ -193,7 +193,7 @@ class UniversalStates:
         """{"step": number} where it is known."""
         path = os.path.join(self._folder_of(name), "step.pt")
         if os.path.exists(path):
-            return {"step": self._number(load_tensors(path))}
+            return {"step": number_of(load_tensors(path))}
         return {} if self._step is None else {"step": self._step}
 
     def _folder_of(self, name):
@@ -208,7 +208,3 @@ class UniversalStates:
         if not isinstance(tensor, torch.Tensor):
             raise _C.FormatError(f"'{path}' holds no tensor")
         return tensor.detach()
-
-    @staticmethod
-    def _number(value):
-        return value.item() if isinstance(value, torch.Tensor) else value

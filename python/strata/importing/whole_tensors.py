@@ -61,6 +61,11 @@ class WholeCheckpoint:
     stage: int = 0
 
 
+def number_of(value):
+    """The number of a tensor of one element; any other value itself."""
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
 def stored(tensor):
     """Stored for a tensor in memory."""
     tensor = tensor.detach()
@@ -119,20 +124,25 @@ def _with_any_keys(kept, where):
     return {"$": "dict", "items": [[to_plain(key, {}, f"{where} key"), value] for key, value in kept.items()]}
 
 
+def optimizer_steps(steps):
+    """JSON of the parameters' counts of updates, from {name: int}."""
+    most = max(steps.values(), default=0)
+    return {"all": most, "missed": {name: most - count for name, count in steps.items() if count != most}}
+
+
+def optimizer_values(of_class, groups, left_out, scalars, tensors):
+    """JSON of an optimizer: its param groups but for the keys ``left_out``, and ``scalars``, {name: {key: number}}."""
+    kept = [{k: v for k, v in group.items() if k not in left_out} for group in groups]
+    return {
+        "class": of_class,
+        "param_groups": [plain_values(g, tensors, f"optimizer.param_groups[{i}]") for i, g in enumerate(kept)],
+        "scalars": {name: plain_values(values, tensors, name) for name, values in scalars.items()},
+    }
+
+
 def client_tensors(tensors):
     """[WholeTensor] for {name: tensor} of ``plain_values``."""
     return [WholeTensor(n, t.shape, t.dtype, {VALUE: stored(t.contiguous())}, "client") for n, t in tensors.items()]
-
-
-def written_by(**others):
-    """The versions of libraries that made a checkpoint."""
-    from importlib import metadata
-
-    try:
-        version = metadata.version("strata-train")
-    except metadata.PackageNotFoundError:
-        version = "of a build folder"
-    return {"strata": version, "torch": torch.__version__, **others}
 
 
 # --- checkpoints of ``engine.save_checkpoint``, read by one process without an engine ---

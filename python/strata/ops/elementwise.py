@@ -30,6 +30,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
     """
 
     moments = ()
+    set_grad_none = True
     # Keys of param groups that would change the result; a group must not set them.
     refused = ("amsgrad", "maximize")
 
@@ -45,6 +46,10 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         """
         self._refuse(self.defaults | param_group)
         add_group_without_compiler(self, param_group)
+
+    def zero_grad(self, set_to_none=None):
+        """Drops gradients, or zeroes them; None: as ``set_grad_none`` says."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     @torch.no_grad()
     def step(self, closure=None):

@@ -7,12 +7,13 @@ import argparse
 import json
 import os
 import sys
+from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 from .. import _C
-from ..checkpoint.whole_files import SavedTogether
+from ..checkpoint.whole_files import SavedTogether, file_bytes
 from ..importing.deepspeed import read_deepspeed
 from ..importing.whole_tensors import VALUE, find_own, read_own
 
@@ -81,7 +82,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         The others are ``get_fp32_state_dict_from_zero_checkpoint``'s.
     """
     lazy = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters, lazy_mode=True)
-    most = sys.maxsize if max_shard_size is None else _bytes_of(max_shard_size)
+    most = sys.maxsize if max_shard_size is None else file_bytes(max_shard_size)
     (_write_safetensors if safe_serialization else _write_pickles)(lazy, os.fspath(output_dir), most)
 
 
@@ -129,13 +130,6 @@ def _read(folder, tag):
     return read_deepspeed(folder, tag) if path is None else read_own(path)
 
 
-def _bytes_of(size):
-    found = size if isinstance(size, int) else _C.parse_size(size)
-    if found is None:
-        raise _C.UsageError(f"max_shard_size must be a number of bytes or like '5GB' or '512MiB'; got {size!r}")
-    return found
-
-
 def _fp32(tensor):
     return tensor.float() if tensor.dtype.is_floating_point else tensor
 
@@ -178,9 +172,7 @@ def _write_pickles(state_dict, folder, most):
 def _remove(folder, name):
     path = os.path.join(folder, name)
     try:
-        os.remove(path)
-    except FileNotFoundError:
-        pass
+        Path(path).unlink(missing_ok=True)
     except OSError as error:
         raise _C.IoError(f"cannot remove '{path}' of an earlier checkpoint: {error}") from error
 
