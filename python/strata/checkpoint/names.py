@@ -332,12 +332,8 @@ def _note(by_block, target, tensor):
 
 def _grouped(blocks):
     """[[beginnings of blocks that are alike]]."""
-    groups = []  # (prefix, content, [beginnings])
+    groups = {}
     for (prefix, number), content in blocks.items():
-        for other, alike, members in groups:
-            if other == prefix and alike == content:
-                members.append((prefix, number))
-                break
-        else:
-            groups.append((prefix, content, [(prefix, number)]))
-    return [members for _, _, members in groups]
+        alike = frozenset((rest, tuple(shape), dtype) for rest, (shape, dtype) in content.items())
+        groups.setdefault((prefix, alike), []).append((prefix, number))
+    return [*groups.values()]

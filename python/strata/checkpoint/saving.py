@@ -1,7 +1,6 @@
 """Weights for other programs: ``save_pretrained`` writes a checkpoint that plain transformers loads, ``save_whole`` one
 state dict of whole tensors, as ``torch.save`` takes it; ``set_whole_weights`` takes such a state dict."""
 
-import base64
 import copy
 import json
 import os
@@ -16,6 +15,7 @@ from ..ranks.runtime import agree_after
 from ..tiles.host_copy import set_values, values_on_host
 from .adapters import is_peft_model, save_adapters
 from .names import preferred_names, saved_tensors, state_names
+from .plain_values import from_plain, to_plain
 from .ranges import RangeTensor
 from .supported_transformers import is_transformers_model
 from .whole_files import file_bytes, moved_into, save_whole_file
@@ -202,7 +202,8 @@ def _of_rank_0(engine, state_dict, buffers):
     with agree_after(engine._collectives, "loading the state dict"):
         own = {name: value for name, value in state_dict.items() if isinstance(value, torch.Tensor)} if first else {}
         listed = json.dumps([
-            [n, list(v.shape), str(v.dtype).removeprefix("torch."), _text_of(v) if n in buffers else None]
+            [n, list(v.shape), str(v.dtype).removeprefix("torch."),
+             to_plain(v, None, n) if n in buffers and v.numel() else None]
             for n, v in own.items()
         ])  # fmt: skip
     text = engine._collectives.all_gather_text(listed)[0]
@@ -210,16 +211,9 @@ def _of_rank_0(engine, state_dict, buffers):
         return own
     result = {}
     for name, shape, dtype, content in json.loads(text):
-        value = torch.zeros((), dtype=getattr(torch, dtype)).expand(shape)
-        if content:
-            value = torch.frombuffer(bytearray(base64.b64decode(content)), dtype=value.dtype).reshape(shape)
-        result[name] = value
+        without_memory = torch.zeros((), dtype=getattr(torch, dtype)).expand(shape)
+        result[name] = without_memory if content is None else from_plain(content, None)
     return result
-
-
-def _text_of(buffer):
-    dense = buffer.detach().cpu().contiguous()
-    return base64.b64encode(bytes(dense.view(-1).view(torch.uint8).numpy())).decode()
 
 
 def _whole_shape(parameter):

@@ -5,7 +5,7 @@ import logging
 import os
 import shutil
 import tempfile
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -27,7 +27,7 @@ def save_whole_file(value, path):
             whole.publish()
 
 
-class SavedTogether:
+class SavedTogether(ExitStack):
     """Context for several files of ``torch.save`` in one folder, which is made if need be. The files get their names in
     ``publish``; the end of the context removes files that have none.
 
@@ -36,25 +36,17 @@ class SavedTogether:
     """
 
     def __init__(self, folder):
+        super().__init__()
         self._folder = folder
-        self._files = []  # _C.AtomicFiles, on disk
-
-    def __enter__(self):
-        with _saying_where(self._folder):
-            os.makedirs(self._folder, exist_ok=True)
-        return self
-
-    def __exit__(self, kind, value, traceback):
-        files, self._files = self._files, []
-        for file in files:
-            file.__exit__(None, None, None)
-        return False
+        self._files = []  # _C.AtomicFile objects, on disk
+        with _saying_where(folder):
+            os.makedirs(folder, exist_ok=True)
 
     def add(self, value, name):
         """Brings ``value`` to disk."""
         path = os.path.join(self._folder, name)
         with _saying_where(path):
-            self._files.append(_C.AtomicFile(path))
+            self._files.append(self.enter_context(_C.AtomicFile(path)))
             _save(value, self._files[-1])
             os.fsync(self._files[-1].fileno())  # a full disk is an error before any file has its name
 

@@ -128,14 +128,10 @@ class ParameterOffload:
         for core in cores.values():
             core.free_gathered()
 
-    def setup_zero_stage3_hooks(self):
-        """Does nothing: the engine's own interception stays."""
+    def setup_zero_stage3_hooks(self, *arguments, **options):
+        """Does nothing: the engine's own interception stays until ``engine.destroy()``."""
 
-    def _register_deepspeed_module(self, module, count=(0,)):
-        """Does nothing: the engine's own interception stays."""
-
-    def destroy(self):
-        """Does nothing: ``engine.destroy()`` ends it."""
+    _register_deepspeed_module = destroy = setup_zero_stage3_hooks
 
 
 class _Coordinator:
