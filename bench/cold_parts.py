@@ -90,7 +90,7 @@ from transformers.models.qwen3 import modeling_qwen3
 mark("import model class")
 config = transformers.AutoConfig.from_pretrained(folder)
 mark("read config.json")
-from strata.checkpoint.born_flat import build_model
+from strata.checkpoint.load_plan import build_model
 model, _ = build_model(modeling_qwen3.Qwen3ForCausalLM, config, torch.bfloat16, {})
 mark("build model")
 """

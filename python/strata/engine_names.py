@@ -9,7 +9,7 @@ import torch
 from . import _C
 from .engine_settings import EngineSettings
 from .engine_weights import EngineWeights
-from .ops.param_groups import set_value
+from .ops.elementwise import set_value
 from .state_offload import StateOffload
 
 _ELEMENT_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

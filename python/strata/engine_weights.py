@@ -7,9 +7,9 @@ from . import _C
 
 
 def _whole_weights():
-    from .checkpoint import whole_weights  # not before the first use
+    from .checkpoint import saving  # not before the first use
 
-    return whole_weights
+    return saving
 
 
 class EngineWeights:

@@ -11,9 +11,8 @@ import math
 import torch
 
 from . import _C
-from .checkpoint.optimizer_states import place_of
 from .element_order import flattened, shaped
-from .ops.param_groups import set_values
+from .ops.elementwise import place_of, set_values
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _OF_ALL_ELEMENTS = ("step", "eta", "mu", "mu_product")  # states of torch's optimizers that a parameter has once

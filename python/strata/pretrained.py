@@ -10,8 +10,7 @@ import torch
 
 from . import _C
 from .checkpoint.adapters import WEIGHTS, attach_adapter, holds_adapter, read_adapter_config, require_buffers
-from .checkpoint.born_flat import build_model, make_flat, tie_as_checkpoint
-from .checkpoint.load_plan import Contents, LoadPlan, LoadPlans
+from .checkpoint.load_plan import Contents, LoadPlan, LoadPlans, build_model, make_flat, tie_as_checkpoint
 from .checkpoint.names import homes_of, model_tensors, state_names
 from .checkpoint.saving import save_pretrained
 from .checkpoint.supported_transformers import require_supported

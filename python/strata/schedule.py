@@ -6,7 +6,7 @@ import torch
 
 from . import _C
 from .config_source import read_config
-from .ops.param_groups import set_value
+from .ops.elementwise import set_value
 from .schedule_names import ScheduleNames, settings_of_schedule
 
 

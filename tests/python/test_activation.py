@@ -25,8 +25,7 @@ assert not {"torch", "strata._C", "numpy", "ctypes"} & set(sys.modules), "more w
 EVERY_NAME = """
 import importlib, sys
 import strata.compat.deepspeed
-from strata.compat.names import MODULES
-from strata.compat.refusal import Refusal
+from strata.compat.names import MODULES, Refusal
 for path, names in MODULES.items():
     module = importlib.import_module(f"deepspeed.{path}" if path else "deepspeed")
     for name, target in names.items():

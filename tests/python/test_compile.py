@@ -4,7 +4,7 @@ import pytest
 import strata
 import torch
 from ranks import run_ranks
-from strata.compat.start import initialize
+from strata.compat.engine import initialize
 from tiny_models import config_of, full_parameters, loss_of, make_batches, make_engine, make_model, rank_and_world
 
 

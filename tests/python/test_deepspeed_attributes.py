@@ -4,9 +4,10 @@ import pytest
 import strata
 import torch
 from ranks import run_ranks
-from strata.compat import config_getters, module_paths, optimizer_classes, torch_facts, zero_config
+from strata.compat import accelerator, script_functions, sharding
+from strata.compat import config as compat_config
 from strata.compat.names import MODULES
-from strata.compat.start import initialize
+from strata.compat.engine import initialize
 from strata.model.leaves import get_z3_leaf_modules
 from strata.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from strata.schedule import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
@@ -55,7 +56,7 @@ def _optimizers():
         engine, optimizer, *_ = initialize(model=make_model(), config=config)
         assert isinstance(optimizer, FusedAdam) and optimizer.adam_w_mode
         kinds = [kind for kind in ("BF16_Optimizer", "FP16_Optimizer", "ZeROOptimizer", "DeepSpeedOptimizer")
-                 if isinstance(optimizer, getattr(optimizer_classes, kind))]
+                 if isinstance(optimizer, getattr(sharding, kind))]
         assert kinds == [["DeepSpeedOptimizer"], ["BF16_Optimizer", "ZeROOptimizer", "DeepSpeedOptimizer"],
                          ["ZeROOptimizer", "DeepSpeedOptimizer"], ["ZeROOptimizer", "DeepSpeedOptimizer"]][stage]
         for _ in range(3):
@@ -89,19 +90,20 @@ def test_optimizers_tell_what_they_are(world):
 
 
 def test_a_configuration_is_read_with_second_names_and_defaults():
-    found = zero_config.get_zero_config({"zero_optimization": {
+    found = compat_config.get_zero_config({"zero_optimization": {
         "stage": 3, "stage3_max_live_parameters": 7, "cpu_offload": True, "cpu_offload_use_pin_memory": False,
         "offload_param": {"device": "nvme", "nvme_path": "/x"}, "reduce_bucket_size": "auto"}})
     assert (found.stage, found.max_live_parameters, found.overlap_comm, found.reduce_bucket_size) == (3, 7, True, 5e8)
-    assert isinstance(found.offload_param, zero_config.DeepSpeedZeroOffloadParamConfig)
+    assert isinstance(found.offload_param, compat_config.DeepSpeedZeroOffloadParamConfig)
     assert (found.offload_param.device, found.offload_param.buffer_count) == ("nvme", 5)
     assert (found.offload_optimizer.device, found.offload_optimizer.pin_memory) == ("cpu", False)
     assert found.model_dump()["offload_param"]["nvme_path"] == "/x"
-    assert zero_config.get_zero_config({}) == zero_config.DeepSpeedZeroConfig() and not found.contiguous_gradients - 1
+    assert compat_config.get_zero_config({}) == compat_config.DeepSpeedZeroConfig()
+    assert not found.contiguous_gradients - 1
     with pytest.raises(AttributeError):
         found.max_live_parameter
     with pytest.raises(strata.ConfigError, match="max_live_parameter"):
-        zero_config.DeepSpeedZeroConfig(max_live_parameter=7)
+        compat_config.DeepSpeedZeroConfig(max_live_parameter=7)
 
 
 def test_leaves_of_the_configuration_are_marked():
@@ -114,20 +116,21 @@ def test_leaves_of_the_configuration_are_marked():
 
 def test_single_functions_and_constants():
     model = make_model()
-    assert module_paths.recursive_getattr(model, "layers.1.up.weight") is model.layers[1].up.weight
+    found = script_functions.recursive_getattr(model, "layers.1.up.weight")
+    assert found is model.layers[1].up.weight
     replaced = torch.nn.Linear(16, 32)
-    module_paths.recursive_setattr(model, "layers.1.up", replaced)
-    module_paths.recursive_setattr(model, "extra", replaced)
+    script_functions.recursive_setattr(model, "layers.1.up", replaced)
+    script_functions.recursive_setattr(model, "extra", replaced)
     assert model.layers[1].up is replaced is model.extra
     with pytest.raises(AttributeError):
-        module_paths.recursive_getattr(model, "layers.9.up")
-    assert torch_facts.required_torch_version(min_version=2.0) and torch_facts.required_torch_version("1.9", "99.0")
-    assert not torch_facts.required_torch_version(max_version=1.13)
-    assert torch.__version__.startswith(torch_facts.TORCH_INFO["version"])
+        script_functions.recursive_getattr(model, "layers.9.up")
+    assert accelerator.required_torch_version(min_version=2.0) and accelerator.required_torch_version("1.9", "99.0")
+    assert not accelerator.required_torch_version(max_version=1.13)
+    assert torch.__version__.startswith(accelerator.TORCH_INFO["version"])
     schedules = MODULES["runtime.lr_schedules"]
     named = [schedules[name] for name in ("WARMUP_LR", "CYCLE_MIN_LR", "WARMUP_LOG_RATE")]
     assert named == ["WarmupLR", "cycle_min_lr", "log"]
     assert MODULES["compression.helper"].keys() == {"recursive_getattr", "recursive_setattr"}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert config_getters.get_torch_optimizer(optimizer) is optimizer
-    assert config_getters.get_lr_from_config({"type": "WarmupLR", "params": {"warmup_max_lr": 3}}) == (3, "")
+    assert compat_config.get_torch_optimizer(optimizer) is optimizer
+    assert compat_config.get_lr_from_config({"type": "WarmupLR", "params": {"warmup_max_lr": 3}}) == (3, "")

@@ -10,9 +10,8 @@ import pytest
 import strata
 import torch
 from ranks import run_ranks
-from strata.compat.engine import DeepSpeedEngine
-from strata.compat.refused_names import REFUSED_METHODS
-from strata.compat.start import initialize
+from strata.compat.engine import DeepSpeedEngine, initialize
+from strata.compat.names import REFUSED_METHODS
 from tiny_models import config_of, loss_of, make_batches, make_engine, make_model, rank_and_world, same_bits
 
 _BUCKETS = "a step of DeepSpeed's own all-reduce; gradients are reduced as they come"

@@ -13,10 +13,10 @@ import pytest
 import strata
 import torch
 from ranks import run_ranks
-from strata.compat import accelerator, communication, enumerations, experts, loss_scalers, on_device, sharding
-from strata.compat import checkpoint_files, checkpointing, groups, log_level, memory_usage, norms, tensor_trees
-from strata.compat.optimizer_classes import DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3, ZeROOptimizer
-from strata.compat.start import DeepSpeedConfig, initialize
+from strata.compat import accelerator, activation, checkpointing, communication, script_functions, sharding
+from strata.compat.config import DeepSpeedConfig, ZeroStageEnum
+from strata.compat.engine import DeepSpeedEngine, initialize
+from strata.compat.sharding import DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3, ZeROOptimizer
 from tiny_models import loss_of, make_batches, make_model, rank_and_world
 
 
@@ -38,9 +38,7 @@ def _config(stage, **more):
 
 
 def _engine_at(stage):
-    from strata.compat.engine import DeepSpeedEngine
-    from strata.compat.engine_stand_in import DeepSpeedEngine as StandIn
-
+    StandIn = activation.DeepSpeedEngine
     rank, world = rank_and_world()
     config, model = _config(stage), make_model()
     engine, optimizer, loader, scheduler = initialize(model=model, config_params=config, model_parameters=(
@@ -144,7 +142,7 @@ def test_configurations_come_in_any_form(tmp_path):
         assert (parsed.train_batch_size, parsed.zero_optimization_stage, parsed.zero_enabled) == (2, 2, True)
         assert (parsed.gradient_allreduce_op, parsed.optimizer_name, parsed.dump_state) == ("mean", "AdamW", False)
         assert parsed.optimizer_params == config["optimizer"]["params"] and parsed.scheduler_params is None
-        assert parsed.zero_config.stage == enumerations.ZeroStageEnum.gradients
+        assert parsed.zero_config.stage == ZeroStageEnum.gradients
         assert parsed.zero_config.prefetch_bucket_size == 3686.4 and parsed.zero_config.reduce_scatter
         with pytest.raises(AttributeError):
             parsed.zero_config.nothing_of_that_name
@@ -189,9 +187,9 @@ def _communicates():
     communication.init_distributed()
     assert communication.is_initialized() and communication.get_world_size() == world
     assert communication.get_all_ranks_from_group() == list(range(world))
-    assert groups.get_data_parallel_rank() == rank and groups.get_model_parallel_world_size() == 1
+    assert communication.get_data_parallel_rank() == rank and communication.get_model_parallel_world_size() == 1
     with pytest.raises(NotImplementedError, match="Ulysses"):
-        groups._get_sequence_parallel_group()
+        communication._get_sequence_parallel_group()
     assert communication.get_world_group() is not None
 
 
@@ -202,14 +200,14 @@ def test_comm_is_torchs():
 def test_tensors_in_lists_and_dicts():
     base = torch.arange(100.0)
     item = {"a": [base[:2], (base[2:4], "text")], "b": 3}
-    copied = tensor_trees.clone_tensors_for_torch_save(item)
+    copied = script_functions.clone_tensors_for_torch_save(item)
     assert copied["a"][0].untyped_storage().nbytes() == 8 and copied["a"][1][1] == "text" and copied["b"] == 3
-    moved = tensor_trees.move_to_device(item, "meta", lambda tensor: tensor[0] == 2)
+    moved = script_functions.move_to_device(item, "meta", lambda tensor: tensor[0] == 2)
     assert moved["a"][1][0].is_meta and not moved["a"][0].is_meta
 
 
 def test_models_are_built_where_and_in_what_is_asked():
-    with on_device.OnDevice(dtype=torch.bfloat16, device="meta"):
+    with accelerator.OnDevice(dtype=torch.bfloat16, device="meta"):
         layer = torch.nn.Linear(2, 3)
     assert layer.weight.is_meta and layer.weight.dtype == torch.bfloat16
     assert torch.get_default_dtype() == torch.float32 and not torch.nn.Linear(2, 3).weight.is_meta
@@ -240,19 +238,19 @@ def test_small_functions_of_scripts(tmp_path, caplog):
     with pytest.raises(NotImplementedError, match="graph"):
         device.create_graph()
     groups_of = [{"params": list(make_model().parameters())}]
-    assert experts.split_params_into_different_moe_groups_for_optimizer(groups_of) == groups_of
-    scaler = loss_scalers.DynamicLossScaler(8.0)
+    assert script_functions.split_params_into_different_moe_groups_for_optimizer(groups_of) == groups_of
+    scaler = checkpointing.DynamicLossScaler(8.0)
     assert pickle.loads(pickle.dumps(scaler)).loss_scale == 8.0
     parameter = torch.nn.Parameter(torch.ones(4))
     parameter.grad = torch.full((4,), 2.0)
-    assert norms.get_grad_norm([parameter]) == 4.0 and norms.get_weight_norm(parameter) == 2.0
-    log_level.set_log_level_from_string("info")
-    assert log_level.should_log_le("info") and not log_level.should_log_le("debug")
-    memory_usage.see_memory_usage("here", force=True)
+    assert script_functions.get_grad_norm([parameter]) == 4.0 and script_functions.get_weight_norm(parameter) == 2.0
+    script_functions.set_log_level_from_string("info")
+    assert script_functions.should_log_le("info") and not script_functions.should_log_le("debug")
+    accelerator.see_memory_usage("here", force=True)
     assert "here" in caplog.text
     for rank in (10, 9):
         (tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
-    assert [name[-27:-24] for name in checkpoint_files.get_optim_files(str(tmp_path))] != []
-    assert "_9_" in checkpoint_files.get_optim_files(str(tmp_path))[0]
+    assert [name[-27:-24] for name in checkpointing.get_optim_files(str(tmp_path))] != []
+    assert "_9_" in checkpointing.get_optim_files(str(tmp_path))[0]
     with pytest.raises(FileNotFoundError, match="consolidate"):
-        checkpoint_files.get_model_state_file(str(tmp_path), 3)
+        checkpointing.get_model_state_file(str(tmp_path), 3)

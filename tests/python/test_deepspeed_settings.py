@@ -5,8 +5,8 @@ import logging
 import pytest
 import strata
 import torch
-from strata.compat.start import initialize
-from strata.compat.zero_config import DeepSpeedZeroConfig
+from strata.compat.config import DeepSpeedZeroConfig
+from strata.compat.engine import initialize
 from tiny_models import config_of, loss_of, make_batches, make_engine, make_model
 
 

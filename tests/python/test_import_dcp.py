@@ -12,8 +12,7 @@ import torch
 from devices import ON_GPU
 from ranks import run_ranks
 from strata.importing.__main__ import main as command_line
-from strata.importing.dcp import import_dcp
-from strata.importing.dcp_files import _overlap
+from strata.importing.dcp import _overlap, import_dcp
 from tiny_models import rank_and_world
 
 pytestmark = [

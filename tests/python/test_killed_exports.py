@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from strata.checkpoint import whole_weights
+from strata.checkpoint import saving
 from strata.utils import zero_to_fp32
 from tiny_models import config_of, make_batches, make_engine, make_model, same_bits, train_step
 
@@ -104,9 +104,9 @@ def writers(tmp_path_factory):
     def save_16bit_model(out, step):
         whole = SimpleNamespace(global_rank=0, module=None, _collectives=None)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(whole_weights, "agree_after", lambda *_: contextlib.nullcontext())
-            patch.setattr(whole_weights, "whole_state_dict", lambda *_: weights[step])
-            whole_weights.save_whole(whole, out, whole_weights.WEIGHTS, True)
+            patch.setattr(saving, "agree_after", lambda *_: contextlib.nullcontext())
+            patch.setattr(saving, "whole_state_dict", lambda *_: weights[step])
+            saving.save_whole(whole, out, saving.WEIGHTS, True)
 
     return {
         "one safetensors": convert(None, True), "safetensors": convert("8KB", True),

@@ -16,7 +16,7 @@ from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 
 import strata
-from strata.checkpoint.born_flat import build_model
+from strata.checkpoint.load_plan import build_model
 from strata.checkpoint.names import _in_natural_order
 
 DTYPES = {"float32": {}, "bfloat16": {"bf16": {"enabled": True}}, "float16": {"fp16": {"enabled": True}}}

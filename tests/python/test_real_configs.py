@@ -16,7 +16,7 @@ from pathlib import Path
 import strata
 import torch
 from ranks import run_ranks
-from strata.compat import start
+from strata.compat.engine import initialize as initialize_as_deepspeed
 from test_command_line import find_program
 from tiny_models import loss_of, make_batches, make_model, rank_and_world
 
@@ -93,7 +93,7 @@ def _take_two_steps(document, folder):
     config = _redirected(config, folder)
     model = make_model(width=WIDTH)
     optimizer = None if "optimizer" in config else torch.optim.AdamW(model.parameters(), lr=1e-3)
-    initialize = start.initialize if filled else strata.initialize
+    initialize = initialize_as_deepspeed if filled else strata.initialize
     engine, *_ = initialize(model=model, optimizer=optimizer, config=config)
     try:
         passes = 2 * engine.gradient_accumulation_steps()

@@ -7,10 +7,9 @@ pytest.importorskip("transformers")
 import torch
 import transformers as hf
 
-from strata.checkpoint import names as checkpoint_names, repeated_blocks
-from strata.checkpoint.names import model_tensors, saved_tensors, state_names
+from strata.checkpoint import names as checkpoint_names
+from strata.checkpoint.names import Leaves, model_tensors, saved_tensors, state_names
 from strata.checkpoint.ranges import RangeTensor
-from strata.checkpoint.repeated_blocks import Leaves
 
 LAYERS = 5
 _SIZES = {
@@ -64,10 +63,10 @@ def _answers(model, listed, monkeypatch):
     without."""
     parameters, buffers = state_names(model)
     answers = []
-    for patterns_with_numbers in (repeated_blocks._NUMBER_IN_PATTERN, repeated_blocks.re.compile("")):
+    for patterns_with_numbers in (checkpoint_names._NUMBER_IN_PATTERN, checkpoint_names.re.compile("")):
         asked = []
         with monkeypatch.context() as patches:
-            patches.setattr(repeated_blocks, "_NUMBER_IN_PATTERN", patterns_with_numbers)
+            patches.setattr(checkpoint_names, "_NUMBER_IN_PATTERN", patterns_with_numbers)
             whole = checkpoint_names._converted
 
             def converted(*arguments):

@@ -9,8 +9,8 @@ import strata
 import torch
 from ranks import run_ranks
 from strata import utils
-from strata.compat import enumerations
-from strata.compat.start import initialize
+from strata.compat import config as compat_config
+from strata.compat.engine import initialize
 from strata.state_offload import StateOffload
 from tiny_models import (
     config_of,
@@ -221,13 +221,13 @@ def test_an_optimizer_without_an_engine_says_so():
 
 
 def test_the_stand_ins_enumerations_name_states_and_places():
-    config = config_of(2, "bf16", zero_optimization={"stage": enumerations.ZeroStageEnum.gradients})
+    config = config_of(2, "bf16", zero_optimization={"stage": compat_config.ZeroStageEnum.gradients})
     engine, *_ = initialize(model=make_model(), config=config)
     train_step(engine, make_batches(1, 1)[0][0])
-    engine.offload_states(include=set(enumerations.OffloadStateTypeEnum), device=enumerations.OffloadDeviceEnum.cpu)
+    engine.offload_states(include=set(compat_config.OffloadStateTypeEnum), device=compat_config.OffloadDeviceEnum.cpu)
     assert _held(engine, "device") == dict.fromkeys(KINDS, 0)
     engine.reload_states(non_blocking=True)
-    assert "found 'nvme'" in _told(engine.offload_states, device=enumerations.OffloadDeviceEnum.nvme)
+    assert "found 'nvme'" in _told(engine.offload_states, device=compat_config.OffloadDeviceEnum.nvme)
     engine.destroy()
 
 

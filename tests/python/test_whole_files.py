@@ -8,8 +8,7 @@ import pytest
 import strata
 import torch
 from strata import _C
-from strata.checkpoint.fp32_script import place_script
-from strata.checkpoint.torch_file import save_whole_file
+from strata.checkpoint.whole_files import place_script, save_whole_file
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from ..model.tiles import tiles_of
 from ..ranks.runtime import agree_after
 from ..tiles.host_copy import values_on_host
 from .names import state_names
-from .torch_file import moved_into
+from .whole_files import moved_into
 
 # Methods of PEFT whose file holds every trained tensor unchanged, so that a model without values can be filled from it.
 _READABLE = {

@@ -8,12 +8,22 @@ Any other value is refused, with its path in the message, since reading it back 
 import argparse
 import base64
 import math
+from importlib import metadata
 
 import torch
 
 from .. import _C
 
 _MARK = "$"  # of an object that stands for a value that JSON lacks
+
+
+def written_by(**others):
+    """{library: version} of the libraries that write a checkpoint."""
+    try:
+        version = metadata.version("strata-train")
+    except metadata.PackageNotFoundError:
+        version = "of a build folder"
+    return {"strata": version, "torch": torch.__version__, **others}
 
 
 def to_plain(value, tensors, where):

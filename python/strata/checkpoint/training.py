@@ -12,19 +12,12 @@ import os
 import torch
 
 from .. import _C
+from ..ops.elementwise import place_of, set_values
 from ..ranks.runtime import agree_after
 from .names import state_names
-from .fp32_script import place_script
-from .optimizer_states import (
-    load_optimizer,
-    of_all_ranks,
-    optimizer_state,
-    require_same_groups,
-    states_of_segments,
-    targets_of_segments,
-)
-from .plain_values import from_plain, to_plain
+from .plain_values import from_plain, to_plain, written_by
 from .supported_transformers import is_transformers_model
+from .whole_files import place_script
 
 logger = logging.getLogger("strata")
 
@@ -49,7 +42,7 @@ def save_checkpoint(engine, folder, tag, client_state, save_latest, exclude_froz
             "scheduler": _scheduler_state(engine, tensors),
             "optimizer": optimizer_state(engine, tensors),
             "config": dict(line.split(" = ", 1) for line in engine._config.digest().splitlines()),
-            "written_by": {"strata": _version(), "torch": torch.__version__},
+            "written_by": written_by(),
             "without_frozen": bool(exclude_frozen_parameters),
         }
         aliases = _aliases(engine)
@@ -269,15 +262,6 @@ def _texts(model):
     return texts
 
 
-def _version():
-    from importlib import metadata
-
-    try:
-        return metadata.version("strata-train")
-    except metadata.PackageNotFoundError:
-        return "of a build folder"
-
-
 # --- the scheduler ---
 
 
@@ -295,3 +279,128 @@ def _load_scheduler(engine, saved):
         logger.warning("the checkpoint's scheduler is a %s, this one a %s", saved["class"],
                        type(engine.lr_scheduler).__name__)
     engine.lr_scheduler.load_state_dict(saved["state"])
+
+
+# --- the optimizer's part: param groups, and the states of an optimizer of the user's ---
+
+# The core writes and reads states that have as many elements as the parameter. States of one element are within the
+# JSON; those that are tensors keep their dtype.
+
+def optimizer_state(engine, tensors):
+    """Param groups, and the states of the user's optimizer that do not have one entry for each element."""
+    optimizer = engine.optimizer
+    if optimizer is None:
+        return None
+    groups = [
+        {k: to_plain(v, tensors, f"optimizer.param_groups[{i}].{k}") for k, v in group.items() if k != "params"}
+        for i, group in enumerate(optimizer.param_groups)
+    ]
+    state = {"class": type(optimizer.inner or optimizer).__name__, "param_groups": groups, "members": _members(engine)}
+    if optimizer.inner is not None:
+        mine, states = {}, engine.core.segment_states
+        for index, _, values in states.entries():
+            name = engine.core.known_name(index)
+            scalars = {k: v for k, v in values.items() if not states.is_by_element(index, v)}
+            if optimizer.takes_whole:  # every rank has the same ones, whatever their shape
+                mine[name] = {k: to_plain(v, _large(v, tensors), f"optimizer.{name}.{k}") for k, v in scalars.items()}
+            else:
+                mine[name] = {k: to_plain(_scalar(v, name, k), None, f"{name}.{k}") for k, v in scalars.items()}
+        state["scalars"] = mine  # of this rank's parameters: their tensors are within the JSON
+        state["scalars_as_they_are"] = True  # importers write numbers where the optimizer had tensors
+    return state
+
+
+def _members(engine):
+    """[[names]] of each param group's parameters, in its order: exports to flat formats need it."""
+    known_by = {id(known.parameter): known for known in engine.known}
+    return [
+        [engine.core.known_name(part.index) for p in group if id(p) in known_by for part in known_by[id(p)].parts]
+        for group in engine.optimizer.members
+    ]  # fmt: skip
+
+
+def _large(value, tensors):
+    return None if isinstance(value, torch.Tensor) and value.numel() == 1 else tensors
+
+
+def _scalar(value, name, key):
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
+        raise _C.UsageError(f"the optimizer's state '{key}' of '{name}' has {value.numel()} elements; kept are states "
+                            "of one element, and of as many as the parameter has")
+    return value
+
+
+def of_all_ranks(engine, mine):
+    """Scalars of every parameter; a rank knows those of which it owns a part."""
+    merged = {}
+    for text in reversed(engine._collectives.all_gather_text(json.dumps(mine))):
+        merged.update(json.loads(text))
+    return merged
+
+
+def states_of_segments(engine):
+    """[(parameter, kind, this rank's part of it)]: the states of the user's optimizer with one entry an element."""
+    if engine.optimizer is None or engine.optimizer.inner is None:
+        return []
+    states = engine.core.segment_states
+    found = []
+    for index, _, values in states.entries():
+        kept = {key: states.own(index, value) for key, value in values.items() if states.is_by_element(index, value)}
+        found += [(index, key, part.contiguous()) for key, part in kept.items() if part.numel()]
+    return found
+
+
+def targets_of_segments(engine, checkpoint):
+    """([(parameter, kind, tensor to fill)], [(parameter, kind, the same tensor; None: this rank owns nothing)])."""
+    targets, tensors = [], []
+    if engine.optimizer.inner is None:
+        return targets, tensors
+    for index, parameter, _ in engine.core.segment_states.entries():
+        name = engine.core.known_name(index)
+        for kind in checkpoint.kinds[1:]:
+            dtype = checkpoint.dtype_of(name, kind)
+            if dtype is None:
+                continue
+            first, last = _C.state_range(engine.core, index)
+            tensors.append((index, kind, torch.zeros(last - first, dtype=dtype, device=parameter.device)))
+            if first < last:
+                targets.append(tensors[-1])
+    return targets, tensors
+
+
+def load_optimizer(engine, saved, tensors):
+    optimizer = engine.optimizer
+    if saved is None:
+        return
+    groups = saved["param_groups"]
+    for group, values in zip(optimizer.param_groups, groups):
+        set_values(group, values)
+    if optimizer.inner is None:
+        return
+    if optimizer.inner.param_groups is not optimizer.param_groups:
+        for group, values in zip(optimizer.inner.param_groups, groups):
+            set_values(group, values)
+    states = engine.core.segment_states
+    group_of = {id(p): group for group in optimizer.inner.param_groups for p in group["params"]}
+    by_element = {}
+    for index, key, part in tensors:
+        by_element.setdefault(index, {})[key] = states.from_own(index, part if part.numel() else None)
+    scalars = saved.get("scalars", {})
+    for index, parameter, _ in states.entries():
+        values = dict(scalars.get(engine.core.known_name(index), {}))
+        for key, value in values.items():
+            if key == "step" and not isinstance(value, torch.Tensor) and not saved.get("scalars_as_they_are"):
+                value = torch.tensor(float(value))  # torch's optimizers count steps in tensors
+            if isinstance(value, torch.Tensor):
+                value = value.to(place_of(key, group_of[id(parameter)], parameter)).clone()
+            values[key] = value
+        values.update({key: value for key, value in by_element.get(index, {}).items() if value is not None})
+        if values:
+            states.put(index, values)
+
+
+def require_same_groups(engine, saved):
+    if saved is None or len(saved["param_groups"]) == len(engine.optimizer.param_groups):
+        return
+    raise _C.UsageError(f"the optimizer has {len(engine.optimizer.param_groups)} param groups, the checkpoint's had "
+                        f"{len(saved['param_groups'])}; make them alike, or ask for load_optimizer_states=False")

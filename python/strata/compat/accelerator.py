@@ -1,8 +1,17 @@
-"""``deepspeed.accelerator.get_accelerator()``: torch's functions for the device that models train on here."""
+"""``deepspeed.accelerator.get_accelerator()``: torch's functions for the device that models train on here. DeepSpeed's
+functions about memory, the installed torch, and the operators that it could build."""
 
+import contextlib
 import functools
+import logging
+import os
 
 import torch
+from packaging.version import Version
+
+from .names import Refusal, refused
+
+logger = logging.getLogger("strata")
 
 _OF_CUDA = frozenset(  # the functions of torch.cuda themselves
     "Event Stream current_stream default_stream empty_cache get_rng_state initial_seed manual_seed "
@@ -41,8 +50,6 @@ class Accelerator:
 
     def device(self, device_index=None):
         """A context of a device; on a CPU one that does nothing."""
-        import contextlib
-
         return torch.cuda.device(device_index) if self._name == "cuda" else contextlib.nullcontext()
 
     def current_device(self):
@@ -75,16 +82,12 @@ class Accelerator:
         """int: bytes of the device; on a CPU those of the host."""
         if self._name == "cuda":
             return torch.cuda.get_device_properties(device_index or self.current_device()).total_memory
-        import os
-
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def available_memory(self, device_index=None):
         """int: free bytes of the device; on a CPU those of the host."""
         if self._name == "cuda":
             return torch.cuda.mem_get_info(device_index)[0]
-        import os
-
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
     def is_bf16_supported(self):
@@ -153,3 +156,139 @@ def _told(value, *args, **kwargs):
 def get_accelerator():
     """The ``Accelerator`` of this process."""
     return Accelerator()
+
+
+# --- memory ---
+
+_GIB = 2**30
+
+
+def see_memory_usage(message, force=False):
+    """Logs ``message`` with the device's memory in use and at its peak, in GiB. Does nothing without ``force``.
+    ``engine.memory_report()`` has the engine's share."""
+    if not force:
+        return
+    if torch.cuda.is_available():
+        now, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+        logger.warning("%s: %.2f GiB of the device in use, %.2f GiB at the peak", message, now / _GIB, peak / _GIB)
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        logger.warning("%s: %.2f GiB of the host at the peak", message, peak / _GIB)
+
+
+def memory_status(msg, print_rank=-1, reset_max=False):
+    """``see_memory_usage(msg, force=True)``."""
+    see_memory_usage(msg, force=True)
+
+
+def empty_cache():
+    """Gives the unused memory of torch's allocator back."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+# --- torch ---
+
+
+def _cut(version):
+    return ".".join(version.split(".")[:2]) if version else "0.0"
+
+
+TORCH_INFO = {
+    "version": _cut(torch.__version__),
+    "bf16_support": True,
+    "cuda_version": _cut(torch.version.cuda),
+    "nccl_version": _cut(".".join(map(str, torch.cuda.nccl.version()))) if torch.cuda.is_available() else "0.0",
+    "hip_version": _cut(torch.version.hip),
+}
+
+
+def required_torch_version(min_version=None, max_version=None):
+    """bool: whether torch is at least the one and at most the other.
+
+    Raises:
+        ValueError: neither is given.
+    """
+    if min_version is None and max_version is None:
+        raise ValueError("required_torch_version: give min_version, max_version, or both")
+    found = Version(torch.__version__)
+    high_enough = min_version is None or found >= Version(str(min_version))
+    return high_enough and (max_version is None or found <= Version(str(max_version)))
+
+
+def register_grad_hook(param, hook):
+    """``param.register_post_accumulate_grad_hook(hook)``."""
+    return param.register_post_accumulate_grad_hook(hook)
+
+
+def is_functorch_transforming():
+    """bool: whether a transform of torch.func runs."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+class OnDevice:
+    """Context in which torch makes tensors on a device, floating ones in a dtype.
+
+    Args:
+        dtype: torch.dtype.
+        device: a device, or "meta": without memory.
+        enabled: False makes the context do nothing.
+    """
+
+    def __init__(self, dtype, device="meta", enabled=True):
+        self._dtype, self._device, self._enabled = dtype, torch.device(device), enabled
+
+    def __enter__(self):
+        if self._enabled:
+            self._before = torch.get_default_dtype()
+            torch.set_default_dtype(self._dtype)
+            self._device.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        if self._enabled:
+            self._device.__exit__(*error)
+            torch.set_default_dtype(self._before)
+        return False
+
+
+# --- builders of operators ---
+
+# By builder: DeepSpeed's name of the operator, the operator's work, and whether Strata does this work.
+_OPERATORS = {
+    "AsyncIOBuilder": ("async_io", "Reads and writes of drives.", True),
+    "CPUAdamBuilder": ("cpu_adam", "Adam on the host.", True),
+    "CPUAdagradBuilder": ("cpu_adagrad", "Adagrad on the host.", True),
+    "CPULionBuilder": ("cpu_lion", "Lion on the host.", True),
+    "FusedAdamBuilder": ("fused_adam", "Adam on a GPU.", True),
+    "FusedLionBuilder": ("fused_lion", "Lion on a GPU.", True),
+    "FusedLambBuilder": ("fused_lamb", "LAMB on a GPU, which Strata does not offer.", False),
+    "UtilsBuilder": ("utils", "Flattening of tensors.", True),
+}
+_WHAT = Refusal("DeepSpeed's own operators", "Strata has its own; `strata bench-io` measures drives.")
+COMPATIBLE = {operator: offered for operator, _, offered in _OPERATORS.values()}
+
+
+class _Builder:
+    """One operator, of which scripts ask whether it is available. It builds nothing: Strata has the same work built in.
+
+    Attributes:
+        NAME: str, DeepSpeed's name of it.
+    """
+
+    NAME = ""
+
+    def is_compatible(self, verbose=False):
+        """bool: whether Strata does the same work by itself."""
+        return COMPATIBLE[self.NAME]
+
+    def load(self, verbose=True):
+        """Raises NotImplementedError: there is no such module to call."""
+        return refused(f"deepspeed.ops.op_builder.{type(self).__name__}.load", _WHAT)()
+
+
+for _name, (_operator, _doc, _) in _OPERATORS.items():
+    globals()[_name] = type(_name, (_Builder,), {"NAME": _operator, "__doc__": _doc, "__module__": __name__})

@@ -4,12 +4,16 @@ This module imports the standard library alone, and changes only ``sys.meta_path
 and ``strata run`` call it. So does ``strata-compat.pth`` beside the installed package, at the start of every Python
 process whose environment has ``STRATA_COMPAT=deepspeed``; launchers pass the variable to ranks. An installed DeepSpeed
 does not change; this process does not see it.
+
+Each module below ``deepspeed`` has the names of one table of ``names.py``, and finds an object at first use. So
+``import deepspeed`` imports neither torch nor the engine.
 """
 
+import importlib
 import sys
 from importlib.machinery import ModuleSpec
 
-from .identity import NAME, VARIABLE
+from . import NAME, VARIABLE, VERSION
 
 # Each of these decides at its import whether there is a DeepSpeed, and chooses base classes and names accordingly.
 _TOO_LATE = ("transformers.integrations.deepspeed", "accelerate.utils", "trl.import_utils", "lightning.fabric")
@@ -79,8 +83,6 @@ class Finder:
         """
         if name != NAME and not name.startswith(NAME + "."):
             return None
-        from .modules import Loader, is_known  # not before the first use
-
         if not is_known(name):
             raise ModuleNotFoundError(
                 f"Strata, which stands in for DeepSpeed here, has no module '{name}'; docs/MIGRATING.md lists what it "
@@ -93,9 +95,155 @@ class Finder:
         """[the distribution "deepspeed"], where ``context`` asks for it or for all."""
         wanted = getattr(context, "name", None)
         if wanted is None or wanted.lower() == NAME:
-            from .distribution import Distribution
-
-            yield Distribution()
+            yield _distribution()
 
     def invalidate_caches(self):
         """Does nothing: this finder has no caches."""
+
+
+def _distribution():
+    import importlib.metadata
+
+    texts = {
+        "METADATA": f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {VERSION}\n"
+        "Summary: Strata under the names of DeepSpeed\n",
+        "top_level.txt": f"{NAME}\n",
+    }
+
+    class Distribution(importlib.metadata.Distribution):
+        """The metadata of the distribution "deepspeed", which has no files."""
+
+        def read_text(self, filename):
+            """The text of METADATA or top_level.txt; None of other files."""
+            return texts.get(filename)
+
+        def locate_file(self, path):
+            """The same path: the distribution has no files."""
+            return path
+
+    return Distribution()
+
+
+# --- the modules ---
+
+
+def is_known(name):
+    """bool: whether there is a module of this full name, such as "deepspeed.runtime.zero"."""
+    return _path_of(name) in _tables().MODULES
+
+
+def _tables():
+    """The module ``names``, which is not imported before the first use."""
+    from . import names
+
+    return names
+
+
+def _path_of(name):
+    """The path of a module in ``names.py``: "runtime.zero.config" for "deepspeed.zero.config", "" for "deepspeed"."""
+    path = name[len(NAME) + 1 :]
+    for alias, target in _tables().ALIASES.items():
+        if path == alias or path.startswith(alias + "."):
+            return target + path[len(alias) :]
+    return path
+
+
+class Loader:
+    """Makes one module. Two names of one module give the same object."""
+
+    def create_module(self, spec):
+        """The module that ``spec`` is another name of; None: make a new one."""
+        path = _path_of(spec.name)
+        return None if spec.name == _full(path) else importlib.import_module(_full(path))
+
+    def exec_module(self, module):
+        """Gives a new module its names."""
+        if "__getattr__" not in module.__dict__:
+            names = _tables().MODULES[_path_of(module.__name__)]
+            module.__doc__ = "Strata, under the names of DeepSpeed: docs/MIGRATING.md says what differs."
+            module.__file__ = _tables().__file__
+            module.__all__ = [name for name, target in names.items() if _is_offered(name, target)]
+            module.__getattr__ = lambda name: _find(module, names, name)
+            module.__dir__ = lambda: sorted({*module.__dict__, *names, *_children(module.__name__)})
+
+
+def _is_offered(name, target):
+    return not name.startswith("_") and not isinstance(target, _tables().Refusal)
+
+
+def _full(path):
+    return f"{NAME}.{path}" if path else NAME
+
+
+def _children(name):
+    start = _path_of(name)
+    start = start and start + "."
+    paths = [*_tables().MODULES, *_tables().ALIASES]
+    return {path[len(start) :].split(".")[0] for path in paths if path.startswith(start) and path != ""}
+
+
+def _find(module, names, name):
+    """The object ``name`` of ``module``: from an entry of its table, or the module below it.
+
+    Raises:
+        AttributeError: the module has no such name.
+    """
+    full = f"{module.__name__}.{name}"
+    if name in names:
+        target = names[name]
+        if full == "deepspeed.DeepSpeedEngine" and "strata.compat.engine" not in sys.modules:
+            return DeepSpeedEngine  # the job has no engine yet
+        found = _tables().refused(full, target) if isinstance(target, _tables().Refusal) else _target(target)
+        module.__dict__[name] = found
+        return found
+    if not name.startswith("__") and is_known(full):
+        return importlib.import_module(full)
+    raise AttributeError(
+        f"module '{module.__name__}' has no attribute '{name}': Strata, which stands in for DeepSpeed here, does not "
+        "know it; docs/MIGRATING.md lists what it has"
+    )
+
+
+def _target(target):
+    """The object of "module:name", or the module for "module:"; any other target is the object itself."""
+    if not isinstance(target, str) or ":" not in target:
+        return target
+    home, _, name = target.partition(":")
+    module = importlib.import_module(home)
+    for part in name.split(".") if name else ():
+        module = getattr(module, part)
+    return module
+
+
+# --- the class of engines ---
+
+_HOME = "strata.compat.engine"
+
+
+class _StandIn(type):
+    """Behaves as the class of engines. It imports that class for every use but ``isinstance`` and ``issubclass``."""
+
+    def __instancecheck__(cls, instance):
+        home = sys.modules.get(_HOME)
+        return home is not None and isinstance(instance, home.DeepSpeedEngine)
+
+    def __subclasscheck__(cls, other):
+        home = sys.modules.get(_HOME)
+        return other is cls or (home is not None and issubclass(other, home.DeepSpeedEngine))
+
+    def __getattr__(cls, name):
+        return getattr(importlib.import_module(_HOME).DeepSpeedEngine, name)
+
+    def __setattr__(cls, name, value):
+        setattr(importlib.import_module(_HOME).DeepSpeedEngine, name, value)
+
+    def __call__(cls, *args, **kwargs):
+        return importlib.import_module(_HOME).DeepSpeedEngine(*args, **kwargs)
+
+
+class DeepSpeedEngine(metaclass=_StandIn):
+    """The class of engines that ``deepspeed.initialize`` makes, in a process that has no engine.
+
+    Frameworks call ``isinstance(model, DeepSpeedEngine)`` in every job, also in those that never make an engine; this
+    class answers without an import of the engine.
+    """

@@ -1,4 +1,10 @@
-"""``deepspeed.checkpointing``: recomputing activations, by ``torch.utils.checkpoint``."""
+"""``deepspeed.checkpointing``, which recomputes activations by ``torch.utils.checkpoint``; the files of DeepSpeed's
+checkpoints, and the classes of objects in them."""
+
+import glob
+import os
+import re
+from dataclasses import dataclass
 
 import torch
 import torch.utils.checkpoint
@@ -57,3 +63,78 @@ class CheckpointFunction:
         """Appends the results of ``checkpoint(function, *args)`` to the list ``outputs``."""
         result = checkpoint(function, *args)
         outputs.extend([result] if isinstance(result, torch.Tensor) else result)
+
+
+# --- files of a checkpoint, through the functions that frameworks call ---
+
+
+def get_model_state_file(checkpoint_dir, zero_stage):
+    """str: the file of the model's states of rank 0.
+
+    Args:
+        checkpoint_dir: the folder of one tag.
+        zero_stage: the stage at which it was saved.
+
+    Raises:
+        FileNotFoundError: there is no such folder or file.
+    """
+    sharded = "zero_pp_rank_0_" if zero_stage == 3 else ""
+    return _existing(checkpoint_dir, f"{sharded}mp_rank_00_model_states.pt")[0]
+
+
+def get_optim_files(checkpoint_dir):
+    """[str]: the files of the optimizer's states, of every rank in order.
+
+    Raises:
+        FileNotFoundError: there are none.
+    """
+    return _existing(checkpoint_dir, "*_optim_states.pt")
+
+
+def _existing(folder, pattern):
+    found = sorted(glob.glob(os.path.join(glob.escape(folder), pattern)), key=_natural)
+    if not found:
+        raise FileNotFoundError(
+            f"'{folder}' has no file {pattern} of DeepSpeed. zero_to_fp32.py beside a checkpoint of Strata makes one "
+            "file of fp32 weights of it, and `strata consolidate` a Hugging Face folder"
+        )
+    return found
+
+
+def _natural(path):
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", os.path.basename(path))]
+
+
+# --- classes that checkpoints need to be unpickled: data without behaviour ---
+
+
+class LossScalerBase:
+    """The state of a loss scaler, as attributes.
+
+    Args:
+        cur_scale: float, the factor of the loss.
+    """
+
+    def __init__(self, cur_scale=1.0):
+        self.cur_scale = cur_scale
+
+    @property
+    def loss_scale(self):
+        """float: ``cur_scale``."""
+        return self.cur_scale
+
+
+class LossScaler(LossScalerBase):
+    """A constant loss scale."""
+
+
+class DynamicLossScaler(LossScalerBase):
+    """A loss scale that adapts; the engine's own follows ``fp16`` of the configuration."""
+
+
+@dataclass
+class fragment_address:  # noqa: N801 - the name that is in files
+    """A range of a flat partition: its number of elements and its offset."""
+
+    numel: int
+    start: int

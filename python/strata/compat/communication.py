@@ -1,4 +1,5 @@
-"""``deepspeed.comm``: torch.distributed's functions, and those of DeepSpeed that torch lacks."""
+"""``deepspeed.comm`` and ``deepspeed.utils.groups``: torch.distributed's functions, and those of DeepSpeed that torch
+lacks. All ranks train on different data; there is no other parallelism."""
 
 import os
 
@@ -79,3 +80,30 @@ def get_all_ranks_from_group(group=None):
 def yes():
     """True: this torch has the operation."""
     return True
+
+
+# --- groups ---
+
+
+def get_model_parallel_rank():
+    """0: a model is not cut between ranks."""
+    return 0
+
+
+def get_model_parallel_world_size():
+    """1: a model is not cut between ranks."""
+    return 1
+
+
+def _get_sequence_parallel_group():
+    raise NotImplementedError("Strata does not offer sequence parallelism (Ulysses); set its size to 1")
+
+
+get_data_parallel_group = _get_data_parallel_group = _get_sequence_data_parallel_group = get_world_group
+get_data_parallel_rank = _get_data_parallel_rank = _get_sequence_data_parallel_rank = get_rank
+get_data_parallel_world_size = _get_data_parallel_world_size = get_world_size
+_get_sequence_data_parallel_world_size = get_world_size
+_get_data_parallel_group_ranks = get_all_ranks_from_group
+get_tensor_model_parallel_rank = _get_sequence_parallel_rank = get_model_parallel_rank
+get_tensor_model_parallel_world_size = _get_model_parallel_world_size = get_model_parallel_world_size
+_get_sequence_parallel_world_size = get_model_parallel_world_size

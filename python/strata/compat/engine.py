@@ -1,9 +1,14 @@
-"""The class of engines that ``deepspeed.initialize`` makes: Strata's, with further names that frameworks use."""
+"""``deepspeed.initialize``, and the class of its engines: Strata's, with further names that frameworks use."""
 
+from .. import _C
+from ..config_source import document_of
 from ..engine import Engine
+from ..initialize import initialize_as
 from ..model.owner import owner_of
-from .refusal import refused_method
-from .refused_names import REFUSED_METHODS
+from ..rank_logging import log_dist
+from . import VERSION
+from .config import settings_of
+from .names import REFUSED_METHODS, refused_method
 from .sharding import ParameterOffload, no_external_parameters
 
 
@@ -85,3 +90,47 @@ class DeepSpeedEngine(Engine):
 
 for _name, _refusal in REFUSED_METHODS.items():
     setattr(DeepSpeedEngine, _name, refused_method(f"engine.{_name}", _refusal))
+
+
+def initialize(
+    args=None,
+    model=None,
+    optimizer=None,
+    model_parameters=None,
+    training_data=None,
+    lr_scheduler=None,
+    distributed_port=29500,
+    mpu=None,
+    dist_init_required=None,
+    collate_fn=None,
+    config=None,
+    mesh_param=None,
+    config_params=None,
+):
+    """``strata.initialize`` in the form that frameworks expect: the engine is a ``DeepSpeedEngine``, and its ``config``
+    is the given dict.
+
+    Args:
+        args: a namespace whose ``deepspeed_config``, or ``deepscale_config`` (the older name), is used when no
+            configuration is given.
+        distributed_port: accepted for DeepSpeed's sake; the launcher sets MASTER_PORT.
+        The others are ``strata.initialize``'s. ``config_params`` is another name of ``config``.
+
+    Returns:
+        (engine, optimizer, dataloader, lr_scheduler); the last three are None where there is none.
+
+    Raises:
+        as ``strata.initialize``.
+    """
+    of_arguments = (getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config"))
+    given = next((c for c in (config, config_params, *of_arguments) if c is not None), None)
+    if given is None:
+        raise _C.ConfigError("deepspeed.initialize() needs a configuration: pass config=<dict, path or JSON text>")
+    log_dist(f"DeepSpeed info: version={VERSION}; Strata's engine stands in its place", ranks=[0])
+    document = document_of(given)
+    result = initialize_as(
+        DeepSpeedEngine, model, settings_of(document), optimizer, model_parameters, training_data, lr_scheduler,
+        dist_init_required, collate_fn, mpu, mesh_param,
+    )  # fmt: skip
+    result[0].document = document
+    return result

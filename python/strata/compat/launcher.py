@@ -14,9 +14,11 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from .identity import NAME, VARIABLE
-from .launching import DEEPSPEED_ENVIRONMENT_NAME
+from . import NAME, VARIABLE
 
+# The name of a file with environment variables for other hosts, in the working folder or the home folder. `accelerate
+# launch` reads this constant from DeepSpeed's launcher.
+DEEPSPEED_ENVIRONMENT_NAME = os.getenv("DS_ENV_FILE", ".deepspeed_env")
 DEFAULT_HOSTFILE = "/job/hostfile"
 DEFAULT_PORT = 29500  # DeepSpeed's, and torchrun's
 DEVICES = "CUDA_VISIBLE_DEVICES"
@@ -308,7 +310,7 @@ def _lines_for_other_hosts(folders):
     """{name: value} of the lines NAME=VALUE of ``.deepspeed_env`` in these folders."""
     found = {}
     for folder in folders:
-        path = Path(folder, os.environ.get("DS_ENV_FILE", DEEPSPEED_ENVIRONMENT_NAME))
+        path = Path(folder, DEEPSPEED_ENVIRONMENT_NAME)
         for line in path.read_text().splitlines() if path.is_file() else ():
             name, equals, value = line.partition("=")
             if equals and not line.startswith("#"):

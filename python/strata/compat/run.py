@@ -11,8 +11,8 @@ import re
 import runpy
 import sys
 
+from . import NAME, VARIABLE
 from .activation import activate
-from .identity import NAME, VARIABLE
 
 _NAMES_IT = re.compile(rb"--local[_-]rank\b")
 

@@ -1,4 +1,5 @@
-"""``deepspeed.zero``: gathering, and the objects through which frameworks switch DeepSpeed's hooks off and on."""
+"""``deepspeed.zero``: gathering, the objects through which frameworks switch DeepSpeed's hooks off and on, and the
+classes of optimizers."""
 
 import logging
 import sys
@@ -8,6 +9,7 @@ import torch
 
 from .. import zero
 from ..model.owner import owner_of
+from ..optimizer import ShardedOptimizer
 
 logger = logging.getLogger("strata")
 
@@ -56,8 +58,7 @@ def register_external_parameter(module, parameter):
     """Does nothing: the engine gathers a parameter when any module reads it."""
 
 
-def unregister_external_parameter(module, parameter):
-    """Does nothing."""
+unregister_external_parameter = register_external_parameter
 
 
 def zero_wrapper_for_fp_tensor_constructor(function, dtype):
@@ -127,14 +128,10 @@ class ParameterOffload:
         for core in cores.values():
             core.free_gathered()
 
-    def setup_zero_stage3_hooks(self):
-        """Does nothing: the engine's own interception stays."""
+    def setup_zero_stage3_hooks(self, *arguments, **options):
+        """Does nothing: the engine's own interception stays until ``engine.destroy()``."""
 
-    def _register_deepspeed_module(self, module, count=(0,)):
-        """Does nothing: the engine's own interception stays."""
-
-    def destroy(self):
-        """Does nothing: ``engine.destroy()`` ends it."""
+    _register_deepspeed_module = destroy = setup_zero_stage3_hooks
 
 
 class _Coordinator:
@@ -149,3 +146,71 @@ class _Coordinator:
     def reset_step(self):
         pass
 
+
+# --- classes of optimizers, for ``isinstance`` of the optimizer that ``deepspeed.initialize`` returned ---
+
+
+class _OfStages(type):
+    """``isinstance``: the optimizer is an engine's, of one of ``cls._stages`` and one of ``cls._precisions``."""
+
+    def __instancecheck__(cls, instance):
+        if not isinstance(instance, ShardedOptimizer) or getattr(instance, "zero_stage", None) not in cls._stages:
+            return False
+        return cls._precisions is None or instance.zero_precision in cls._precisions
+
+    def __call__(cls, *args, **kwargs):
+        raise NotImplementedError(f"{cls.__name__} is made by deepspeed.initialize")
+
+
+class DeepSpeedOptimizer(metaclass=_OfStages):
+    """Any engine's."""
+
+    _precisions = None  # all
+
+    _stages = (0, 1, 2, 3)
+
+
+class ZeROOptimizer(DeepSpeedOptimizer):
+    """One that is sharded."""
+
+    _stages = (1, 2, 3)
+
+
+class DeepSpeedZeroOptimizer(DeepSpeedOptimizer):
+    """One of stages 1 and 2."""
+
+    _stages = (1, 2)
+
+
+class DeepSpeedZeroOptimizer_Stage3(DeepSpeedOptimizer):  # noqa: N801 - the name that scripts have
+    """One of stage 3."""
+
+    _stages = (3,)
+
+
+class FP16_Optimizer(DeepSpeedOptimizer):  # noqa: N801
+    """One of stage 0 under fp16 or bf16, fused or not."""
+
+    _stages = (0,)
+    _precisions = ("float16", "bfloat16")
+
+
+FP16_UnfusedOptimizer = FP16_Optimizer
+
+
+class BF16_Optimizer(DeepSpeedOptimizer):  # noqa: N801
+    """One of stages 1 and 2 under bf16."""
+
+    _stages = (1, 2)
+    _precisions = ("bfloat16",)
+
+
+class DummyOptim:
+    """Param groups without an optimizer.
+
+    Args:
+        params: parameters.
+    """
+
+    def __init__(self, params):
+        self.param_groups = [{"params": params}]

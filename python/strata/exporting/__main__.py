@@ -1,12 +1,9 @@
 """``python -m strata.exporting``: converts training checkpoints of Strata to those of other libraries."""
 
 import argparse
-import json
-import logging
-import os
 import sys
 
-from .. import _C
+from ..importing.__main__ import run
 
 _EPILOG = "Exit codes: 0 done, 1 the checkpoint is damaged or cannot be exported, 2 a wrong command line."
 
@@ -30,19 +27,13 @@ def main(arguments=None):
     deepspeed.add_argument("--sub-group-size", type=int, default=10**9, metavar="ELEMENTS",
                            help="zero_optimization.sub_group_size of DeepSpeed's run; default: 1e9, as DeepSpeed's")
     deepspeed.add_argument("--json", action="store_true", help="the report as JSON")
-    given = parser.parse_args(arguments)
-    logging.basicConfig(format="%(message)s", stream=sys.stderr)
-    try:
-        from .deepspeed import export_deepspeed
+    return run(parser, parser.parse_args(arguments), _export, "exported_from")
 
-        path = export_deepspeed(given.checkpoint, given.out, given.tag, given.world, given.stage,
-                                given.sub_group_size)
-    except (_C.FormatError, _C.IoError, _C.UsageError) as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 2 if isinstance(error, _C.UsageError) else 1
-    report = {"path": path, "tag": os.path.basename(path), "exported_from": given.checkpoint}
-    print(json.dumps(report, indent=2) if given.json else path)
-    return 0
+
+def _export(given):
+    from .deepspeed import export_deepspeed
+
+    return export_deepspeed(given.checkpoint, given.out, given.tag, given.world, given.stage, given.sub_group_size)
 
 
 if __name__ == "__main__":

@@ -4,15 +4,13 @@ import json
 import logging
 import math
 import os
+import secrets
 import shutil
-import tempfile
 
 from .. import _C
 from ..checkpoint.plain_values import from_plain
-from ..importing.own_checkpoint import find_own, read_own
-from ..importing.whole_tensors import VALUE
-from .deepspeed_files import Files
-from .deepspeed_layout import Layout
+from ..importing.whole_tensors import VALUE, find_own, read_own
+from .deepspeed_files import Files, Layout
 
 logger = logging.getLogger("strata")
 
@@ -63,10 +61,10 @@ def export_deepspeed(checkpoint, out, tag=None, world_size=None, stage=None, sub
     files = Files(_Contents(whole, world_size, stage, sub_group_size))
     try:
         os.makedirs(out, exist_ok=True)
-        partial = tempfile.mkdtemp(prefix=f".{whole.tag}.", suffix=".partial", dir=out)
+        partial = os.path.join(out, f".{whole.tag}.{secrets.token_hex(8)}.partial")
         try:
+            os.mkdir(partial)
             files.write(partial)
-            os.chmod(partial, 0o777 & ~_umask())
             os.rename(partial, path)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -76,12 +74,6 @@ def export_deepspeed(checkpoint, out, tag=None, world_size=None, stage=None, sub
     except OSError as error:
         raise _C.IoError(f"cannot write '{path}': {error}; choose another folder or make room") from error
     return path
-
-
-def _umask():
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 class _Contents:

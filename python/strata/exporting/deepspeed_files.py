@@ -1,14 +1,181 @@
-"""The files of one checkpoint of DeepSpeed's ZeRO, as version 0.19.8 writes them."""
+"""The files of one checkpoint of DeepSpeed's ZeRO, as version 0.19.8 writes them: their contents, the offset of each
+element of the trained parameters in the flat tensors of each rank, and pickles of DeepSpeed's classes."""
 
 import collections
 import math
 import os
+import pickle
+import shutil
+import types
+from dataclasses import dataclass
 
 import torch
 from tqdm import tqdm
 
 from ..importing.whole_tensors import VALUE
-from .foreign_pickles import ForeignClass, save
+
+
+# --- ``torch.save`` for values whose classes are DeepSpeed's ---
+
+# DeepSpeed's files hold a few objects of its own classes. A pickle has only the module and the name of a class, so a
+# process without the library can write such objects.
+
+
+class ForeignClass:
+    """A class of another library.
+
+    Args:
+        module, name: str, by which the reader of the file imports the class.
+    """
+
+    def __init__(self, module, name):
+        self.module, self.name = module, name
+
+    def __call__(self, **attributes):
+        """An object of the class, without a call of its constructor; ``attributes`` become its ``__dict__``."""
+        return ForeignObject(self, attributes)
+
+
+class ForeignObject:
+    """An object of a ``ForeignClass``."""
+
+    def __init__(self, cls, attributes):
+        self.cls, self.attributes = cls, attributes
+
+
+class _Pickler(pickle._Pickler):
+    """The pickler of the standard library that is written in Python: its C twin refuses names that it cannot import."""
+
+    def save(self, value, *arguments, **options):
+        if not isinstance(value, (ForeignClass, ForeignObject)):
+            super().save(value, *arguments, **options)
+        elif id(value) in self.memo:
+            self.write(self.get(self.memo[id(value)][0]))
+        elif isinstance(value, ForeignClass):
+            self.write(pickle.GLOBAL + f"{value.module}\n{value.name}\n".encode())
+            self.memoize(value)
+        else:
+            self.save(value.cls)
+            self.write(pickle.EMPTY_TUPLE + pickle.NEWOBJ)
+            self.memoize(value)
+            self.save(value.attributes)
+            self.write(pickle.BUILD)
+
+
+_PICKLE = types.SimpleNamespace(Pickler=_Pickler, dumps=pickle.dumps, __name__="pickle")
+
+
+def save(value, path):
+    """Writes ``value`` to the file ``path`` as ``torch.save`` does; parts of it may be ``ForeignObject``s."""
+    torch.save(value, path, pickle_module=_PICKLE)
+
+
+# --- offsets ---
+
+# At stages 1 and 2 each param group is one flat tensor, padded to a multiple of twice the number of ranks, and each
+# rank has an equal range of it. At stage 3 each parameter is cut into as many equal parts as there are ranks, and a
+# rank's flat tensor of a sub-group holds its parts. A param group has several sub-groups where its part exceeds
+# ``sub_group_size`` elements.
+
+
+@dataclass
+class Run:
+    """Elements [begin, begin + numel) of a parameter lie at ``at`` in the flat tensor ``flat`` of ``rank``."""
+
+    rank: int
+    flat: int
+    at: int
+    begin: int
+    numel: int
+
+
+class Layout:
+    """The offsets of all trained parameters.
+
+    Args:
+        groups: [{name: shape}], by param group, in the optimizer's order. Parameters without elements are left out.
+        world_size: number of ranks that DeepSpeed will train on.
+        stage: of ZeRO, 1 to 3.
+        sub_group_size: elements of a rank, of the configuration; counts at stage 3.
+
+    Attributes:
+        shapes: [{name: shape}] by flat tensor.
+        numel: [elements of each flat tensor of one rank].
+        group_flats: [[flat tensors]] by param group.
+        paddings: [[elements at the end of each rank's flat tensor that belong to no parameter]] by rank, at stages 1
+            and 2.
+    """
+
+    def __init__(self, groups, world_size, stage, sub_group_size):
+        self.world_size, self.stage = world_size, stage
+        self.shapes, self.group_flats = [], []
+        for group in groups:
+            members = [group] if stage < 3 else self._sub_groups(group, sub_group_size)
+            self.group_flats.append(list(range(len(self.shapes), len(self.shapes) + len(members))))
+            self.shapes += members
+        self.numel = [self._numel_of(shapes) for shapes in self.shapes]
+        self._places = {}
+        for flat, shapes in enumerate(self.shapes):
+            at = 0
+            for name, shape in shapes.items():
+                self._places[name] = (flat, at, math.prod(shape))
+                at += self._step(math.prod(shape))
+        self.paddings = [[self._padding(flat, rank) for flat in range(len(self.shapes))] for rank in range(world_size)]
+
+    def _step(self, numel):
+        """Elements from the offset of one parameter to that of the next."""
+        return math.ceil(numel / self.world_size) if self.stage == 3 else numel
+
+    def _sub_groups(self, group, size):
+        parts = {name: self._step(math.prod(shape)) for name, shape in group.items()}
+        if size >= sum(parts.values()):
+            return [group]
+        result, members, held = [], {}, 0
+        for name, shape in group.items():
+            members[name] = shape
+            held += parts[name]
+            if held >= size:
+                result.append(members)
+                members, held = {}, 0
+        return result + [members] if members else result
+
+    def _numel_of(self, shapes):
+        own = sum(self._step(math.prod(shape)) for shape in shapes.values())
+        if self.stage == 3:
+            return own
+        alignment = 2 * self.world_size
+        return math.ceil(own / alignment) * alignment // self.world_size
+
+    def _padding(self, flat, rank):
+        whole = sum(math.prod(shape) for shape in self.shapes[flat].values())
+        return min(max(self.numel[flat] * (rank + 1) - whole, 0), self.numel[flat])
+
+    def runs_of(self, name):
+        """[``Run``] of a parameter, which together hold each of its elements once."""
+        flat, at, numel = self._places[name]
+        if self.stage == 3:
+            part = self._step(numel)
+            return [Run(rank, flat, at, begin, min(part, numel - begin))
+                    for rank in range(self.world_size) if (begin := rank * part) < numel]
+        size, result = self.numel[flat], []
+        for rank in range(at // size, self.world_size):
+            low, high = max(at, rank * size), min(at + numel, (rank + 1) * size)
+            if low >= high:
+                break
+            result.append(Run(rank, flat, low - rank * size, low - at, high - low))
+        return result
+
+    def fragments(self, rank):
+        """[{name: (numel, start)}] by flat tensor: the parameters' elements in the rank's flat tensors."""
+        result = [{} for _ in self.shapes]
+        for name in self._places:
+            for run in self.runs_of(name):
+                if run.rank == rank:
+                    result[run.flat][name] = (run.numel, run.at)
+        return result
+
+
+# --- the files ---
 
 _VERSION = "0.19.8"
 _SCALERS = "deepspeed.runtime.fp16.loss_scaler"
@@ -36,9 +203,7 @@ class Files:
             save({"optimizer_state_dict": self._optimizer(flats, rank), "ds_config": self._contents.config,
                   "ds_version": _VERSION}, os.path.join(folder, self._optimizer_name(rank)))
         del flats, module, frozen
-        for name in os.listdir(work):
-            os.unlink(os.path.join(work, name))
-        os.rmdir(work)
+        shutil.rmtree(work)
 
     # --- tensors ---
 

@@ -35,14 +35,24 @@ def main(arguments=None):
                           "again")
     for command in (deepspeed, dcp):
         command.add_argument("--json", action="store_true", help="the report as JSON")
-    given = parser.parse_args(arguments)
+    return run(parser, parser.parse_args(arguments), _import, "imported_from")
+
+
+def run(parser, given, convert, source):
+    """The exit code of a conversion. Prints the path of the new checkpoint, or its report as JSON.
+
+    Args:
+        given: of ``parser``; ``checkpoint`` and ``json`` count here.
+        convert: given -> path.
+        source: the name of ``given.checkpoint`` in the report.
+    """
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     try:
-        path = _import(given)
+        path = convert(given)
     except (_C.FormatError, _C.IoError, _C.UsageError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2 if isinstance(error, _C.UsageError) else 1
-    report = {"path": path, "tag": os.path.basename(path), "imported_from": given.checkpoint}
+    report = {"path": path, "tag": os.path.basename(path), source: given.checkpoint}
     print(json.dumps(report, indent=2) if given.json else path)
     return 0
 

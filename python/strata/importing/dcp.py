@@ -2,22 +2,33 @@
 
 Such a folder holds ``{"model": ..., "optimizer": ...}`` of ``get_state_dict``, which may be inside another dict, or a
 model's state dict alone. Other entries are the script's values.
+
+``.metadata``, which lists the offsets of tensors in files, is a pickle. The unpickler here knows a handful of names,
+each of which stands for data. In place of torch's own classes it has empty ones, new for each file, so that reading
+neither calls nor changes any code of torch. The data files hold a ``torch.save`` for each piece; torch's restricted
+unpickler reads these.
 """
 
+import io
+import math
 import os
+import pickle
 
 import torch
 
 from .. import _C
-from .dcp_files import DcpFolder
+from ..checkpoint.plain_values import written_by
 from .whole_tensors import (
     VALUE,
+    Stored,
     WholeCheckpoint,
     WholeTensor,
     client_tensors,
+    number_of,
+    optimizer_steps,
+    optimizer_values,
     plain_values,
     write_checkpoint,
-    written_by,
 )
 
 _MODELS, _OPTIMIZERS = ("model", "module"), ("optimizer", "optim")
@@ -73,7 +84,7 @@ def read_dcp(folder, tag=None, buffers=()):
             if files.is_tensor(state) and files.shape_of(state) == shape and kind != "step":
                 kinds[kind] = files.stored(state)
             else:
-                scalars[kind] = _number(files.value(state))
+                scalars[kind] = number_of(files.value(state))
         steps[name] = scalars
         tensors.append(WholeTensor(name, shape, stored.dtype, kinds, trainable=name in trained or not states,
                                    aliases=aliases.get(name, [])))
@@ -137,13 +148,10 @@ def _tied(files, model, trained):
     return result
 
 
-def _number(value):
-    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-
-
 def _training_of(files, others, groups, scalars, beside):
     steps = {name: int(values.get("step", 0)) for name, values in scalars.items()}
-    most = max(steps.values(), default=0)
+    counts = optimizer_steps(steps)
+    most = counts["all"]
     values, scheduler = {}, None
     for path, key in others.items():
         at = values
@@ -156,12 +164,7 @@ def _training_of(files, others, groups, scalars, beside):
             break
     optimizer = None
     if groups is not None:
-        kept = [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in groups]
-        optimizer = {
-            "class": None,
-            "param_groups": [plain_values(g, beside, f"optimizer.param_groups[{i}]") for i, g in enumerate(kept)],
-            "scalars": {name: plain_values(v, beside, name) for name, v in scalars.items()},
-        }
+        optimizer = optimizer_values(None, groups, ("params", "param_names"), scalars, beside)
     return {
         "client_state": plain_values(values, beside, "client_state"),
         "scheduler": scheduler,
@@ -170,5 +173,182 @@ def _training_of(files, others, groups, scalars, beside):
         "written_by": written_by(),
         "without_frozen": False,
         "global_steps": most, "micro_steps": most, "skipped_steps": 0, "loss_scale": 1.0,
-        "optimizer_steps": {"all": most, "missed": {n: most - s for n, s in steps.items() if s != most}},
+        "optimizer_steps": counts,
     }  # fmt: skip
+
+
+# --- the folder ---
+
+_NAME = ".metadata"
+
+
+class _Record:
+    """An object that a pickle describes, as its attributes."""
+
+    def __setstate__(self, state):
+        self.__dict__.update(state if isinstance(state, dict) else {"state": state})
+
+
+def _stand_ins():
+    """{(module, name): the object that stands for it}."""
+    metadata, filesystem = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
+    records = [(metadata, name) for name in (
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
+        "MetadataIndex", "StorageMeta")] + [(filesystem, "_StorageInfo"), (filesystem, "_StoragePrefix")]  # fmt: skip
+    found = {key: type(key[1], (_Record,), {}) for key in records}
+    sized = type("Size", (tuple,), {})
+    found.update({
+        ("torch", "Size"): sized,
+        (metadata, "_MEM_FORMAT_ENCODING"): lambda value: value,
+        ("torch.serialization", "_get_layout"): lambda name: name,
+        ("collections", "OrderedDict"): type("OrderedDict", (dict,), {}),
+    })  # fmt: skip
+    for module in ("pathlib", "pathlib._local"):
+        for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"):
+            found[module, name] = lambda *parts: "/".join(map(str, parts))
+    return found
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file, path):
+        super().__init__(file)
+        self._path = path
+        self._known = _stand_ins()
+
+    def find_class(self, module, name):
+        if (module, name) in self._known:
+            return self._known[module, name]
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise _C.FormatError(f"'{self._path}' holds an object of {module}.{name}, and is not read: making it could run "
+                             "code that is in the file")
+
+    def persistent_load(self, pid):
+        raise _C.FormatError(f"'{self._path}' refers to objects outside of itself, which torch does not write there")
+
+
+class DcpFolder:
+    """An open folder.
+
+    Attributes:
+        paths: {key: path in the saved state dict, a tuple of keys and indices}.
+    """
+
+    def __init__(self, folder):
+        self._folder = os.fspath(folder)
+        path = os.path.join(self._folder, _NAME)
+        if not os.path.isfile(path):
+            raise _C.IoError(f"'{self._folder}' is no folder of torch.distributed.checkpoint: wanted a file '{_NAME}' "
+                             "there")
+        try:
+            with open(path, "rb") as file:
+                metadata = _Unpickler(file, path).load()
+            self._entries = dict(metadata.state_dict_metadata)
+            planned = getattr(metadata, "planner_data", None) or {}
+            self.paths = {key: tuple(planned.get(key, (key,))) for key in self._entries}
+            self._pieces = self._by_key(metadata.storage_data)
+        except _C.Error:
+            raise
+        except Exception as error:  # a damaged pickle can raise any class
+            raise _C.FormatError(f"'{path}' is cut off, or not as torch writes it: {error!r}") from error
+
+    @staticmethod
+    def _by_key(storage):
+        pieces = {}
+        for index, info in storage.items():
+            offset = getattr(index, "offset", None)
+            pieces.setdefault(index.fqn, {})[None if offset is None else tuple(offset)] = info
+        return pieces
+
+    def is_tensor(self, key):
+        """Whether the value of ``key`` is a tensor; else it is any value that torch.save writes."""
+        return hasattr(self._entries[key], "chunks")
+
+    def shape_of(self, key):
+        """[int] of a tensor."""
+        return [int(n) for n in self._entries[key].size]
+
+    def stored(self, key):
+        """Stored for a tensor; its ``read`` joins the pieces.
+
+        Raises:
+            FormatError: the pieces do not cover a tensor of its shape, or overlap.
+        """
+        entry = self._entries[key]
+        shape, dtype = self.shape_of(key), entry.properties.state[0]
+        pieces = []
+        for chunk in entry.chunks:
+            begin, sizes = [int(n) for n in chunk.offsets], [int(n) for n in chunk.sizes]
+            info = self._pieces.get(key, {}).get(tuple(begin), self._pieces.get(key, {}).get(None))
+            fits = len(begin) == len(sizes) == len(shape) and all(
+                b >= 0 and n >= 0 and b + n <= most for b, n, most in zip(begin, sizes, shape))
+            if info is None or not fits:
+                raise _C.FormatError(f"'{self._folder}': a piece of '{key}' has no place in a file or in its shape "
+                                     f"{shape}")
+            pieces.append((begin, sizes, info))
+        overlap = _overlap([(begin, sizes) for begin, sizes, _ in pieces])
+        if overlap is not None:
+            raise _C.FormatError(f"'{self._folder}': pieces of '{key}', whose shape is {shape}, overlap: found "
+                                 f"{overlap[0]} and {overlap[1]} as (offsets, sizes); save the folder again")
+        if sum(math.prod(sizes) for _, sizes, _ in pieces) != math.prod(shape):  # no overlaps, so a piece is missing
+            raise _C.FormatError(f"'{self._folder}': the pieces of '{key}' do not make up its shape {shape}")
+        return Stored(dtype, lambda: self._assembled(key, shape, dtype, pieces))
+
+    def _assembled(self, key, shape, dtype, pieces):
+        whole = torch.empty(shape, dtype=dtype)
+        for begin, sizes, info in pieces:
+            piece = self._load(key, info)
+            if not isinstance(piece, torch.Tensor) or list(piece.shape) != sizes or piece.dtype != dtype:
+                raise _C.FormatError(f"'{self._folder}': the piece of '{key}' in '{info.relative_path}' at "
+                                     f"{info.offset} is no tensor of shape {sizes} and {dtype}")
+            target = whole
+            for dimension, (first, size) in enumerate(zip(begin, sizes)):
+                target = target.narrow(dimension, first, size)
+            target.copy_(piece.detach())
+        return whole
+
+    def value(self, key):
+        """The value that was saved under ``key``, tensor or not."""
+        if self.is_tensor(key):
+            return self.stored(key).read()
+        return self._load(key, next(iter(self._pieces[key].values())))
+
+    def _load(self, key, info):
+        name = info.relative_path
+        if os.path.basename(name) != name or name in ("", os.curdir, os.pardir):
+            raise _C.FormatError(f"'{self._folder}': '{key}' lies outside of the folder, in '{name}'")
+        if getattr(info, "transform_descriptors", None):
+            raise _C.FormatError(f"'{self._folder}': '{key}' was written through {list(info.transform_descriptors)}, "
+                                 "which this version does not read; save without")
+        path = os.path.join(self._folder, name)
+        try:
+            with open(path, "rb") as file:
+                file.seek(info.offset)
+                content = file.read(info.length)
+        except OSError as error:
+            raise _C.IoError(f"cannot read '{path}': {error}") from error
+        if len(content) != info.length:
+            raise _C.FormatError(f"'{path}' is cut off: '{key}' has {info.length} bytes at {info.offset}; found "
+                                 f"{len(content)}")
+        try:
+            return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise _C.FormatError(f"'{path}': '{key}' at {info.offset} is damaged, or holds more than data: "
+                                 f"{str(error).splitlines()[0]}") from error
+
+
+def _overlap(boxes):
+    """The first two of ``boxes``, [(offsets, sizes)], that have an element in common; None where no two have.
+
+    The function sweeps along the first dimension, and compares a box with those that have begun and not ended. Pieces
+    that are cut along this dimension have none to compare with, so thousands of ranks cost only a sort.
+    """
+    under_way = []
+    for box in sorted(box for box in boxes if math.prod(box[1]) > 0):
+        begin = box[0][0] if box[0] else 0  # a tensor of no dimension has one element
+        under_way = [other for other in under_way if not other[0] or other[0][0] + other[1][0] > begin]
+        for other in under_way:
+            if all(max(b, o) < min(b + n, o + m) for b, n, o, m in zip(*box, *other)):
+                return other, box
+        under_way.append(box)
+    return None

@@ -1,21 +1,28 @@
 """Converts checkpoints of DeepSpeed's ZeRO, stages 1 to 3 and universal ones, to checkpoints of Strata."""
 
 import json
+import math
 import os
+import re
+from dataclasses import dataclass
+
+import torch
 
 from .. import _C
-from .deepspeed_files import find_deepspeed_files
-from .deepspeed_model import ModelFiles
-from .flat_states import FlatStates
-from .universal_states import UniversalStates
+from ..checkpoint.plain_values import written_by
+from .deepspeed_states import FlatStates, UniversalStates
 from .whole_tensors import (
     VALUE,
+    Stored,
     WholeCheckpoint,
     WholeTensor,
     client_tensors,
+    load_tensors,
+    optimizer_steps,
+    optimizer_values,
     plain_values,
+    stored,
     write_checkpoint,
-    written_by,
 )
 
 # Keys that DeepSpeed itself writes into a model's file; all others are the script's.
@@ -99,7 +106,6 @@ def _training_of(model, states, beside, steps, scalars):
     first = model.first
     config = first.get("ds_config") if isinstance(first.get("ds_config"), dict) else {}
     global_steps = int(first.get("global_steps") or 0)
-    all_steps = max(steps.values(), default=0)
     training = {
         "client_state": plain_values({k: v for k, v in first.items() if k not in _OWN_KEYS}, beside, "client_state"),
         "scheduler": None,
@@ -109,20 +115,16 @@ def _training_of(model, states, beside, steps, scalars):
         "global_steps": global_steps,
         "micro_steps": global_steps * _accumulation_steps(config, int(first.get("dp_world_size") or 1)),
         "skipped_steps": int(first.get("skipped_steps") or 0),
-        "optimizer_steps": {"all": all_steps, "missed": {n: all_steps - s for n, s in steps.items() if s != all_steps}},
+        "optimizer_steps": optimizer_steps(steps),
     }
     if isinstance(first.get("lr_scheduler"), dict):
         # The configuration's scheduler; DeepSpeed does not write the class of a script's.
         name = "ScheduledLR" if config.get("scheduler") else None
         training["scheduler"] = {"class": name, "state": plain_values(first["lr_scheduler"], beside, "scheduler")}
     if states.param_groups is not None:
-        groups = [{k: v for k, v in group.items() if k not in ("params", "step")} for group in states.param_groups]
         section = config.get("optimizer")
-        training["optimizer"] = {
-            "class": section.get("type") if isinstance(section, dict) else None,
-            "param_groups": [plain_values(g, beside, f"optimizer.param_groups[{i}]") for i, g in enumerate(groups)],
-            "scalars": {name: plain_values(values, beside, name) for name, values in scalars.items()},
-        }
+        of_class = section.get("type") if isinstance(section, dict) else None
+        training["optimizer"] = optimizer_values(of_class, states.param_groups, ("params", "step"), scalars, beside)
         members = _members(states.param_groups, model.shapes)
         if members is not None:
             training["optimizer"]["members"] = members
@@ -163,3 +165,199 @@ def _flattened(config, prefix=""):
         else:
             result[f"{prefix}{key}"] = json.dumps(value, default=str)
     return result
+
+
+# --- the files of a checkpoint, and refusals of those that Strata cannot read ---
+
+_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_SHARDED_MODEL = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
+_MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+_OF_PARTS = (  # files of models that are cut by another kind of parallelism than ZeRO
+    (re.compile(r"mp_rank_\d+_\d+_model_states\.pt|layer_\d+-model.*\.pt"), "pipeline parallelism"),
+    (re.compile(r"expp_rank_\d+_.*|layer_\d+_expert_\d+_.*|expert_\d+_mp_rank_.*"), "expert parallelism"),
+)
+_LATEST = ("latest", "latest_universal")
+
+
+@dataclass
+class DeepSpeedFiles:
+    """Paths of one checkpoint.
+
+    Attributes:
+        model: of rank 0, or of every rank at stage 3.
+        optimizer: of every rank; empty where ``universal``.
+        universal: the folder ``zero`` of a universal checkpoint, or None.
+    """
+
+    folder: str
+    tag: str
+    model: list
+    optimizer: list
+    universal: str | None
+
+
+def is_deepspeed_checkpoint(folder):
+    """bool: whether a folder of one tag holds files of DeepSpeed."""
+    try:
+        names = os.listdir(folder)
+        return any(pattern.fullmatch(name) for pattern in (_OPTIMIZER, _SHARDED_MODEL, _MODEL) for name in names)
+    except OSError:
+        return False
+
+
+def find_deepspeed_files(folder, tag=None):
+    """The DeepSpeedFiles of a checkpoint.
+
+    Args:
+        folder: that of all tags, or of one tag.
+        tag: default: the one that ``latest`` or ``latest_universal`` names.
+
+    Raises:
+        IoError: there is no such folder, or a file is missing.
+        FormatError: it holds no checkpoint of DeepSpeed's ZeRO, or one that is cut by another kind of parallelism.
+    """
+    folder = os.path.normpath(os.fspath(folder))
+    if not os.path.isdir(folder):
+        raise _C.IoError(f"there is no folder '{folder}'")
+    if tag is None and is_deepspeed_checkpoint(folder):
+        folder, tag = os.path.split(os.path.abspath(folder))
+    elif tag is None:
+        tag = _latest(folder)
+    if os.path.basename(tag) != tag or tag in (os.curdir, os.pardir):
+        raise _C.FormatError(f"'{folder}': the tag '{tag}' is no name of a folder")
+    path = os.path.join(folder, tag)
+    if not os.path.isdir(path):
+        raise _C.IoError(f"there is no folder '{path}'; give the tag of a checkpoint that is in '{folder}'")
+    return _files_of(path, tag)
+
+
+def _latest(folder):
+    for name in _LATEST:
+        path = os.path.join(folder, name)
+        if os.path.isfile(path):
+            with open(path, encoding="utf-8", errors="replace") as file:
+                return file.read(1000).strip()
+    raise _C.FormatError(f"'{folder}' is no folder of DeepSpeed's checkpoints: wanted a file 'latest' there that names "
+                         "one, or the files of one ('mp_rank_00_model_states.pt'); or give the tag")
+
+
+def _files_of(path, tag):
+    names = sorted(os.listdir(path))
+    for pattern, what in _OF_PARTS:
+        found = [name for name in names if pattern.fullmatch(name)]
+        if found:
+            raise _C.FormatError(f"'{path}' is of a model under {what} ('{found[0]}'), which this version does not "
+                                 "import; export it with DeepSpeed's ds_to_universal or save it without")
+    optimizer = _by_rank(path, names, _OPTIMIZER)
+    model = _by_rank(path, names, _SHARDED_MODEL)
+    if not model:
+        found = [(int(m[1]), name) for name in names if (m := _MODEL.fullmatch(name))]
+        _refuse_tensor_parallel(path, found)
+        model = [os.path.join(path, name) for _, name in found]
+    universal = os.path.join(path, "zero")
+    universal = universal if os.path.isdir(universal) else None
+    if not model:
+        what = "the files of its model are missing" if optimizer or universal else "it is no checkpoint of DeepSpeed"
+        raise _C.FormatError(f"'{path}': {what}: wanted 'mp_rank_00_model_states.pt', or at stage 3 "
+                             "'zero_pp_rank_0_mp_rank_00_model_states.pt'")
+    if not optimizer and universal is None:
+        raise _C.FormatError(f"'{path}' has no '*_optim_states.pt': it was saved without ZeRO, or without states of "
+                             "its optimizer. Load 'module' of its model_states.pt with torch.load and begin with these "
+                             "weights")
+    return DeepSpeedFiles(path, tag, model, optimizer, universal)
+
+
+def _by_rank(path, names, pattern):
+    """Paths by rank; raises an error where a rank's file is missing."""
+    found = [(int(m[1]), int(m[2]), name) for name in names if (m := pattern.fullmatch(name))]
+    _refuse_tensor_parallel(path, [(mp, name) for _, mp, name in found])
+    by_rank = {rank: name for rank, _, name in found}
+    for rank in range(max(by_rank, default=-1) + 1):
+        if rank not in by_rank:
+            raise _C.IoError(f"'{path}': the file of rank {rank} is missing; there is '{found[0][2]}', and so on up to "
+                             f"rank {max(by_rank)}")
+    return [os.path.join(path, by_rank[rank]) for rank in sorted(by_rank)]
+
+
+def _refuse_tensor_parallel(path, found):
+    cut = [name for mp, name in found if mp > 0]
+    if cut:
+        raise _C.FormatError(f"'{path}' is of a model under tensor parallelism ('{cut[0]}'), which this version does "
+                             "not import; make it whole in DeepSpeed first")
+
+
+# --- the model: names and shapes, buffers, frozen and tied parameters ---
+
+
+class ModelFiles:
+    """The contents of the model's files.
+
+    Attributes:
+        shapes: [{name: shape}] of the trained parameters, by param group, or sub-group at stage 3, in the order of the
+            flat tensors.
+        of_ranks: the content of every file: one, or at stage 3 one for each rank.
+    """
+
+    def __init__(self, paths):
+        self.of_ranks = [load_tensors(path) for path in paths]
+        for path, content in zip(paths, self.of_ranks):
+            wanted = {"module", "buffer_names", "param_shapes", "shared_params"}
+            if not isinstance(content, dict) or not wanted <= content.keys():
+                raise _C.FormatError(f"'{path}' is no file of a model under ZeRO: wanted {', '.join(sorted(wanted))}")
+            ways = content.get("mp_world_size")
+            if ways not in (None, 1):
+                raise _C.FormatError(f"'{path}' is of a model under tensor parallelism (mp_world_size {ways}), which "
+                                     "this version does not import; make it whole in DeepSpeed first")
+        self.first = self.of_ranks[0]
+        shapes = self.first["param_shapes"]
+        self.shapes = [dict(group) for group in (shapes if isinstance(shapes, list) else [shapes])]
+
+    def frozen(self):
+        """[(name, shape, Stored)] of parameters that no optimizer updates."""
+        trained = {name for group in self.shapes for name in group}
+        known = trained | set(self.first["buffer_names"]) | set(self.first["shared_params"])
+        shapes = self.first.get("frozen_param_shapes") or {}
+        result = [(name, shape, self._frozen(name, shape)) for name, shape in shapes.items() if name not in trained]
+        # Stage 1 does not list frozen parameters; at stage 3 those in "module" are empty.
+        for name, value in self.first["module"].items():
+            if name not in known and name not in shapes and (len(self.of_ranks) == 1 or value.numel()):
+                result.append((name, value.shape, stored(value)))
+        return result
+
+    def _frozen(self, name, shape):
+        fragments = [content["frozen_param_fragments"][name].detach() for content in self.of_ranks]
+        numel = math.prod(shape)
+        if sum(f.numel() for f in fragments) < numel:
+            raise _C.FormatError(f"the parts of the frozen '{name}' have fewer elements than its shape {list(shape)}")
+        if len(fragments) == 1 and fragments[0].numel() == numel:
+            return stored(fragments[0])
+        return Stored(fragments[0].dtype, lambda: torch.cat([f.flatten() for f in fragments])[:numel])
+
+    def dtype_of(self, name, otherwise):
+        """The dtype in which the model computes with the parameter; ``otherwise`` where the files do not have it."""
+        value = self.first["module"].get(name)
+        return otherwise if value is None else value.dtype
+
+    def buffers(self):
+        """[WholeTensor] of rank 0's buffers, and of other ranks' buffers that differ from these."""
+        result = []
+        for name in self.first["buffer_names"]:
+            value = self.first["module"].get(name)
+            if value is None:
+                continue
+            result.append(WholeTensor(name, value.shape, value.dtype, {VALUE: stored(value)}, "buffer"))
+            for rank, content in enumerate(self.of_ranks[1:], 1):
+                theirs = content["module"].get(name)
+                if theirs is not None and not torch.equal(theirs, value):
+                    result.append(WholeTensor(f"{rank}:{name}", theirs.shape, theirs.dtype, {VALUE: stored(theirs)},
+                                              "rank buffer"))
+        return result
+
+    def aliases(self):
+        """{name: [other names of the same parameter]}."""
+        own = {name for group in self.shapes for name in group} | set(self.first.get("frozen_param_shapes") or {})
+        result = {}
+        for name, target in self.first["shared_params"].items():
+            if name not in own:
+                result.setdefault(target, []).append(name)
+        return result

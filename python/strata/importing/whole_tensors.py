@@ -1,9 +1,13 @@
-"""A checkpoint as whole tensors, each read when it is needed, and the writer that makes it one of Strata's."""
+"""A checkpoint as whole tensors, each read when it is needed, and the writer that makes it one of Strata's. Importers
+share two readers: of Strata's own checkpoints, and of files of ``torch.save``, from which no code runs."""
 
+import argparse
+import errno
 import json
 import logging
 import math
 import os
+import pickle
 from collections import ChainMap
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -55,6 +59,11 @@ class WholeCheckpoint:
     training: dict
     world_size: int = 1
     stage: int = 0
+
+
+def number_of(value):
+    """The number of a tensor of one element; any other value itself."""
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
 def stored(tensor):
@@ -115,17 +124,142 @@ def _with_any_keys(kept, where):
     return {"$": "dict", "items": [[to_plain(key, {}, f"{where} key"), value] for key, value in kept.items()]}
 
 
+def optimizer_steps(steps):
+    """JSON of the parameters' counts of updates, from {name: int}."""
+    most = max(steps.values(), default=0)
+    return {"all": most, "missed": {name: most - count for name, count in steps.items() if count != most}}
+
+
+def optimizer_values(of_class, groups, left_out, scalars, tensors):
+    """JSON of an optimizer: its param groups but for the keys ``left_out``, and ``scalars``, {name: {key: number}}."""
+    kept = [{k: v for k, v in group.items() if k not in left_out} for group in groups]
+    return {
+        "class": of_class,
+        "param_groups": [plain_values(g, tensors, f"optimizer.param_groups[{i}]") for i, g in enumerate(kept)],
+        "scalars": {name: plain_values(values, tensors, name) for name, values in scalars.items()},
+    }
+
+
 def client_tensors(tensors):
     """[WholeTensor] for {name: tensor} of ``plain_values``."""
     return [WholeTensor(n, t.shape, t.dtype, {VALUE: stored(t.contiguous())}, "client") for n, t in tensors.items()]
 
 
-def written_by(**others):
-    """The versions of libraries that made a checkpoint."""
-    from importlib import metadata
+# --- checkpoints of ``engine.save_checkpoint``, read by one process without an engine ---
 
+
+def find_own(folder, tag=None):
+    """Path of a checkpoint of Strata; None: there is none.
+
+    Args:
+        folder: that of all tags, or of one tag.
+        tag: default: the one that ``latest`` names.
+    """
+    folder = os.path.abspath(folder)
+    if tag is None and os.path.isfile(os.path.join(folder, "manifest.json")):
+        folder, tag = os.path.split(folder)
+    tag = _C.latest_tag(folder) if tag is None else str(tag)
+    return None if tag is None else _C.find_checkpoint(folder, tag)
+
+
+def read_own(path):
+    """The WholeCheckpoint at ``path``. Its reads verify every block of a file that they touch.
+
+    Raises:
+        FormatError: it is damaged.
+        IoError: a file is missing.
+    """
+    checkpoint = _C.TrainingCheckpoint(path)
+    tensors = []
+    for role, name, shape, dtype, trainable, aliases in checkpoint.tensors():
+        kinds = checkpoint.kinds if role == "parameter" else [VALUE]
+        stored = {kind: _stored_own(checkpoint, role, name, kind, dtype) for kind in kinds
+                  if kind == VALUE or checkpoint.has(name, kind)}
+        tensors.append(WholeTensor(name, shape, dtype, stored, role, trainable, aliases))
+    return WholeCheckpoint(os.path.basename(path), tensors, json.loads(checkpoint.training), checkpoint.world_size,
+                           checkpoint.stage)
+
+
+def _stored_own(checkpoint, role, name, kind, dtype):
+    found = checkpoint.dtype_of(name, kind) if role == "parameter" else dtype
+    return Stored(found or dtype, lambda: checkpoint.read(role, name, kind))
+
+
+# --- files of ``torch.save`` ---
+
+# torch's restricted unpickler makes tensors and plain containers, and objects of the classes that are listed here: each
+# stands for data, and its constructor does nothing else. Empty classes stand for DeepSpeed's own, so that DeepSpeed
+# need not be installed. The unpickler refuses any other class; the error names it.
+
+
+class ZeroStage(int):
+    """Stands for DeepSpeed's ZeroStageEnum: the stage's number."""
+
+
+class FragmentAddress:
+    """Stands for DeepSpeed's fragment_address: ``numel`` and ``start``."""
+
+
+class LossScaler:
+    """Stands for DeepSpeed's LossScaler: ``cur_scale`` and ``dynamic``."""
+
+
+class DynamicLossScaler:
+    """Stands for DeepSpeed's DynamicLossScaler, with its state as attributes."""
+
+
+def _deepspeed_classes():
+    return [
+        (ZeroStage, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+        (FragmentAddress, "deepspeed.utils.tensor_fragment.fragment_address"),
+        (LossScaler, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
+        (DynamicLossScaler, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
+    ]
+
+
+def _plain_classes():
+    """Classes of scripts' own values: namespaces of arguments, and numpy's numbers and arrays of numbers."""
+    import numpy
+
+    multiarray = numpy._core.multiarray if hasattr(numpy, "_core") else numpy.core.multiarray
+    classes = [(argparse.Namespace, "argparse.Namespace")]
+    classes += [(numpy.ndarray, "numpy.ndarray"), (numpy.dtype, "numpy.dtype")]
+    for module in ("numpy._core.multiarray", "numpy.core.multiarray"):
+        classes += [(multiarray.scalar, f"{module}.scalar"), (multiarray._reconstruct, f"{module}._reconstruct")]
+    types = {type(numpy.dtype(code)) for code in "?bBhHiIlLqQefd"}
+    return classes + [(t, f"numpy.dtypes.{t.__name__}") for t in types]
+
+
+def load_tensors(path):
+    """The value that ``torch.save`` wrote to ``path``. Tensors are mapped, so that the system reads only the bytes that
+    are used.
+
+    Raises:
+        FormatError: for a file that holds objects other than data (the message has their class); for one that is cut
+            off.
+        IoError: it is not there.
+    """
+    allowed = _deepspeed_classes() + _plain_classes()
     try:
-        version = metadata.version("strata-train")
-    except metadata.PackageNotFoundError:
-        version = "of a build folder"
-    return {"strata": version, "torch": torch.__version__, **others}
+        with torch.serialization.safe_globals(allowed):
+            refused = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+            if refused:
+                raise _C.FormatError(_refusal(path, refused))
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except OSError as error:
+        if error.errno == errno.EINVAL:  # torch looks for the file's end before its beginning
+            raise _C.FormatError(f"'{path}' is cut off, or no file of torch.save") from error
+        raise _C.IoError(f"cannot read '{path}': {error}") from error
+    except pickle.UnpicklingError as error:
+        raise _C.FormatError(f"'{path}' holds more than data, and is not read: "
+                             f"{str(error).splitlines()[-1]}") from error
+    except _C.Error:
+        raise
+    except Exception as error:  # torch raises RuntimeError, ValueError, EOFError and more for damaged files
+        raise _C.FormatError(f"'{path}' is cut off, or no file of torch.save: {str(error).splitlines()[0]}") from error
+
+
+def _refusal(path, names):
+    return (f"'{path}' holds objects of {', '.join(sorted(names)[:8])}, and is not read: making them could run code "
+            "that is in the file. If you trust it and the class holds data alone, allow it with "
+            "torch.serialization.add_safe_globals and call strata.importing from Python; or save again without it")

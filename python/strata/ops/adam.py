@@ -102,10 +102,6 @@ class FusedAdam(_Adam):
         self.set_grad_none = set_grad_none
         super().__init__(params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode, False)
 
-    def zero_grad(self, set_to_none=None):
-        """Drops gradients, or zeroes them; None: as ``set_grad_none`` says."""
-        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
-
     def update(self, group, parameters, counts):
         """Called by ``step()``: parameters of ``group`` with gradients, of their updates number ``counts``."""
         on_host, on_gpus = [], {}

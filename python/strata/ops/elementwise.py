@@ -1,4 +1,5 @@
-"""The base of this package's optimizers: checks, states in torch's form, saving and loading them."""
+"""The base of this package's optimizers: checks, states in torch's form, saving and loading them. Functions with which
+schedules and checkpoints write into the param groups of any optimizer."""
 
 import inspect
 
@@ -29,6 +30,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
     """
 
     moments = ()
+    set_grad_none = True
     # Keys of param groups that would change the result; a group must not set them.
     refused = ("amsgrad", "maximize")
 
@@ -44,6 +46,10 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         """
         self._refuse(self.defaults | param_group)
         add_group_without_compiler(self, param_group)
+
+    def zero_grad(self, set_to_none=None):
+        """Drops gradients, or zeroes them; None: as ``set_grad_none`` says."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -157,3 +163,28 @@ def write_back(targets, values):
     for target, value in zip(targets, values, strict=True):
         if value is not target:
             target.copy_(value)
+
+
+# --- param groups ---
+
+
+def set_value(group, key, value):
+    """Sets a value of a param group. A tensor is filled in place, as torch's schedulers do, since compiled and captured
+    steps hold it."""
+    if isinstance(group.get(key), torch.Tensor) and group[key] is not value:
+        group[key].copy_(value) if isinstance(value, torch.Tensor) else group[key].fill_(value)
+    else:
+        group[key] = value
+
+
+def set_values(group, values):
+    """``set_value`` of each of ``values``, a dict, but for "params"."""
+    for key, value in values.items():
+        if key != "params":
+            set_value(group, key, value)
+
+
+def place_of(key, group, parameter):
+    """The device on which torch's optimizers keep a state of one element, by the rule of their load_state_dict."""
+    on_device = key != "step" or group.get("capturable") or group.get("fused")
+    return parameter.device if on_device else "cpu"

@@ -60,7 +60,3 @@ class FusedLion(_Lion):
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), weight_decay=0.0, set_grad_none=True):
         self.set_grad_none = set_grad_none
         super().__init__(params, lr, betas, weight_decay, False)
-
-    def zero_grad(self, set_to_none=None):
-        """Drops gradients, or zeroes them; None: as ``set_grad_none`` says."""
-        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)

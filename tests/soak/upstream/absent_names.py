@@ -4,8 +4,7 @@ they can be imported, and say so when they are used. STRATA_UPSTREAM_ABSENT has 
 
 import os
 
-from strata.compat.names import MODULES
-from strata.compat.refusal import Refusal
+from strata.compat.names import MODULES, Refusal
 
 INTERNALS = Refusal("internals of DeepSpeed")
 

@@ -1,10 +1,142 @@
-"""The section ``zero_optimization`` as an object, with DeepSpeed's names, second names and defaults."""
+"""The configuration in the form that frameworks write and read: the whole, and the section ``zero_optimization`` as an
+object, with DeepSpeed's names, second names and defaults; its enumerations; functions that read single settings."""
 
+import enum
+import logging
+import math
 import sys
 
+import torch
+
 from .. import _C
-from .constants import LEAVES
-from .enumerations import OffloadDeviceEnum, ZeroStageEnum
+from ..config_source import document_of, read_config
+from ..engine_settings import VALUE_NAMES, EngineSettings
+from ..rank_logging import log_dist
+from .names import LEAVES
+
+
+def settings_of(document):
+    """The dict for Strata's parser, from one that frameworks have filled in. It lacks settings that have no effect in
+    DeepSpeed either (keys with dots, an infinite ``steps_per_print``), and its whole numbers are ints.
+    """
+    settings = _whole({key: value for key, value in document.items() if "." not in str(key)})
+    if settings.get("steps_per_print") == math.inf:
+        del settings["steps_per_print"]
+    _warm_up_for_a_step(settings)
+    return settings
+
+
+def _warm_up_for_a_step(settings):
+    """Replaces a warm-up of 0 steps, which Trainer and Accelerate write for "auto" where the user sets none. DeepSpeed
+    took 0 as 2 steps, as it does 1, up to version 0.19.5, and has refused it since."""
+    scheduler = settings.get("scheduler")
+    params = scheduler.get("params") if isinstance(scheduler, dict) else None
+    if isinstance(params, dict) and params.get("warmup_num_steps") == 0:
+        params["warmup_num_steps"] = 1
+        log_dist("scheduler.params.warmup_num_steps is 0, and counts as 2 steps; leave the scheduler out of the "
+                 "configuration for Trainer's own without a warm-up", [0], logging.WARNING)
+
+
+def _whole(value):
+    if isinstance(value, dict):
+        return {key: _whole(entry) for key, entry in value.items()}
+    if isinstance(value, float) and value >= 1e3 and math.isfinite(value):
+        return int(value)  # frameworks compute sizes of buckets by a product
+    return value
+
+
+class DeepSpeedConfig:
+    """A configuration, checked, with complete batch sizes.
+
+    Args:
+        config: dict, path or JSON text.
+        mpu, mesh_device: must be None.
+
+    Attributes:
+        train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps: int.
+        zero_optimization_stage: int. zero_enabled: bool, whether it is above 0.
+        zero_config: ``DeepSpeedZeroConfig``.
+        optimizer_params, scheduler_params: the dict ``params`` of the section as given, or None.
+        gradient_clipping, gradient_allreduce_op, optimizer_name, ...: results of the engine's methods of these names.
+        _param_dict: the dict.
+
+    Raises:
+        ConfigError: the configuration is wrong.
+    """
+
+    def __init__(self, config, mpu=None, mesh_device=None):
+        if mpu is not None or mesh_device is not None:
+            raise _C.UsageError("DeepSpeedConfig(mpu=..., mesh_device=...): Strata cuts no model between ranks; leave "
+                                "them out")
+        from ..ranks.runtime import rank_and_world_size
+
+        self._param_dict = document_of(config)
+        parsed = read_config(settings_of(self._param_dict))
+        parsed.complete_batch(rank_and_world_size()[1])
+        self.train_batch_size = parsed.train_batch_size
+        self.train_micro_batch_size_per_gpu = parsed.micro_batch_size
+        self.gradient_accumulation_steps = parsed.accumulation_steps
+        self.zero_optimization_stage = parsed.stage
+        self.zero_enabled = parsed.stage > 0
+        self.zero_config = get_zero_config(self._param_dict)
+        self.optimizer_params, self.scheduler_params = (
+            (self._param_dict.get(name) or {}).get("params") for name in ("optimizer", "scheduler")
+        )
+        self._values = _Values(parsed)
+
+    def __getattr__(self, name):
+        if name in VALUE_NAMES and "_values" in self.__dict__:
+            return getattr(self._values, name)()
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+
+
+class _Values(EngineSettings):
+    """The methods of an engine about its configuration, without an engine."""
+
+    def __init__(self, config):
+        self._config = config
+
+
+# --- enumerations, with DeepSpeed's values ---
+
+
+class ZeroStageEnum(int, enum.Enum):
+    """The stages of ZeRO."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+    max_stage = 3
+
+
+class OffloadDeviceEnum(str, enum.Enum):
+    """The tiers of shards."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class OffloadStateTypeEnum(str, enum.Enum):
+    """The states that ``engine.offload_states`` moves."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
+class ZeroParamType(enum.Enum):
+    """The kinds of parameters under ZeRO."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+# --- the section ``zero_optimization`` ---
 
 
 class _Section:
@@ -138,3 +270,37 @@ def get_zero_config(param_dict):
     """``DeepSpeedZeroConfig`` of a whole configuration, a dict."""
     given = param_dict.get("zero_optimization") or {}
     return DeepSpeedZeroConfig(**given) if isinstance(given, dict) else DeepSpeedZeroConfig(stage=int(given))
+
+
+# --- single settings of the dict of a configuration ---
+
+
+def get_gradient_clipping(param_dict):
+    """float: ``gradient_clipping``, 1.0 where it is not given."""
+    return param_dict.get("gradient_clipping", 1.0)
+
+
+def get_log_level(param_dict):
+    """str or None: ``log_level``."""
+    return param_dict.get("log_level")
+
+
+def get_lr_from_config(config):
+    """(float, ""): the first rate of a section ``scheduler``, a dict; (None, the reason) where it names none."""
+    params = config.get("params")
+    if "type" not in config or params is None:
+        return None, "the section has no type, or no params"
+    first = {"LRRangeTest": "lr_range_test_min_lr", "OneCycle": "cycle_max_lr"}.get(config["type"], "warmup_max_lr")
+    return params.get(first), ""
+
+
+def get_torch_optimizer(optimizer):
+    """``optimizer`` itself where it is a torch optimizer, else the torch optimizer in its attribute ``optimizer``.
+
+    Raises:
+        TypeError: neither is one.
+    """
+    for found in (optimizer, getattr(optimizer, "optimizer", None)):
+        if isinstance(found, torch.optim.Optimizer):
+            return found
+    raise TypeError(f"wanted a torch.optim.Optimizer; found {type(optimizer).__name__}")

@@ -1,13 +1,17 @@
-"""Writes files of ``torch.save``, and sets of files, that are complete or absent."""
+"""Writes files of ``torch.save``, and sets of files, that are complete or absent. Puts the script that writes whole
+weights beside checkpoints, where DeepSpeed's users look for it."""
 
+import logging
 import os
 import shutil
 import tempfile
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
 from .. import _C
+
+logger = logging.getLogger("strata")
 
 
 def save_whole_file(value, path):
@@ -23,7 +27,7 @@ def save_whole_file(value, path):
             whole.publish()
 
 
-class SavedTogether:
+class SavedTogether(ExitStack):
     """Context for several files of ``torch.save`` in one folder, which is made if need be. The files get their names in
     ``publish``; the end of the context removes files that have none.
 
@@ -32,25 +36,17 @@ class SavedTogether:
     """
 
     def __init__(self, folder):
+        super().__init__()
         self._folder = folder
-        self._files = []  # _C.AtomicFiles, on disk
-
-    def __enter__(self):
-        with _saying_where(self._folder):
-            os.makedirs(self._folder, exist_ok=True)
-        return self
-
-    def __exit__(self, kind, value, traceback):
-        files, self._files = self._files, []
-        for file in files:
-            file.__exit__(None, None, None)
-        return False
+        self._files = []  # _C.AtomicFile objects, on disk
+        with _saying_where(folder):
+            os.makedirs(folder, exist_ok=True)
 
     def add(self, value, name):
         """Brings ``value`` to disk."""
         path = os.path.join(self._folder, name)
         with _saying_where(path):
-            self._files.append(_C.AtomicFile(path))
+            self._files.append(self.enter_context(_C.AtomicFile(path)))
             _save(value, self._files[-1])
             os.fsync(self._files[-1].fileno())  # a full disk is an error before any file has its name
 
@@ -58,6 +54,18 @@ class SavedTogether:
         """Gives every file its name, in the order in which they came."""
         for file in self._files:
             file.publish()
+
+
+def file_bytes(size):
+    """int: bytes of one file at most, from a number, or a text such as "5GB" or "512MiB".
+
+    Raises:
+        UsageError: ``size`` is neither.
+    """
+    size_bytes = size if isinstance(size, int) else _C.parse_size(size)
+    if size_bytes is None:
+        raise _C.UsageError(f"max_shard_size must be a number of bytes or like '5GB' or '512MiB'; got {size!r}")
+    return size_bytes
 
 
 @contextmanager
@@ -89,3 +97,44 @@ def _saying_where(path):
         yield
     except (OSError, RuntimeError) as error:  # torch raises RuntimeError where it cannot write
         raise _C.IoError(f"cannot write '{path}': {error}; choose another folder or make room") from error
+
+
+# --- the script ---
+
+_NAME = "zero_to_fp32.py"
+_TEXT = '''#!/usr/bin/env python
+"""Writes the whole fp32 weights of a checkpoint that is in this folder; --help says more.
+
+    python zero_to_fp32.py . output_dir --safe_serialization
+"""
+
+import sys
+
+from strata.utils.zero_to_fp32 import main
+
+if __name__ == "__main__":
+    sys.exit(main())
+'''
+
+
+def place_script(folder):
+    """Puts ``zero_to_fp32.py`` into ``folder``. A failure is only a warning: a checkpoint needs no script."""
+    path = os.path.join(folder, _NAME)
+    try:
+        if _is_there(path):
+            return
+        with _C.AtomicFile(path) as script:
+            with open(script.fileno(), "w", encoding="utf-8", closefd=False) as file:
+                file.write(_TEXT)
+            script.publish()
+            os.fchmod(script.fileno(), os.fstat(script.fileno()).st_mode | 0o100)
+    except (OSError, _C.IoError) as error:
+        logger.warning("cannot write '%s': %s", path, error)
+
+
+def _is_there(path):
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read(len(_TEXT) + 1) == _TEXT
+    except FileNotFoundError:
+        return False

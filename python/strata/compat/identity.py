@@ -1,7 +1,0 @@
-"""The name and the version of the stand-in."""
-
-from strata import __version__
-
-NAME = "deepspeed"
-VERSION = f"0.19.8+strata.{__version__}"  # the DeepSpeed whose names are here, and Strata's version
-VARIABLE = "STRATA_COMPAT"
