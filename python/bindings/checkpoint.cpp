@@ -175,7 +175,7 @@ void bind_checkpoint(py::module_& module) {
   module.def(
       "weights_changed", [](ShardedModel& model) { model.engine().weights_changed(); }, unlocked);
   module.def(
-      "agree",
+      "agree_on_outcome",
       [](comm::Collectives& collectives, const std::string& what, std::string kind,
          std::string message) {
         engine::agree_on_outcome(collectives, what, {std::move(kind), std::move(message)});

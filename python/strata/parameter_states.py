@@ -14,7 +14,7 @@ its elements of each tile. These functions wait for the device; call them betwee
 import torch
 
 from . import _C
-from .model.ownership import owner_of
+from .model.parameter import owner_of
 from .model.tiles import tiles_of
 
 

@@ -1,7 +1,7 @@
 """The class of engines that ``deepspeed.initialize`` makes: Strata's, with further names that frameworks use."""
 
 from ..engine import Engine
-from ..model.owner import owner_of
+from ..model.parameter import owner_of
 from .refusal import refused_method
 from .refused_names import REFUSED_METHODS
 from .sharding import ParameterOffload, no_external_parameters

@@ -5,7 +5,7 @@ import os
 import torch
 
 from .. import _C
-from ..model.owner import owner_of
+from ..model.parameter import owner_of
 from ..model.tiles import tiles_of
 
 

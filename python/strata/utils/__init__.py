@@ -25,7 +25,7 @@ from ..parameter_states import (
     safe_update_full_grad_vectorized,
 )
 from ..rank_logging import log_dist, logger
-from ..repeating_loader import RepeatingLoader
+from ..batches import RepeatingLoader
 
 __all__ = [
     "RepeatingLoader",
