@@ -318,7 +318,7 @@ def agree_after(collectives, what):
         if not isinstance(error, _C.Error):
             message = f"{kind}: {message}"
     try:
-        _C.agree(collectives, what, kind, message)
+        _C.agree_on_outcome(collectives, what, kind, message)
     except _C.Error as agreed:
         if own is not None and not isinstance(own, _C.Error):
             raise own from agreed
