@@ -20,6 +20,20 @@ class _Keeper:
         return type(None), ()
 
 
+def replaced(module, name, value):
+    """Puts ``value`` in place of ``module.__dict__[name]``. Returns a function that undoes this."""
+    before = module.__dict__.get(name)
+    module.__dict__[name] = value
+
+    def undo():
+        if before is None:
+            module.__dict__.pop(name, None)
+        else:
+            module.__dict__[name] = before
+
+    return undo
+
+
 def intercept(core, modules, scopes=True):
     """Wraps the forward of every scope's module and of the model, and the ``_parameters`` of every module that owns
     sharded parameters, so that a read outside any scope gathers. The model, ``modules[0]``, keeps ``core``.
@@ -38,23 +52,23 @@ def intercept(core, modules, scopes=True):
         if not core.scope_needed(scope):
             continue
         module = modules[module_index]
-        undo.append((module, "forward", module.__dict__.get("forward")))
-        module.__dict__["forward"] = _C.ScopedForward(core, scope, module.forward)
+        undo.append(replaced(module, "forward", _C.ScopedForward(core, scope, module.forward)))
     if scopes:
-        model = modules[0]
-        undo.append((model, "forward", model.__dict__.get("forward")))
-        model.__dict__["forward"] = _C.RootForward(core, model.forward)
+        undo.append(replaced(modules[0], "forward", _C.RootForward(core, modules[0].forward)))
     for module in modules:
         if type(module._parameters) is not dict:
             module.__dict__["_parameters"] = dict(module._parameters)  # replaces that of an earlier engine or zero.Init
         own = [core.index_of(p) for p in module._parameters.values() if p is not None]
         if not any(i >= 0 and core.is_sharded(i) for i in own):
             continue
-        plain = module._parameters
-        module.__dict__["_parameters"] = _C.ParameterDict(plain)
+        module.__dict__["_parameters"] = _C.ParameterDict(module._parameters)
         _C.attach_parameter_dict(module.__dict__["_parameters"], core)
-        undo.append((module, "_parameters", plain))
+        undo.append(functools.partial(_make_parameters_plain, module))
     return undo
+
+
+def _make_parameters_plain(module):
+    module.__dict__["_parameters"] = dict(module.__dict__["_parameters"])
 
 
 def restore(core, model, undo):
@@ -62,13 +76,8 @@ def restore(core, model, undo):
     keeper = model.__dict__.get("_strata_core")
     if keeper is not None and keeper.core is core:  # else it belongs to a later engine
         del model.__dict__["_strata_core"]
-    for module, name, value in reversed(undo):
-        if name == "_parameters":
-            module.__dict__[name] = dict(module.__dict__[name])
-        elif value is None:
-            module.__dict__.pop(name, None)
-        else:
-            module.__dict__[name] = value
+    for undo_one in reversed(undo):
+        undo_one()
 
 
 def intercept_arguments(module, device, floating):
@@ -105,15 +114,11 @@ def intercept_arguments(module, device, floating):
         args, kwargs = moved_arguments(args, kwargs, device)
         return generate(*args, **kwargs)
 
-    own = module.__dict__.get("generate")
-    module.__dict__["generate"] = generate_there
+    undo_generate = replaced(module, "generate", generate_there)
 
     def undo():
         handle.remove()
-        if own is None:
-            module.__dict__.pop("generate", None)
-        else:
-            module.__dict__["generate"] = own
+        undo_generate()
 
     return undo
 

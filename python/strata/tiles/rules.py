@@ -10,6 +10,7 @@ import copy
 import torch
 
 from .. import _C
+from ..model.interception import replaced
 from . import functions
 from .functions import Groups, has_grouped_product
 
@@ -56,16 +57,7 @@ class TilingRule:
         Returns:
             a function that undoes this.
         """
-        before = module.__dict__.get("forward")
-        module.__dict__["forward"] = _TiledForward(self, module, tiles)
-
-        def take_back():
-            if before is None:
-                module.__dict__.pop("forward", None)
-            else:
-                module.__dict__["forward"] = before
-
-        return take_back
+        return replaced(module, "forward", _TiledForward(self, module, tiles))
 
 
 class _TiledForward:

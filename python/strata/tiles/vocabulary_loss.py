@@ -15,6 +15,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from .. import _C
+from ..model.interception import replaced
 from ..model.tiles import Destination, tiles_of, write_product
 from .functions import linear
 
@@ -331,16 +332,11 @@ def install(module, heads):
     head = module.get_output_embeddings()
     if id(head) not in heads or isinstance(head.forward, _LazyHead) or module.loss_function is not ForCausalLMLoss:
         return None
-    before = head.__dict__["forward"]
-    head.__dict__["forward"] = _LazyHead(head, heads[id(head)], before)
-    had = module.__dict__.get("_loss_function")
-    module.loss_function = _CausalLoss(ForCausalLMLoss)
+    undo_forward = replaced(head, "forward", _LazyHead(head, heads[id(head)], head.__dict__["forward"]))
+    undo_loss = replaced(module, "_loss_function", _CausalLoss(ForCausalLMLoss))
 
-    def take_back():
-        head.__dict__["forward"] = before
-        if had is None:
-            module.__dict__.pop("_loss_function", None)
-        else:
-            module.loss_function = had
+    def undo():
+        undo_forward()
+        undo_loss()
 
-    return take_back
+    return undo
