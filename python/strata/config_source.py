@@ -50,10 +50,9 @@ def section_of(settings, path):
 def require_monitors(config, rank):
     """Raises ConfigError on rank 0, which writes metrics, where a _C.Config needs a package that is not installed."""
     if rank == 0 and config.shown_given:
-        from .monitoring.monitor import enabled_monitors
         from .monitoring.monitor import require_packages
 
-        require_packages(enabled_monitors(config))
+        require_packages(config)
 
 
 def _json_of(document):

@@ -36,14 +36,9 @@ class EngineWeights:
             keep_vars: return tensors that autograd knows; without effect at stage 3.
             exclude_frozen_parameters: leave out parameters that need no gradient.
         """
-        self._engine.core.require_weights("a state dict")
-        self._engine.core.require_own_memory()
-        destination = OrderedDict() if destination is None else destination
+        found = self._state_dict(True, destination, prefix, keep_vars, with_frozen=not exclude_frozen_parameters)
         if self._engine._config.stage >= 3:
-            found = _whole_weights().whole_state_dict(self._engine.module, with_frozen=not exclude_frozen_parameters)
-            destination.update((prefix + name, value) for name, value in found.items())
-            return destination
-        found = self._engine.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+            return found
         for name, parameter in self._engine.module.named_parameters(remove_duplicate=False):
             if exclude_frozen_parameters and not parameter.requires_grad:
                 found.pop(prefix + name, None)
@@ -85,11 +80,16 @@ class EngineWeights:
         needs room for the whole model; other ranks get an empty dict. ``save_pretrained`` needs no such room. At stages
         0 to 2 every rank has the whole model, and this is ``engine.module.state_dict()``.
         """
-        self._engine.core.require_weights("a state dict")
-        self._engine.core.require_own_memory()
+        return self._state_dict(self._engine.global_rank == 0, destination, prefix, keep_vars)
+
+    def _state_dict(self, keep, destination, prefix, keep_vars, with_frozen=True):
+        """``keep``: whether this rank gets whole copies at stage 3."""
+        core, model = self._engine.core, self._engine.module
+        core.require_weights("a state dict")
+        core.require_own_memory()
         if self._engine._config.stage < 3:
-            return self._engine.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
-        found = _whole_weights().whole_state_dict(self._engine.module, self._engine.global_rank == 0) or {}
+            return model.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        found = _whole_weights().whole_state_dict(model, keep, with_frozen) or {}
         destination = OrderedDict() if destination is None else destination
         destination.update((prefix + name, value) for name, value in found.items())
         return destination

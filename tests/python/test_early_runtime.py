@@ -55,7 +55,7 @@ def test_the_class_and_the_device_are_there_while_ranks_are_still_connecting(che
 
     monkeypatch.setattr(pretrained, "_import_class", noting(imported, import_class))
     monkeypatch.setattr(pretrained, "open_runtime", noting(opened, open_runtime))
-    monkeypatch.setattr(pretrained, "init_distributed", connect)
+    monkeypatch.setitem(strata.initialize.__globals__, "init_distributed", connect)
     engine, *_ = strata.load_pretrained(checkpoint, config_of(2))
     engine.destroy()
     assert _running() == []
@@ -65,7 +65,7 @@ def test_ranks_that_cannot_connect_leave_nothing_running(checkpoint, monkeypatch
     def connect():
         raise RuntimeError("the store cannot be reached")
 
-    monkeypatch.setattr(pretrained, "init_distributed", connect)
+    monkeypatch.setitem(strata.initialize.__globals__, "init_distributed", connect)
     with pytest.raises(RuntimeError, match="the store cannot be reached"):
         strata.load_pretrained(checkpoint, config_of(2))
     assert _running() == []

@@ -209,14 +209,10 @@ class DeferredTensor:
         """Whether ``tensor``, a view, has all elements in their order."""
         return tensor.numel() == self.tensor.numel() and tensor.is_contiguous()
 
-    def write(self, target, begin, threads, world_size):
-        """Writes elements from ``begin`` on to ``target``, a dense tensor of the host."""
-        self.recipe.write(target, begin, threads, world_size)
-
 
 class Recording(TorchDispatchMode):
     """While it is open, floating tensors of more than ``larger_than`` elements that constructors make get no memory.
-    Operations on them that work element by element, with numbers, become their recipe (``recipe_steps``). Random
+    Operations on them that work element by element, with numbers, become their recipe (``steps_of``). Random
     numbers are drawn later, counted by element; each operation draws one number, its key, from torch's generator, so
     that ``torch.manual_seed`` decides and an operation's values depend on nothing but its place in the program.
 
@@ -297,7 +293,7 @@ class Recording(TorchDispatchMode):
             flat = tensor.detach().view(-1)
             if tensor.device.type == "cpu":
                 if len(deferred.recipe) > 0:
-                    deferred.write(flat, 0, self._threads, self._world_size)
+                    deferred.recipe.write(flat, 0, self._threads, self._world_size)
             else:
                 write_pieces(deferred, flat, self._piece, self._threads, self._world_size)
         self.forget(deferred)
@@ -430,13 +426,9 @@ class _DirectReads(TorchFunctionMode):
 
 
 def _wanted_by(func):
-    name = "is in use when the constructors are over" if func is None else f"is read or changed by {_name_of(func)}"
-    return name
-
-
-def _name_of(func):
-    packet = getattr(func, "overloadpacket", None)
-    return packet.__name__ if packet is not None else func.__name__
+    if func is None:
+        return "is in use when the constructors are over"
+    return f"is read or changed by {getattr(func, 'overloadpacket', func).__name__}"
 
 
 def _key(generator):
@@ -454,9 +446,9 @@ def write_pieces(deferred, target, piece, threads, world_size):
     for begin in range(0, target.numel(), most):
         part = target[begin : begin + most]
         if part.device.type == "cpu" and part.dtype == dtype:
-            deferred.write(part, begin, threads, world_size)
+            deferred.recipe.write(part, begin, threads, world_size)
             continue
         if host is None:
             host = torch.empty(min(most, target.numel()), dtype=dtype, device="cpu")
-        deferred.write(host[: part.numel()], begin, threads, world_size)
+        deferred.recipe.write(host[: part.numel()], begin, threads, world_size)
         part.copy_(host[: part.numel()])

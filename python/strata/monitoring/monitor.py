@@ -17,13 +17,10 @@ from .. import _C
 logger = logging.getLogger("strata")
 
 
-PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "csv_monitor": None, "comet": "comet_ml"}
-
-
-def require_packages(enabled):
-    """Raises ConfigError for the first of these sections whose package is not installed."""
-    for section in enabled:
-        package = PACKAGES[section]
+def require_packages(config):
+    """Raises ConfigError for the first monitor that a _C.Config switches on and whose package is not installed."""
+    for section in enabled_monitors(config):
+        package = WRITERS[section].package
         if package is not None and not _is_there(package):
             raise _C.ConfigError(
                 f"{section}.enabled: wanted the package {package}, which writes these metrics and is not installed; "
@@ -38,7 +35,14 @@ def _is_there(package):
         return True
 
 
-class CsvWriter:
+class _Writer:
+    package = None  # that a writer needs
+
+    def close(self):
+        """Does nothing: no file is open between calls, or the package ends its run with the program."""
+
+
+class CsvWriter(_Writer):
     """Writes one file for each metric, in ``output_path``/``job_name``: "Train_Samples_lr.csv" with the columns "step"
     (samples so far) and "lr". It appends to an earlier run's files."""
 
@@ -55,12 +59,11 @@ class CsvWriter:
                     rows.writerow(["step", name.split("/")[-1]])
                 rows.writerow([samples, value])
 
-    def close(self):
-        """Does nothing: no file is open between calls."""
 
-
-class TensorBoardWriter:
+class TensorBoardWriter(_Writer):
     """An event file in ``output_path``/``job_name``."""
+
+    package = "tensorboard"
 
     def __init__(self, section):
         from torch.utils.tensorboard import SummaryWriter
@@ -77,9 +80,11 @@ class TensorBoardWriter:
         self.summary_writer.close()
 
 
-class WandbWriter:
+class WandbWriter(_Writer):
     """Writes to a run of ``project``, ``group`` and ``team``. In a run that the script itself has begun, wandb's steps
     belong to the script, so the samples are a metric of their own: "Train/Samples"."""
+
+    package = "wandb"
 
     def __init__(self, section):
         import wandb
@@ -97,12 +102,11 @@ class WandbWriter:
             else:
                 self._wandb.log(values, step=samples)
 
-    def close(self):
-        """Does nothing: wandb ends its run with the program."""
 
-
-class CometWriter:
+class CometWriter(_Writer):
     """Writes to an experiment, each metric once every ``samples_log_interval`` samples."""
+
+    package = "comet_ml"
 
     def __init__(self, section):
         import comet_ml
@@ -119,9 +123,6 @@ class CometWriter:
             if name not in self._written or samples - self._written[name] >= self._interval:
                 self._written[name] = samples
                 self.experiment.log_metric(name, value, step=samples)
-
-    def close(self):
-        """Does nothing: comet_ml ends its experiment with the program."""
 
 
 WRITERS = {"tensorboard": TensorBoardWriter, "wandb": WandbWriter, "csv_monitor": CsvWriter, "comet": CometWriter}
