@@ -20,7 +20,7 @@ from .model.parameter import release_ownership, discard_values, take_ownership
 from .model.tiles import owned_parameters, tile_of, tiles_of
 from .optimizer import groups_of, log_left_out
 from .ranks.departure import record_error, unwatch, watch
-from .ranks.runtime import let_go
+from .ranks.runtime import end_collectives
 from .schedule import Advance
 
 logger = logging.getLogger("strata")
@@ -364,7 +364,7 @@ class Engine(EngineCheckpoints, torch.nn.Module):
         self._saver = None
         self.core.destroy(keep_values)
         unwatch(self.core)
-        let_go(self._collectives)
+        end_collectives(self._collectives)
         restore(self.core, self.module, self._interception)
         self._restore_arguments()
         release_ownership(self._described)

@@ -177,7 +177,7 @@ class StartUp:
             init_distributed()
 
     def read_config(self):
-        """Reads the configuration, and tries early what would fail late."""
+        """Reads the configuration, and checks that its files and monitors can be opened."""
         from .views.start_up import require_writable_files
 
         self.config, rank = self.parsed_config(), rank_and_world_size()[0]
@@ -228,7 +228,7 @@ class StartUp:
                          torch.device(self.runtime.device))
 
     def make_monitor(self):
-        """Opens the monitors; None where the configuration asks for nothing that a rank shows."""
+        """Opens the monitors of metrics, where the configuration asks for output of a rank."""
         self.monitor = None
         if self.config.shown_given:
             from .monitoring.monitor import Monitor  # not in every script
@@ -273,7 +273,7 @@ class StartUp:
         engine.training_dataloader = None if self.training_data is None else engine.deepspeed_io(self.training_data)
 
     def watch_steps(self):
-        """Lets this rank show of its steps what the configuration asks for."""
+        """Begins the output about steps that the configuration asks for."""
         if self.monitor is not None or self.config.steps_per_print:
             from .monitoring.watching import watch_steps
 
@@ -281,7 +281,7 @@ class StartUp:
             self.engine._watching = watch_steps(self.engine, self.config, self.engine.monitor)
 
     def log_hints(self):
-        """Logs on rank 0 what was chosen, and the settings without effect."""
+        """Logs on rank 0 the choices of the start, and the settings without effect."""
         _log_hints(self.config, self.engine)
 
     def finish(self):

@@ -365,7 +365,7 @@ class Part(NamedTuple):
 
 
 class OwnedParameter(NamedTuple):
-    """A parameter as users know it, and its parts in an engine."""
+    """A parameter of the user's model, and its parts in an engine."""
 
     parameter: torch.nn.Parameter
     shape: list

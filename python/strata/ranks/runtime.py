@@ -36,7 +36,7 @@ class UsedGroups:
     def __init__(self):
         for earlier in list(_used):  # some belong to engines without any reference
             if not earlier.in_use():
-                earlier.let_go()
+                earlier.end()
         self.backends = None
         _used.append(self)
 
@@ -44,7 +44,7 @@ class UsedGroups:
         """Whether the collectives still exist."""
         return self.backends is not None and self.backends.in_use()
 
-    def let_go(self):
+    def end(self):
         """Ends the threads that work for the collectives, which raise CommError from then on. Waits for operations that
         this rank has started. A second call does nothing."""
         if self in _used:
@@ -76,7 +76,7 @@ def _destroy(group):
 @atexit.register  # with this module, before there are engines: so after they have left, for the last hook runs first
 def _end():
     for used in reversed(list(_used)):
-        used.let_go()
+        used.end()
     for known, made in _defaults:
         group = known()
         if group is None:
@@ -207,18 +207,18 @@ def make_collectives(config, device, waits=None):
 
     store = dist.distributed_c10d._get_default_store()
     collectives, probe, groups.backends = _C.join_ranks(
-        config, rank, world_size, device, store, new_backend, _say, waits=waits, **facts
+        config, rank, world_size, device, store, new_backend, _log_choice, waits=waits, **facts
     )
     collectives.probe, collectives.groups = probe, groups
     return collectives
 
 
-def let_go(collectives):
+def end_collectives(collectives):
     """Ends the threads that work for collectives of ``make_collectives`` that are no longer used. Local."""
     collectives.all_left()
     groups = getattr(collectives, "groups", None)  # one rank has none
     if groups is not None:
-        groups.let_go()
+        groups.end()
 
 
 def _facts(device):
@@ -275,7 +275,7 @@ def _new_gloo(ranks, timeout):
     return dist.ProcessGroupGloo(store, ranks.index(dist.get_rank()), len(ranks), timeout=timeout)
 
 
-def _say(warning, text):
+def _log_choice(warning, text):
     choices.log(logging.WARNING if warning else logging.INFO, "%s", text)
 
 
