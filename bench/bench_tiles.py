@@ -23,9 +23,9 @@ import torch
 from torch import nn
 
 import strata
-from strata.model import products
+from strata.model import tiles as model_tiles
 from strata.model.tiles import Tiles
-from strata.tiles import grouped
+from strata.tiles import functions as tile_functions
 from strata.tiles.vocabulary_loss import linear_cross_entropy
 
 MIB = 1 << 20
@@ -98,15 +98,15 @@ def engine_of(module, tile_bytes, patterns=()):
 @contextlib.contextmanager
 def in_way(way):
     """Tiles compute in one of WAYS."""
-    own = products.is_widened_by_blas, grouped.has_grouped_product, Tiles.runs
+    own = model_tiles.is_widened_by_blas, tile_functions.has_grouped_product, Tiles.runs
     if way != "own":
         Tiles.runs = lambda tiles, dtype=None: list(tiles)
     if way == "fallback":
-        products.is_widened_by_blas = grouped.has_grouped_product = lambda *tensors: False
+        model_tiles.is_widened_by_blas = tile_functions.has_grouped_product = lambda *tensors: False
     try:
         yield
     finally:
-        products.is_widened_by_blas, grouped.has_grouped_product, Tiles.runs = own
+        model_tiles.is_widened_by_blas, tile_functions.has_grouped_product, Tiles.runs = own
 
 
 def compare(case, make, inputs, sizes, arguments, device):

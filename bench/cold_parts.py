@@ -98,16 +98,16 @@ mark("build model")
 TIMELINE = """
 import contextlib
 import strata.pretrained
-from strata.views.start_up import StartUp
+from strata.views.start_up import StartUpClock
 mark("import strata")
-phase = StartUp.phase
+phase = StartUpClock.phase
 @contextlib.contextmanager
 def noted(self, name):
     mark(name + " begins")
     with phase(self, name):
         yield
     mark(name + " ends")
-StartUp.phase = noted
+StartUpClock.phase = noted
 watched = {"transformers", "transformers.modeling_utils", "torch._dynamo", "sympy", "torch.distributed.tensor",
            "transformers.models.qwen3.modeling_qwen3"}
 def hook(event, arguments):

@@ -33,7 +33,7 @@ _HOMES = {  # name: the module that has it
     "ScheduledLR": "schedule",
     "ShardedOptimizer": "optimizer",
     "UsageError": "_C",
-    "add_config_arguments": "command_line",
+    "add_config_arguments": "config_source",
     "init_distributed": "ranks.runtime",
     "initialize": "initialize",
     "iter_pieces": "tiles.host_copy",

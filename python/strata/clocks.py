@@ -45,7 +45,7 @@ class Timers:
         Args:
             memory_breakdown: log torch's memory of the device, too.
         """
-        from .monitoring.speed import memory_text  # not in every script
+        from .monitoring.watching import memory_text  # not in every script
         from .rank_logging import log_dist
 
         found = [name for name in names if self.has_timer(name)]

@@ -1,4 +1,4 @@
-"""The sources of a configuration: a dict, JSON, or Hjson, which DeepSpeed reads, too."""
+"""The sources of a configuration: a dict, JSON, or Hjson, which DeepSpeed reads, too; the values of its settings."""
 
 import base64
 import binascii
@@ -36,13 +36,23 @@ def shown(config, path):
     return json.loads(config.shown[path])
 
 
+def settings_of(config):
+    """{path: JSON} of the settings of a _C.Config that have an effect, defaults included."""
+    return dict(line.split(" = ", 1) for line in config.digest().splitlines())
+
+
+def section_of(settings, path):
+    """{name: value} of the settings below ``path`` in {path: JSON}."""
+    start = f"{path}."
+    return {name[len(start):]: json.loads(text) for name, text in settings.items() if name.startswith(start)}
+
+
 def require_monitors(config, rank):
     """Raises ConfigError on rank 0, which writes metrics, where a _C.Config needs a package that is not installed."""
     if rank == 0 and config.shown_given:
-        from .monitoring.monitor import enabled_monitors
-        from .monitoring.writers import require_packages
+        from .monitoring.monitor import require_packages
 
-        require_packages(enabled_monitors(config))
+        require_packages(config)
 
 
 def _json_of(document):
@@ -113,3 +123,16 @@ def _decoded(text):
         return base64.urlsafe_b64decode(text)
     except (binascii.Error, ValueError):
         return None
+
+
+def add_config_arguments(parser):
+    """Adds ``--deepspeed`` (a flag for the script itself) and ``--deepspeed_config`` to an ``argparse`` parser;
+    ``strata.initialize(args=...)`` reads the latter. Scripts use these names.
+
+    Returns:
+        ``parser``.
+    """
+    group = parser.add_argument_group("Strata", "configuration of the engine")
+    group.add_argument("--deepspeed", action="store_true", help="train with the engine; for the script's own use")
+    group.add_argument("--deepspeed_config", default=None, type=str, help="path of the JSON configuration")
+    return parser

@@ -7,25 +7,20 @@ import types
 import torch
 
 from . import _C
-from .model import failed_constructors
-from .model.looks import ShardedConstruction
-from .model.model_input import describe_modules, describe_parameters
-from .model.owner import clear_owner, owner_of
-from .model.ownership import take_ownership
-from .model.parameter import is_managed, mark_managed, unmark_managed
-from .model.placement import choose_device
+from .model.constructors import ShardedConstruction, discard_failed, is_alone
+from .model.model_input import choose_device, describe_modules, describe_parameters
+from .model.parameter import clear_owner, is_managed, mark_managed, owner_of, take_ownership, unmark_managed
 from .model.recording import write_pieces
-from .model.reference_counts import is_alone
 from .ranks.departure import watch
 from .ranks.runtime import make_collectives, rank_and_world_size, notifying_ranks, agree_after
 
-_TOGETHER = 1 << 27  # elements of modules that are sharded as one: each such call has several sync points
+_MOST_AT_ONCE = 1 << 27  # elements of modules that are sharded as one: each such call has several sync points
 _POSTPONED = 1 << 24  # elements of small parameters that stay whole until they are sharded together
 
 
 class DeferredInit:
     """Shards and frees parameters under ``zero.Init``. Every method that shards is collective. A home is a pair
-    (module, name of a parameter). An unbacked parameter is one without memory, which has a recipe.
+    (module, name of a parameter). An deferred parameter is one without memory, which has a recipe.
 
     Args:
         config: a _C.Config, for construction.
@@ -38,7 +33,7 @@ class DeferredInit:
     def __init__(self, config):
         self._config = config
         self.values_come_later = False
-        self._looks = self._recording = None
+        self._reads = self._recording = None
         self._waiting = []  # modules with parameters that have no memory yet, each once
         self._postponed, self._postponed_numel = [], 0  # modules with parameters that have values
         self._count = 0
@@ -46,13 +41,13 @@ class DeferredInit:
         # Set with the first parameters, whose device is that of all.
         self._device = self._runtime = self._collectives = self._group = None
 
-    def open(self, looks, recording):
-        """Begins a context with these ``Looks`` and this ``Recording``."""
-        self._looks, self._recording = looks, recording
+    def open(self, reads, recording):
+        """Begins a context with these ``ConstructorReads`` and this ``Recording``."""
+        self._reads, self._recording = reads, recording
 
     def close(self):
         """Ends the context."""
-        self._looks = self._recording = None
+        self._reads = self._recording = None
         self._numbers = {}
         self._device = self._runtime = self._collectives = None  # shards on drives end with their modules
 
@@ -60,13 +55,13 @@ class DeferredInit:
         """Called when the constructor of ``module`` begins, within those that have not ended."""
         self._numbers[id(module)] = next(self._next)
 
-    def give_up(self, module):
+    def discard(self, module):
         """Called when the constructor of ``module`` has failed: discards the shards that it and the constructors within
         it have made. Modules that were built earlier and only attached keep theirs."""
         number = self._numbers[id(module)]
         self._postponed = [m for m in self._postponed if self._numbers[id(m)] < number]
         where = f"{type(module).__name__}/{number}/{self._count}"
-        failed_constructors.give_up(self._looks.take_failed(number), where, self._device)
+        discard_failed(self._reads.take_failed(number), where, self._device)
 
     def of_all(self, facts):
         """[bool], whether each of ``facts`` is true on every rank. Collective, unless there are none."""
@@ -106,12 +101,12 @@ class DeferredInit:
         return all(unused)
 
     def wait_for(self, module):
-        """Keeps a module with unbacked parameters of its own for ``shard_waiting()``."""
+        """Keeps a module with deferred parameters of its own for ``shard_waiting()``."""
         own = [p for p in dict.values(module._parameters) if p is not None]
-        for unbacked, parameter in ((self._recording.unbacked(p), p) for p in own):
-            if unbacked is not None and not unbacked.is_all_of(parameter):
-                self._recording.materialize(unbacked, None)  # a part, which another parameter may share
-        if any(self._recording.unbacked(p) is not None for p in own):
+        for deferred, parameter in ((self._recording.deferred(p), p) for p in own):
+            if deferred is not None and not deferred.is_all_of(parameter):
+                self._recording.materialize(deferred, None)  # a part, which another parameter may share
+        if any(self._recording.deferred(p) is not None for p in own):
             self._waiting.append(module)
             _read_constructed(module)
 
@@ -124,7 +119,7 @@ class DeferredInit:
         self._waiting = []
 
     def shard_waiting(self, root):
-        """Shards the unbacked parameters below ``root``, and those of waiting modules that a rank still refers to."""
+        """Shards the deferred parameters below ``root``, and those of waiting modules that a rank still refers to."""
         known = {id(m) for m in root.modules()}
         modules = list(root.modules())
         others, self._waiting = [m for m in self._waiting if id(m) not in known], []
@@ -140,17 +135,17 @@ class DeferredInit:
         except BaseException:  # every rank has one
             self._take_back(replayed)
             raise
-        for _, unbacked in replayed:
-            self._recording.forget(unbacked)
+        for _, deferred in replayed:
+            self._recording.forget(deferred)
 
     def _agreed_recipes(self, homes):
         """{id(parameter): rank 0's recipe}."""
         parameters = list({id(_at(*home)): _at(*home) for home in homes}.values())
-        unbacked = [self._recording.unbacked(p) for p in parameters]
+        deferred = [self._recording.deferred(p) for p in parameters]
         self._connect(homes)
         if self._collectives is None or not parameters:
-            return {id(p): u.recipe for p, u in zip(parameters, unbacked)}
-        texts = self._collectives.all_gather_text(json.dumps([u.recipe.steps() for u in unbacked]))
+            return {id(p): u.recipe for p, u in zip(parameters, deferred)}
+        texts = self._collectives.all_gather_text(json.dumps([u.recipe.steps() for u in deferred]))
         recipes = json.loads(texts[0])
         sizes = [len(json.loads(text)) for text in texts]
         if len(set(sizes)) > 1:
@@ -194,30 +189,30 @@ class DeferredInit:
         self._own(self._make_core(tree, parameters), tree, parameters, homes)
 
     def _take_back(self, replayed):
-        """Makes the parameters unbacked again, and frees their shards."""
+        """Makes the parameters deferred again, and frees their shards."""
         for parameter, _ in replayed:
-            self._looks.drop(owner_of(parameter)[0])
+            self._reads.drop(owner_of(parameter)[0])
             clear_owner(parameter)
             unmark_managed(parameter)
-        for parameter, unbacked in replayed:  # the core that had their shards has ended, and left them empty
-            parameter.data = unbacked.tensor.detach()
+        for parameter, deferred in replayed:  # the core that had their shards has ended, and left them empty
+            parameter.data = deferred.tensor.detach()
 
     def _replay(self, homes, recipes, replayed):
         """Shards the parameters at ``homes`` from their recipes; adds them to ``replayed``."""
         if not homes:
             return
         tree = _Flat(homes)
-        unbacked = {id(p): self._recording.unbacked(p) for _, p in tree.parameters}
-        for key, one in unbacked.items():
+        deferred = {id(p): self._recording.deferred(p) for _, p in tree.parameters}
+        for key, one in deferred.items():
             one.recipe = recipes[key]
         if self._collectives is None:
             for _, parameter in tree.parameters:
-                replayed.append((parameter, unbacked[id(parameter)]))
-                self._replay_whole(parameter, unbacked[id(parameter)])
+                replayed.append((parameter, deferred[id(parameter)]))
+                self._replay_whole(parameter, deferred[id(parameter)])
         else:
             parameters = describe_parameters(tree, {}, {id(p): p.shape for _, p in tree.parameters})
-            replayed += [(p, unbacked[id(p)]) for _, p in tree.parameters]
-            recipes = [(i, unbacked[id(p)].recipe, p.dtype) for i, (_, p) in enumerate(tree.parameters)]
+            replayed += [(p, deferred[id(p)]) for _, p in tree.parameters]
+            recipes = [(i, deferred[id(p)].recipe, p.dtype) for i, (_, p) in enumerate(tree.parameters)]
             core = self._make_core(tree, parameters)
             try:
                 core.replay(recipes)
@@ -226,10 +221,10 @@ class DeferredInit:
                 raise
             self._own(core, tree, parameters, homes)
 
-    def _replay_whole(self, parameter, unbacked):
+    def _replay_whole(self, parameter, deferred):
         dtype = self._config.weight_dtype(parameter.dtype)
         values = torch.empty(parameter.shape, dtype=dtype, device=self._device)
-        write_pieces(unbacked, values.view(-1), self._config.partition_stream_chunk, self._config.threads, 1)
+        write_pieces(deferred, values.view(-1), self._config.partition_stream_chunk, self._config.threads, 1)
         parameter.data = values
         mark_managed(parameter, parameter.shape)
 
@@ -244,17 +239,17 @@ class DeferredInit:
         take_ownership(core, parameters, stage=3, weakly=False)
         for module in {id(m): m for m, _ in homes}.values():
             _read_constructed(module)
-        if self._looks is not None:
+        if self._reads is not None:
             number = min(self._numbers.get(id(m), -1) for m, _ in homes)
-            self._looks.add(core, [p for _, p in tree.parameters], [(m._parameters, name) for m, name in homes], number)
+            self._reads.add(core, [p for _, p in tree.parameters], [(m._parameters, name) for m, name in homes], number)
         core.free_originals()
 
     def _is_deferred(self, parameter):
-        return _can_be_sharded(parameter) and self._recording.unbacked(parameter) is not None
+        return _can_be_sharded(parameter) and self._recording.deferred(parameter) is not None
 
     def _has_values(self, parameter):
         return _can_be_sharded(parameter) and (
-            self._recording is None or self._recording.unbacked(parameter) is None
+            self._recording is None or self._recording.deferred(parameter) is None
         )
 
 
@@ -281,11 +276,11 @@ def _at(module, name):
 
 
 def _joined(groups):
-    """Lists of homes, joined while they have at most ``_TOGETHER`` elements; a larger one stays alone."""
+    """Lists of homes, joined while they have at most ``_MOST_AT_ONCE`` elements; a larger one stays alone."""
     joined, numel = [], 0
     for group in groups:
         own = sum(_at(*home).numel() for home in group)
-        if joined and numel + own > _TOGETHER:
+        if joined and numel + own > _MOST_AT_ONCE:
             yield joined
             joined, numel = [], 0
         joined, numel = joined + group, numel + own

@@ -3,8 +3,7 @@ and go back after it."""
 
 import torch
 
-from .client_optimizer import SegmentStates, WholeStates, members_of
-from .lent_part import lend_parts
+from .client_optimizer import SegmentStates, WholeStates, lend_parts, members_of
 
 _BLOCK = "_strata_block"  # attribute of what stands for a state that is on the drive
 

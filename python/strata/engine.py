@@ -1,5 +1,6 @@
 """The engine object that a training script calls. C++ takes all of its decisions."""
 
+import functools
 import logging
 import weakref
 from contextlib import nullcontext
@@ -7,39 +8,39 @@ from contextlib import nullcontext
 import torch
 
 from . import _C
-from .accumulation import Accumulation
+from .batches import Batches
 from .checkpoint.engine_checkpoints import EngineCheckpoints
 from .clocks import ThroughputTimer, Timers
-from .compilation import Compilation
-from .data_loading import DataLoading
 from .engine_names import EngineNames
-from .model.arguments import intercept_arguments
-from .model.interception import intercept, restore
-from .model.model_input import describe_modules, describe_parameters
-from .model.ownership import release_ownership, discard_values, take_ownership
-from .model.placement import move_buffers
-from .model.tiles import known_parameters, tile_of, tiles_of
+from .engine_settings import EngineSettings
+from .engine_weights import EngineWeights, StateOffload
+from .model.interception import intercept, intercept_arguments, restore
+from .model.model_input import describe_modules, describe_parameters, move_buffers
+from .model.parameter import release_ownership, discard_values, take_ownership
+from .model.tiles import owned_parameters, tile_of, tiles_of
 from .optimizer import groups_of, log_left_out
 from .ranks.departure import record_error, unwatch, watch
-from .ranks.runtime import let_go
+from .ranks.runtime import end_collectives
 from .schedule import Advance
-from .views.accounts import Accounts
 
 logger = logging.getLogger("strata")
 
 
-class Engine(EngineCheckpoints, EngineNames, DataLoading, Accumulation, Accounts, Compilation, torch.nn.Module):
-    """A model under the engine; ``strata.initialize`` makes it. ``EngineNames`` has more of DeepSpeed's names,
-    ``Accumulation`` the methods for micro-steps, ``Accounts`` the reports of memory and steps.
+class Engine(EngineCheckpoints, torch.nn.Module):
+    """A model under the engine; ``strata.initialize`` makes it. It has the public names of its ``_PARTS``, too: small
+    objects that know the engine.
 
     Attributes:
         module: the user's model, the same object.
         optimizer: ``ShardedOptimizer`` or None.
         lr_scheduler: stepped by ``step()`` after every applied update; or None.
         core: the C++ model (_C.ShardedModel).
-        known: [``strata.model.tiles.Known``], the model's parameters, each with its parts in ``core``.
+        known: [``strata.model.tiles.OwnedParameter``], the model's parameters, each with its parts in ``core``.
+        coalesces: whether a ``coalesce_grad_reduction()`` is open.
+        is_compiled: whether ``compile()`` was called.
+        training_dataloader: of ``training_data``; None without it.
+        collate_fn: the argument of ``initialize``.
         timers, tput_timer: ``Timers`` and ``ThroughputTimer`` of ``strata.clocks``.
-        monitor: the ``Monitor`` of ``strata.monitoring.monitor``.
         init_report: the report of the start-up, a dict, the same on every rank: ``tier`` (the init tier of the values)
             and ``reason``; ``reading``, None or how files were read (``way``, ``reason``, ``cached``, and a probe's
             ``buffered_gb_per_s`` and ``direct_gb_per_s``, the least of a rank); ``seconds`` in all; ``phases``, each
@@ -50,8 +51,15 @@ class Engine(EngineCheckpoints, EngineNames, DataLoading, Accumulation, Accounts
             ``placement``: None where everything is on the device, or the tier of each part (docs/OBSERVING.md).
     """
 
-    def __init__(self, tree, config, optimizer, rule, collectives, runtime, born_flat=None, progress=None):
+    coalesces = is_compiled = False
+    training_dataloader = collate_fn = None
+    _left_out = ()  # trainable parameters that are in no param group; autograd makes their .grad
+
+    def __init__(self, tree, config, optimizer, rule, collectives, runtime, from_files=None, progress=None):
         super().__init__()
+        me = weakref.proxy(self)  # so that the engine ends with its last reference
+        self._settings, self._batches, self._names = EngineSettings(config), Batches(me), EngineNames(me)
+        self._weights, self._offload = EngineWeights(me), StateOffload(me)
         self.module = tree.model
         self.optimizer = optimizer
         self.lr_scheduler = None
@@ -65,13 +73,13 @@ class Engine(EngineCheckpoints, EngineNames, DataLoading, Accumulation, Accounts
         self._trace = config.trace  # None: there is none, or it is over
         self._collectives = collectives
         groups = groups_of(optimizer)
-        parameters = describe_parameters(tree, groups, born_flat, getattr(optimizer, "takes_unfrozen", False))
+        parameters = describe_parameters(tree, groups, from_files, getattr(optimizer, "takes_unfrozen", False))
         if rule != "none":
             self._left_out = log_left_out(parameters, groups, collectives.rank)
         self.core = _C.ShardedModel(parameters, describe_modules(tree), config, rule, runtime, "engine", progress)
         move_buffers(tree, runtime.device)
         self._described = [(*entry[:5], None, 0, entry[7]) for entry in parameters]  # earlier owners may go
-        self.known = known_parameters(self._described)
+        self.known = owned_parameters(self._described)
         self._cut = tree.cut
         for index, (_, parameter, *_) in enumerate(parameters):
             if tile_of(parameter)[1] is not None:
@@ -240,7 +248,28 @@ class Engine(EngineCheckpoints, EngineNames, DataLoading, Accumulation, Accounts
         if watching is not None:
             watching.close(wait)
 
+    def zero_grad(self, set_to_none=True):
+        """Drops the gradients of all micro-steps of this step, as in torch: reduced or not, in every tier. After
+        ``step()`` there are none. The call acts on this rank; every rank must drop gradients that were reduced.
+
+        Args:
+            set_to_none: False: the gradients become zeroes, and ``step()`` still updates with them.
+
+        Raises:
+            UsageError: within a backward pass. ``step()`` raises it where ranks have dropped different gradients.
+        """
+        _C.zero_gradients(self.core, not set_to_none)
+        for parameter in self._left_out:
+            parameter.grad = None
+
     # --- what scripts read ---
+
+    @functools.cached_property
+    def monitor(self):
+        """The ``Monitor`` of ``strata.monitoring.monitor``; one that is off where the configuration names none."""
+        from .monitoring.monitor import Monitor  # not in every script
+
+        return Monitor()
 
     def get_global_grad_norm(self):
         """float: L2 norm over all ranks at the last boundary, before clipping; None before the first. Waits
@@ -289,9 +318,11 @@ class Engine(EngineCheckpoints, EngineNames, DataLoading, Accumulation, Accounts
         """torch.device on which gathered parameters are."""
         return self.core.device
 
-    def zero_optimization_stage(self):
-        """int, 0 to 3."""
-        return self._config.stage
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters=False):
+        """Whole weights on the host of rank 0, None on the others. Collective."""
+        return self._weights.consolidated(exclude_frozen_parameters)
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
     def save_pretrained(self, save_directory, max_shard_size="5GB"):
         """Writes the weights, each in its own dtype, and the model's configuration, so that transformers'
@@ -333,7 +364,7 @@ class Engine(EngineCheckpoints, EngineNames, DataLoading, Accumulation, Accounts
         self._saver = None
         self.core.destroy(keep_values)
         unwatch(self.core)
-        let_go(self._collectives)
+        end_collectives(self._collectives)
         restore(self.core, self.module, self._interception)
         self._restore_arguments()
         release_ownership(self._described)
@@ -350,3 +381,26 @@ class Engine(EngineCheckpoints, EngineNames, DataLoading, Accumulation, Accounts
             if name == "module":
                 raise
             return getattr(super().__getattr__("module"), name)
+
+
+def _delegated(part, name, member):
+    """A member of ``Engine``, by the one of this name in its part."""
+    if isinstance(member, staticmethod):
+        return member
+    if isinstance(member, property):
+        return property(lambda engine: getattr(getattr(engine, part), name), doc=member.__doc__)
+
+    @functools.wraps(member)
+    def method(self, *args, **kwargs):
+        return getattr(getattr(self, part), name)(*args, **kwargs)
+
+    return method
+
+
+_PARTS = {"_settings": EngineSettings, "_batches": Batches, "_names": EngineNames, "_weights": EngineWeights,
+          "_offload": StateOffload}
+
+for _part, _class in _PARTS.items():
+    for _name, _member in vars(_class).items():
+        if not _name.startswith("_"):
+            setattr(Engine, _name, _delegated(_part, _name, _member))

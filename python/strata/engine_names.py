@@ -1,84 +1,23 @@
 """Names that training scripts and frameworks read on DeepSpeed's engine, beside those that train."""
 
-import functools
 import gc
 import os
 
-import torch
-
 from . import _C
-from .engine_settings import EngineSettings
-from .engine_weights import EngineWeights
 from .ops.elementwise import set_value
-from .state_offload import StateOffload
 
-_ELEMENT_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def _place(tier):
-    return None if tier == "device" else {"device": {"host": "cpu"}.get(tier, tier)}
+_WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
 
 
-class EngineNames(EngineWeights, StateOffload, EngineSettings):
-    """The part of ``Engine`` that answers questions about its configuration. It needs ``_config``, ``core``,
-    ``optimizer``, ``module``, ``world_size``, ``global_rank`` and ``lr_scheduler``."""
+class EngineNames:
+    """The part of an ``Engine`` that answers questions about its optimizer, its precision, its ranks and its work.
 
-    _batch = None  # (all ranks' samples of a step, samples of one forward), where a script has changed them
-    _samples_before = (0, 0)  # (samples, micro-batches of a rank) until then
+    Args:
+        engine: a weak proxy of the ``Engine``.
+    """
 
-    # --- batches ---
-
-    def train_batch_size(self):
-        """int: samples of all ranks in one optimizer step."""
-        return self._batch[0] if self._batch else self._config.train_batch_size
-
-    def train_micro_batch_size_per_gpu(self):
-        """int: samples of one rank in one forward."""
-        return self._batch[1] if self._batch else self._config.micro_batch_size
-
-    def gradient_accumulation_steps(self):
-        """int: micro-steps of one optimizer step."""
-        return self.core.accumulation_steps
-
-    def get_batch_info(self):
-        """(train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps)."""
-        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
-
-    def set_train_batch_size(self, train_batch_size):
-        """Changes the samples of a step, by more or fewer micro-steps of the same size. Between steps, on every rank.
-
-        Raises:
-            UsageError: it is no multiple of the samples of all ranks in one forward.
-        """
-        micro = self.train_micro_batch_size_per_gpu()
-        in_one_forward = micro * self.world_size
-        if train_batch_size < 1 or train_batch_size % in_one_forward != 0:
-            raise _C.UsageError(
-                f"a batch is made of micro-batches of {micro} samples on {self.world_size} ranks; give a multiple of "
-                f"{in_one_forward}; found {train_batch_size}"
-            )
-        self._change_batch(train_batch_size, micro, train_batch_size // in_one_forward)
-
-    def set_train_micro_batch_size(self, micro_batch_size):
-        """Sets the samples of one rank in one forward; the number of micro-steps of a step does not change. The data
-        loader that ``initialize`` returned keeps its batch size."""
-        if micro_batch_size < 1:
-            raise _C.UsageError(f"a micro-batch has at least one sample; found {micro_batch_size}")
-        steps = self.gradient_accumulation_steps()
-        self._change_batch(micro_batch_size * steps * self.world_size, micro_batch_size, steps)
-
-    def _change_batch(self, train, micro, steps):
-        self._samples_before = (self.global_samples, _C.micro_batches(self.core))
-        self.core.set_accumulation_steps(steps)
-        self._batch = (train, micro)
-
-    @property
-    def global_samples(self):
-        """int: samples of all ranks so far. Each micro-step counts; where the script decides on steps
-        (``managed_gradient_accumulation: false``), each backward pass before a ``step()`` counts."""
-        samples, micro_batches = self._samples_before
-        since = _C.micro_batches(self.core) - micro_batches
-        return samples + since * self.train_micro_batch_size_per_gpu() * self.world_size
+    def __init__(self, engine):
+        self._engine = engine
 
     # --- the optimizer and its schedule ---
 
@@ -92,7 +31,7 @@ class EngineNames(EngineWeights, StateOffload, EngineSettings):
         Raises:
             UsageError: there is no optimizer.
         """
-        if self.optimizer is None:
+        if self._engine.optimizer is None:
             raise _C.UsageError("set_lr: this engine has no optimizer; name one in the configuration, or pass one as "
                                 "optimizer= to initialize")
         for group in self._groups:
@@ -112,99 +51,28 @@ class EngineNames(EngineWeights, StateOffload, EngineSettings):
 
     @property
     def _groups(self):
-        return [] if self.optimizer is None else self.optimizer.param_groups
-
-    def optimizer_params(self):
-        """{name: value}: ``optimizer.params`` of the configuration with its defaults; None without an optimizer."""
-        return self._params_of("optimizer")
-
-    def scheduler_params(self):
-        """{name: value}: ``scheduler.params`` of the configuration with its defaults; None without a scheduler."""
-        return self._params_of("scheduler")
-
-    def _params_of(self, section):
-        if self._value_at(f"{section}.type") is None:
-            return None
-        return {**(self._value_at(f"{section}.params") or {}), **self._section(f"{section}.params")}
+        return [] if self._engine.optimizer is None else self._engine.optimizer.param_groups
 
     # --- precision ---
 
-    def torch_autocast_dtype(self):
-        """torch.dtype of ``torch_autocast.dtype``; None where forward is not within autocast."""
-        return self._config.autocast_dtype
-
     def loss_scale(self):
         """float: the present factor of the loss; 1.0 except under fp16."""
-        return self.core.loss_scale
-
-    @property
-    def communication_data_type(self):
-        """torch.dtype in which gradients travel between ranks."""
-        return _ELEMENT_TYPES[self._value_at("communication_data_type") or "fp32"]
-
-    def get_data_types(self):
-        """(torch.dtype that parameters compute in, torch.dtype in which gradients accumulate). The first is float32
-        where each parameter keeps its own dtype."""
-        model = self._config.dtype
-        return getattr(torch, model or "float32"), self._config.grad_accum_dtype
-
-    def steps_per_print(self):
-        """int or None: steps between two lines of progress."""
-        return self._config.steps_per_print
-
-    @functools.cached_property
-    def monitor(self):
-        """The ``Monitor`` of ``strata.monitoring.monitor``; one that is off where the configuration names none."""
-        from .monitoring.monitor import Monitor  # not in every script
-
-        return Monitor()
+        return self._engine.core.loss_scale
 
     def get_wall_clock_timers(self):
         """{name: mean milliseconds} of ``timers``."""
-        return self.timers.get_mean(list(self.timers.get_timers()), reset=False)
+        return self._engine.timers.get_mean(list(self._engine.timers.get_timers()), reset=False)
 
     def collect_python_gc(self):
         """int: unreachable objects that Python's garbage collector found now."""
         return gc.collect()
-
-    # --- sharding ---
-
-    def zero_optimization(self):
-        """bool: whether anything is sharded (stage 1 to 3)."""
-        return self._config.stage > 0
-
-    def zero_optimization_partition_gradients(self):
-        """bool: whether gradients are sharded by the configuration's stage (2, 3)."""
-        return self._config.stage >= 2
-
-    def zero_optimization_partition_weights(self):
-        """bool: whether parameters are sharded (stage 3)."""
-        return self._config.stage >= 3
-
-    def zero_offload_optimizer(self):
-        """{"device": "cpu" or "nvme"}: the place of the optimizer's states; None: the device."""
-        return _place(self._config.optimizer_tier)
-
-    def zero_cpu_offload(self):
-        """bool: whether the optimizer's states are in host memory, or are staged there."""
-        return self._config.optimizer_tier != "device"
-
-    zero_use_cpu_optimizer = zero_cpu_offload
-
-    def zero_nvme_offload_optimizer(self):
-        """bool: whether the optimizer's states are on a drive."""
-        return self._config.optimizer_tier == "nvme"
-
-    def zero_offload_param(self):
-        """{"device": "cpu" or "nvme"}: the place of the parameters' shards; None: the device."""
-        return _place(self._config.param_tier)
 
     # --- ranks ---
 
     @property
     def dp_world_size(self):
         """int: the number of ranks; all of them train on different data."""
-        return self.world_size
+        return self._engine.world_size
 
     @property
     def local_rank(self):
@@ -212,11 +80,11 @@ class EngineNames(EngineWeights, StateOffload, EngineSettings):
         or its rank."""
         if "LOCAL_RANK" in os.environ:
             return int(os.environ["LOCAL_RANK"])
-        return self.global_rank if self.device.index is None else self.device.index
+        return self._engine.global_rank if self._engine.device.index is None else self._engine.device.index
 
     def get_data_parallel_rank(self):
         """int: this process's rank."""
-        return self.global_rank
+        return self._engine.global_rank
 
     # --- calls that the engine does not need ---
 
@@ -226,4 +94,109 @@ class EngineNames(EngineWeights, StateOffload, EngineSettings):
     def empty_partition_cache(self):
         """Frees the memory of gathered parameters that are not in use. Collective where gathers are. The configuration
         bounds gathered parameters at all times (``stage3_max_live_parameters``, ``strata.max_live_bytes``)."""
-        self.core.free_gathered()
+        self._engine.core.free_gathered()
+
+    # --- reports ---
+
+    def memory_report(self):
+        """{(tier, kind): (bytes held, peak bytes)}; kind "total" sums a tier."""
+        return self._engine.core.memory_report()
+
+    def memory_forecast(self, tier="device"):
+        """{kind: bytes, "total": bytes}: what the engine will hold at most on this rank's device, by
+        ``memory_report()``'s kinds of the tier "device", once it has trained for some steps. ``tier="host"``: what it
+        will hold of host memory for what is offloaded, staged, loaded and saved; ``tier="nvme"``: of drives.
+
+        The engine runs for three steps on a device without memory, which takes milliseconds. Not collective: any rank
+        may call it alone. The numbers do not contain the model's activations, its gradients before they reach the
+        engine, and the memory of torch and the collectives. "gradients" are an upper bound: reductions that end early
+        hold less, and so does an order within a block that completes units one after the other.
+        """
+        return self._engine.core.memory_forecast(tier)
+
+    def record_steps(self, on=True):
+        """Switches on (or off) the timing of steps that begin after this call, by the device's clock, for
+        ``step_report()``. The device does not wait for the host; each step records some more events."""
+        self._engine.core.record_steps(on)
+
+    def step_report(self, wait=True):
+        """The report of this rank's last step, a dict; None before the first is over.
+
+        ``step`` is its number, and ``seconds`` the time from its first forward to the end of its update. ``transfers``
+        has a dict for each of "gather", "reduce" and "refresh" (lazy all-gathers of units that stay whole): ``count``;
+        ``bytes`` of whole units; ``seconds`` in which a transfer was under way; ``exposed_seconds``, in which the
+        device only waited for one; ``gb_per_s`` of this rank's link. The report's ``exposed_seconds`` is that of all
+        transfers. ``uses`` counts uses of sharded units that were "kept" since the last use, "prefetched", or gathered
+        "late". ``device_allocations`` counts the engine's allocations in the step. ``host_waits`` counts the host waits
+        of the engine in the step: the host waited for the device, and queued no work; 0 on the CPU. ``device_memory``
+        is {kind: {``bytes`` now, ``peak_bytes``}}. Further seconds are ``forward_seconds``, ``backward_seconds``,
+        ``update_seconds`` and its parts ``norm_seconds`` and ``optimizer_seconds``. All seconds but ``seconds`` and
+        those of drives are None unless the step was timed (``record_steps``, ``strata.trace``).
+
+        ``offload`` is None where nothing is offloaded, else a dict. Its ``links`` has a dict for "up" (host to device)
+        and "down", where host and device have separate memory, and for "read" and "write" of drives, where there are
+        any: ``bytes`` in the step; ``seconds`` in which the link was busy; ``gb_per_s`` in these; ``limit_gb_per_s``,
+        from a short measurement; ``of_limit``, the fraction of it that was reached. ``fetch_wait_seconds`` is the
+        host's wait for drives, ``copy_wait_seconds`` the device's wait for copies. ``parts`` counts the leased parts of
+        states and weights, ``parts_ready`` those of them that were in memory. ``drives`` is [{``folder``,
+        ``written_bytes`` to it since the start}]. A value that is not known is None.
+
+        Args:
+            wait: wait until the device has finished the last step. With offloading the first call takes some tenths of
+                a second more, to measure the links' limits. False: the report is of the last finished step; None if
+                there is none.
+        """
+        return self._engine.core.step_report(wait)
+
+    def print_step_report(self):
+        """``step_report()`` as a table, on standard error, with ``memory_forecast()`` beside the held bytes."""
+        report = self.step_report()
+        if report is None:
+            return
+        forecast = self.memory_forecast()
+        for kind, entry in report["device_memory"].items():
+            entry["forecast_bytes"] = forecast[kind]
+        from .views.tables import step_tables  # only when it is used
+
+        step_tables(report).print()
+
+    # --- torch.compile ---
+
+    def compile(self, backend=None, compile_kwargs=None, schedule=None, compiled_autograd_enabled=False):
+        """Compiles the module's forward, as ``torch.nn.Module.compile`` does, at its first call. The losses equal those
+        of the model that is not compiled, where the backend's kernels round in the same way.
+
+        The engine's hooks stay out of graphs. At stages 0 to 2 each block is a graph, or several where its code breaks
+        it. At stage 3 a read of a sharded parameter ends a graph, so torch compiles the code between two reads.
+        The module stays compiled when the engine is destroyed.
+
+        Args:
+            backend: of torch.compile, a name or a function. None: "inductor".
+            compile_kwargs: dict, more arguments of torch.compile.
+            schedule: None; Strata does not offer DeepCompile's passes.
+            compiled_autograd_enabled: False; compiled autograd cannot trace the engine's hooks, which are C++.
+
+        Raises:
+            UsageError: for ``fullgraph`` and for CUDA graphs, which the engine's hooks do not allow.
+            NotImplementedError: for the last two arguments.
+        """
+        if schedule is not None:
+            raise NotImplementedError("engine.compile: DeepCompile's passes are not offered; leave schedule out")
+        if compiled_autograd_enabled:
+            raise NotImplementedError("engine.compile: compiled autograd cannot trace the engine's hooks; leave "
+                                      "compiled_autograd_enabled out")
+        arguments = dict(compile_kwargs or {})
+        arguments.pop("backend", None)  # as in DeepSpeed the other argument counts
+        _require_allowed(arguments)
+        self._engine.module.compile(backend=backend or "inductor", **arguments)
+        self._engine.is_compiled = True
+
+
+def _require_allowed(arguments):
+    if arguments.get("fullgraph"):
+        raise _C.UsageError("engine.compile: the engine's hooks run between graphs, so a model is more than one; leave "
+                            "fullgraph out")
+    options = arguments.get("options") or {}
+    if arguments.get("mode") in _WITH_CUDA_GRAPHS or options.get("triton.cudagraphs"):
+        raise _C.UsageError("engine.compile: CUDA graphs would keep addresses of weights that the engine moves; write "
+                            "mode \"default\" or \"max-autotune-no-cudagraphs\", and no \"triton.cudagraphs\"")

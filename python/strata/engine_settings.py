@@ -1,6 +1,12 @@
 """The methods of DeepSpeed's engine that return settings of its configuration: tables with a row for each method."""
 
+import copy
+import functools
 import json
+
+import torch
+
+from .config_source import section_of, settings_of
 
 # (method, path, default): the method returns the configuration's value at ``path``, honoured or a hint, or else
 # ``default`` where the engine has no default of its own.
@@ -103,42 +109,107 @@ _OFF = (
     ("tensor_parallel_config", None),
     ("uses_parallelization_pass_only", False),
     ("zenflow_config", None),
+    ("autotuning_metric_path", "autotuning_metric.json"),
+    ("autotuning_model_info_path", "autotuning_model_info.json"),
+)
+
+
+_ELEMENT_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def _tag_validation(settings):
+    return settings._configured("checkpoint.tag_validation", "Warn").lower()
+
+
+def _place(tier):
+    return None if tier == "device" else {"device": {"host": "cpu"}.get(tier, tier)}
+
+
+def _scale_args(settings):
+    return {
+        "init_scale": settings.initial_dynamic_scale(),
+        "scale_window": settings._configured("fp16.loss_scale_window", 1000),
+        "delayed_shift": settings._configured("fp16.hysteresis", 2),
+        "consecutive_hysteresis": settings._configured("fp16.consecutive_hysteresis", False),
+        "min_scale": settings._configured("fp16.min_loss_scale", 1),
+    }
+
+
+# (method, its documentation, function of the ``EngineSettings``).
+_COMPUTED = (
+    ("zero_optimization_stage", "int, 0 to 3.", lambda s: s._config.stage),
+    ("zero_optimization", "bool: whether anything is sharded (stage 1 to 3).", lambda s: s._config.stage > 0),
+    ("zero_optimization_partition_gradients", "bool: whether gradients are sharded by the stage (2, 3).",
+     lambda s: s._config.stage >= 2),
+    ("zero_optimization_partition_weights", "bool: whether parameters are sharded (stage 3).",
+     lambda s: s._config.stage >= 3),
+    ("zero_offload_optimizer", '{"device": "cpu" or "nvme"}: the place of the optimizer\'s states; None: the device.',
+     lambda s: _place(s._config.optimizer_tier)),
+    ("zero_offload_param", '{"device": "cpu" or "nvme"}: the place of the parameters\' shards; None: the device.',
+     lambda s: _place(s._config.param_tier)),
+    ("zero_cpu_offload", "bool: whether the optimizer's states are in host memory, or are staged there.",
+     lambda s: s._config.optimizer_tier != "device"),
+    ("zero_use_cpu_optimizer", "bool: whether the optimizer's states are in host memory, or are staged there.",
+     lambda s: s._config.optimizer_tier != "device"),
+    ("zero_nvme_offload_optimizer", "bool: whether the optimizer's states are on a drive.",
+     lambda s: s._config.optimizer_tier == "nvme"),
+    ("optimizer_params", "{name: value}: ``optimizer.params`` of the configuration with its defaults; None without an "
+     "optimizer.", lambda s: s._params_of("optimizer")),
+    ("scheduler_params", "{name: value}: ``scheduler.params`` of the configuration with its defaults; None without a "
+     "scheduler.", lambda s: s._params_of("scheduler")),
+    ("steps_per_print", "int or None: steps between two lines of progress.", lambda s: s._config.steps_per_print),
+    ("torch_autocast_dtype", "torch.dtype of ``torch_autocast.dtype``; None where forward is not within autocast.",
+     lambda s: s._config.autocast_dtype),
+    ("get_data_types", "(torch.dtype that parameters compute in, torch.dtype in which gradients accumulate). The first "
+     "is float32 where each parameter keeps its own dtype.",
+     lambda s: (getattr(torch, s._config.dtype or "float32"), s._config.grad_accum_dtype)),
+    ("dynamic_loss_scale", "bool: whether the loss scale adapts.",
+     lambda s: s.fp16_enabled() and s._value_at("fp16.loss_scale") == 0.0),
+    ("initial_dynamic_scale", "int: the first loss scale of fp16.",
+     lambda s: 2 ** int(s._configured("fp16.initial_scale_power", 16))),
+    ("dynamic_loss_scale_args", "{name: value}: how fp16's loss scale adapts, by DeepSpeed's names.", _scale_args),
+    ("postscale_gradients", "bool: the opposite of ``prescale_gradients``, which has no effect.",
+     lambda s: not s._configured("prescale_gradients", False)),
+    ("checkpoint_tag_validation_enabled", "bool: whether ``checkpoint.tag_validation`` is not \"Ignore\". Different "
+     "tags are an error in any case.", lambda s: _tag_validation(s) != "ignore"),
+    ("checkpoint_tag_validation_fail", "bool: whether ``checkpoint.tag_validation`` is \"Fail\". Different tags are an "
+     "error in any case.", lambda s: _tag_validation(s) == "fail"),
+    ("checkpoint_writer_enabled", "bool: whether the configuration has a section ``checkpoint.writer``, which has no "
+     "effect.", lambda s: any(path.startswith("checkpoint.writer.") for path in s._config.hint_values)),
+    ("aio_config", "{name: value}: the section ``aio``, with its defaults.", lambda s: s._section("aio")),
 )
 
 
 VALUE_NAMES = frozenset(name for name, _, _ in _VALUES)
 
 
-def _value(name, path, default):
-    def value(self):
-        return self._configured(path, default)
-
-    value.__name__ = name
-    value.__doc__ = f"``{path}`` of the configuration; {default!r} where it says nothing."
-    return value
+def _off(value):
+    return lambda settings: copy.copy(value)
 
 
-def _off(name, off):
-    def value(self):
-        return off.copy() if isinstance(off, (dict, list)) else off
-
-    value.__name__ = name
-    value.__doc__ = f"{off!r}: the feature is not offered."
-    return value
+def _configured(path, default):
+    return lambda settings: settings._configured(path, default)
 
 
 class EngineSettings:
-    """The getters of the tables above, and those that compute their value. It needs ``_config`` and ``core``."""
+    """The part of an ``Engine`` that returns settings: the getters of the tables above, and those that compute their
+    value.
+
+    Args:
+        config: a _C.Config.
+    """
+
+    def __init__(self, config):
+        self._config = config
+
+    @functools.cached_property
+    def _texts(self):
+        """{path: JSON} of all honoured settings."""
+        return settings_of(self._config) | self._config.shown
 
     def _value_at(self, path):
         """The canonical value of an honoured setting; None where it is not given and has no default."""
-        settings = self.__dict__.get("_settings")
-        if settings is None:
-            lines = self._config.digest().splitlines()
-            settings = dict(line.split(" = ", 1) for line in lines) | self._config.shown
-            self.__dict__["_settings"] = settings
-        text = settings.get(path)
-        return None if text is None else json.loads(text)
+        return json.loads(self._texts.get(path, "null"))
 
     def _configured(self, path, default):
         value = self._value_at(path)
@@ -148,58 +219,31 @@ class EngineSettings:
 
     def _section(self, path):
         """{name: value} of all honoured settings below ``path``."""
-        self._value_at(path)
-        start = f"{path}."
-        return {name[len(start):]: self._value_at(name) for name in self._settings if name.startswith(start)}
+        return section_of(self._texts, path)
 
-    def dynamic_loss_scale(self):
-        """bool: whether the loss scale adapts."""
-        return self.fp16_enabled() and self._value_at("fp16.loss_scale") == 0.0
+    @property
+    def communication_data_type(self):
+        """torch.dtype in which gradients travel between ranks."""
+        return _ELEMENT_TYPES[self._value_at("communication_data_type") or "fp32"]
 
-    def initial_dynamic_scale(self):
-        """int: the first loss scale of fp16."""
-        return 2 ** int(self._configured("fp16.initial_scale_power", 16))
+    def _params_of(self, section):
+        if self._value_at(f"{section}.type") is None:
+            return None
+        return {**(self._value_at(f"{section}.params") or {}), **self._section(f"{section}.params")}
 
-    def dynamic_loss_scale_args(self):
-        """{name: value}: how fp16's loss scale adapts, by DeepSpeed's names."""
-        return {
-            "init_scale": self.initial_dynamic_scale(),
-            "scale_window": self._configured("fp16.loss_scale_window", 1000),
-            "delayed_shift": self._configured("fp16.hysteresis", 2),
-            "consecutive_hysteresis": self._configured("fp16.consecutive_hysteresis", False),
-            "min_scale": self._configured("fp16.min_loss_scale", 1),
-        }
 
-    def postscale_gradients(self):
-        """bool: the opposite of ``prescale_gradients``, which has no effect."""
-        return not self._configured("prescale_gradients", False)
+def _add_getter(name, doc, function):
+    def value(self):
+        return function(self)
 
-    def checkpoint_tag_validation_enabled(self):
-        """bool: whether ``checkpoint.tag_validation`` is not "Ignore". Different tags are an error in any case."""
-        return self._configured("checkpoint.tag_validation", "Warn").lower() != "ignore"
-
-    def checkpoint_tag_validation_fail(self):
-        """bool: whether ``checkpoint.tag_validation`` is "Fail". Different tags are an error in any case."""
-        return self._configured("checkpoint.tag_validation", "Warn").lower() == "fail"
-
-    def checkpoint_writer_enabled(self):
-        """bool: whether the configuration has a section ``checkpoint.writer``, which has no effect."""
-        return any(path.startswith("checkpoint.writer.") for path in self._config.hint_values)
-
-    def aio_config(self):
-        """{name: value}: the section ``aio``, with its defaults."""
-        return self._section("aio")
-
-    def autotuning_metric_path(self):
-        """str: the path for the metric of DeepSpeed's autotuning, which Strata does not offer."""
-        return "autotuning_metric.json"
-
-    def autotuning_model_info_path(self):
-        """str: the path for the model's facts of DeepSpeed's autotuning, which Strata does not offer."""
-        return "autotuning_model_info.json"
+    value.__name__, value.__doc__ = name, doc
+    setattr(EngineSettings, name, value)
 
 
 for _name, _path, _default in _VALUES:
-    setattr(EngineSettings, _name, _value(_name, _path, _default))
+    _add_getter(_name, f"``{_path}`` of the configuration; {_default!r} where it says nothing.",
+                _configured(_path, _default))
 for _name, _default in _OFF:
-    setattr(EngineSettings, _name, _off(_name, _default))
+    _add_getter(_name, f"{_default!r}: the feature is not offered.", _off(_default))
+for _row in _COMPUTED:
+    _add_getter(*_row)

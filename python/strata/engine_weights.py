@@ -1,9 +1,14 @@
-"""The engine's weights as whole state dicts, under DeepSpeed's names."""
+"""An engine's weights as whole state dicts, under DeepSpeed's names, and states that leave the device for a while."""
 
+import logging
 from collections import OrderedDict
 from collections.abc import Mapping
 
 from . import _C
+
+logger = logging.getLogger("strata")
+
+_STATES = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
 
 
 def _whole_weights():
@@ -13,8 +18,14 @@ def _whole_weights():
 
 
 class EngineWeights:
-    """The part of ``Engine`` that reads and sets its weights as one dict. It needs ``_config``, ``core``, ``module``
-    and ``global_rank``."""
+    """The part of an ``Engine`` that reads and sets its weights as one dict.
+
+    Args:
+        engine: a weak proxy of the ``Engine``.
+    """
+
+    def __init__(self, engine):
+        self._engine = engine
 
     def module_state_dict(self, destination=None, prefix="", keep_vars=False, exclude_frozen_parameters=False):
         """{name: tensor}: the model's state dict; at stage 3 whole copies on the host, on every rank (collective).
@@ -25,15 +36,10 @@ class EngineWeights:
             keep_vars: return tensors that autograd knows; without effect at stage 3.
             exclude_frozen_parameters: leave out parameters that need no gradient.
         """
-        self.core.require_weights("a state dict")
-        self.core.require_own_memory()
-        destination = OrderedDict() if destination is None else destination
-        if self._config.stage >= 3:
-            found = _whole_weights().whole_state_dict(self.module, with_frozen=not exclude_frozen_parameters)
-            destination.update((prefix + name, value) for name, value in found.items())
-            return destination
-        found = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
-        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+        found = self._state_dict(True, destination, prefix, keep_vars, with_frozen=not exclude_frozen_parameters)
+        if self._engine._config.stage >= 3:
+            return found
+        for name, parameter in self._engine.module.named_parameters(remove_duplicate=False):
             if exclude_frozen_parameters and not parameter.requires_grad:
                 found.pop(prefix + name, None)
         return found
@@ -60,11 +66,11 @@ class EngineWeights:
         inner = checkpoint.get("module")
         state_dict = inner if isinstance(inner, Mapping) else checkpoint
         if custom_load_fn is None:
-            return _whole_weights().set_whole_weights(self, state_dict, strict, allowed_missing_keys or ())
-        from .gathered_parameters import GatheredParameters
+            return _whole_weights().set_whole_weights(self._engine, state_dict, strict, allowed_missing_keys or ())
+        from .zero import GatheredParameters
 
-        with GatheredParameters(list(self.module.parameters()), modifier_rank=0):
-            custom_load_fn(src=state_dict, dst=self.module)
+        with GatheredParameters(list(self._engine.module.parameters()), modifier_rank=0):
+            custom_load_fn(src=state_dict, dst=self._engine.module)
         return None
 
     def state_dict(self, *, destination=None, prefix="", keep_vars=False):
@@ -74,11 +80,16 @@ class EngineWeights:
         needs room for the whole model; other ranks get an empty dict. ``save_pretrained`` needs no such room. At stages
         0 to 2 every rank has the whole model, and this is ``engine.module.state_dict()``.
         """
-        self.core.require_weights("a state dict")
-        self.core.require_own_memory()
-        if self._config.stage < 3:
-            return self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
-        found = _whole_weights().whole_state_dict(self.module, self.global_rank == 0) or {}
+        return self._state_dict(self._engine.global_rank == 0, destination, prefix, keep_vars)
+
+    def _state_dict(self, keep, destination, prefix, keep_vars, with_frozen=True):
+        """``keep``: whether this rank gets whole copies at stage 3."""
+        core, model = self._engine.core, self._engine.module
+        core.require_weights("a state dict")
+        core.require_own_memory()
+        if self._engine._config.stage < 3:
+            return model.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        found = _whole_weights().whole_state_dict(model, keep, with_frozen) or {}
         destination = OrderedDict() if destination is None else destination
         destination.update((prefix + name, value) for name, value in found.items())
         return destination
@@ -98,15 +109,14 @@ class EngineWeights:
             raise _C.UsageError("load_state_dict: assign=True would take the parameters from the engine; leave it out, "
                                 "and values are copied")
         wrapped = bool(state_dict) and all(name.startswith("module.") for name in state_dict)
-        if wrapped and not hasattr(self.module, "module"):
+        if wrapped and not hasattr(self._engine.module, "module"):
             state_dict = {name.removeprefix("module."): value for name, value in state_dict.items()}
-        return _whole_weights().set_whole_weights(self, state_dict, strict)
+        return _whole_weights().set_whole_weights(self._engine, state_dict, strict)
 
-    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters=False):
+    def consolidated(self, exclude_frozen_parameters=False):
         """Whole weights on the host of rank 0, None on the others. Collective."""
-        return _whole_weights().whole_state_dict(self.module, self.global_rank == 0, not exclude_frozen_parameters)
-
-    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+        engine = self._engine
+        return _whole_weights().whole_state_dict(engine.module, engine.global_rank == 0, not exclude_frozen_parameters)
 
     def save_16bit_model(self, save_dir, save_filename="pytorch_model.bin", exclude_frozen_parameters=False):
         """Writes the weights as one file of ``torch.save``, in the model's precision. Collective. Rank 0's host needs
@@ -120,9 +130,90 @@ class EngineWeights:
         Raises:
             IoError: on every rank, where rank 0 cannot write.
         """
-        if self._config.stage >= 3 and not self._config.gather_16bit_weights_on_model_save:
+        if self._engine._config.stage >= 3 and not self._engine._config.gather_16bit_weights_on_model_save:
             return False
-        _whole_weights().save_whole(self, save_dir, save_filename, not exclude_frozen_parameters)
+        _whole_weights().save_whole(self._engine, save_dir, save_filename, not exclude_frozen_parameters)
         return True
 
     save_fp16_model = save_16bit_model
+
+
+class StateOffload:
+    """The part of an ``Engine`` that frees device memory for other uses between two phases of training.
+
+    Args:
+        engine: a weak proxy of the ``Engine``.
+    """
+
+    def __init__(self, engine):
+        self._engine = engine
+        self._warned_of_weights = False
+
+    def offload_states(self, include=None, device="cpu", pin_memory=True, non_blocking=False):
+        """Moves states of training from the device to host memory. Their memory on the device is free when this
+        returns. ``reload_states()`` brings them back, bit for bit. Collective; between passes, also in a step that
+        already has gradients. States that are offloaded already, to the host or to a drive, do not move.
+
+        Until the reload ``step()``, checkpoints, and reading or setting states of parameters raise UsageError. So do
+        ``backward()`` while gradient memory is away, and a forward or a read of a parameter while weights are away.
+        Parameters have the shape [0] while the weights are away; the script must not use views of their memory
+        (``p.data``) then. While the weights are on the device, the model may be evaluated, gathered and saved
+        (``save_pretrained``).
+
+        The weights stay, with one warning, where the ranks' transport cannot free their memory (gloo, drivers
+        without virtual memory management). Weights in fp32 are their own masters: nothing moves as "hp_params" then.
+        Where an optimizer of the script's updates the shards, "optim_states" moves the tensors of its ``state`` that
+        are on the device; the parameters in its groups are empty while masters or weights are away, and have other
+        memory afterwards.
+
+        Args:
+            include: which states, by DeepSpeed's names or ``OffloadStateTypeEnum``: "optim_states" (``exp_avg``,
+                ``exp_avg_sq``), "hp_params" (masters, or their remainders), "lp_params" (the weights), "lp_grads"
+                (reduced gradients) and "contiguous_grad_buffer" (gradients that are not reduced yet).
+                None: all. The same on every rank.
+            device: "cpu", or DeepSpeed's ``OffloadDeviceEnum.cpu``; "none" does nothing but warn.
+            pin_memory: into pinned host memory, as far as the system lets this process pin some.
+            non_blocking: has no effect: memory is free only when the copies are complete.
+
+        Raises:
+            UsageError: for other states and devices; within a backward pass or ``GatheredParameters``.
+            OutOfMemoryError: on every rank, where a host has no room. The engine then counts all states but the
+                weights as away: ``reload_states()`` brings back those that have moved.
+        """
+        where = _text(device)
+        if where == "none":
+            logger.warning("offload_states: device is 'none', so nothing is moved; write \"cpu\"")
+            return
+        if where != "cpu":
+            raise _C.UsageError("offload_states moves states to the host: write device=\"cpu\"; to rest on a drive is "
+                                f"for zero_optimization.offload_optimizer; found {where!r}")
+        states = _STATES if include is None else [_text(name) for name in include]
+        for name in states:
+            if name not in _STATES:
+                raise _C.UsageError(f"offload_states: include names states of {', '.join(_STATES)}; found {name!r}")
+        weights_follow = self._engine.core.offload_states(list(states), pin_memory)
+        if not weights_follow and not self._warned_of_weights and self._engine.global_rank == 0:
+            self._warned_of_weights = True
+            logger.warning("offload_states: the weights (lp_params) stay on the device, since %s cannot give their "
+                           "memory back; the other states are moved", self._engine.collectives_name)
+
+    def reload_states(self, non_blocking=False):
+        """Brings back all states that ``offload_states()`` moved. Collective. Does nothing where none is away.
+
+        Args:
+            non_blocking: has no effect: all states are back when this returns.
+
+        Raises:
+            OutOfMemoryError: on every rank, where a device has no room. States that are not back stay on the host;
+                free memory, and call it again.
+        """
+        core = self._engine.core
+        core.reload_states()
+        outside = getattr(core, "segment_states", None)  # where an optimizer of the user's updates the shards
+        if outside is not None:
+            outside.take_back(core)
+
+
+def _text(name):
+    """The text of a word, or of a member of an enumeration of words."""
+    return str(getattr(name, "value", name))

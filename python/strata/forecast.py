@@ -4,7 +4,7 @@ from . import _C
 from .initialize import make_optimizer, parse_config
 from .model.model_input import ModelTree, describe_modules, describe_parameters
 from .optimizer import groups_of
-from .tiles.budget import Budget, cut_parameters
+from .tiles.cutting import Budget, cut_parameters
 
 
 def memory_forecast(

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+from contextlib import contextmanager
 
 import torch
 
@@ -11,13 +12,12 @@ from .checkpoint.supported_transformers import is_transformers_model, unsupporte
 from .config_source import read_config, require_monitors, shown
 from .engine import Engine
 from .model.leaves import mark_leaves_of
-from .model.model_input import ModelTree
-from .model.ownership import require_values
-from .model.placement import choose_device
+from .model.model_input import ModelTree, choose_device
+from .model.parameter import require_values
 from .optimizer import ShardedOptimizer, optimizer_from_config, wrap_torch_optimizer
 from .rank_logging import show_logs
 from .ranks.runtime import (
-    init_distributed, make_collectives, rank_and_world_size, require_group, notifying_ranks, agree_after,
+    agree_after, init_distributed, make_collectives, notifying_ranks, rank_and_world_size, require_group,
 )
 from .schedule import schedule_from_config
 
@@ -90,25 +90,16 @@ def initialize(
         CommError: another rank did not call ``initialize`` in time, or ended.
         OutOfMemoryError: the shards do not fit.
     """
-    return initialize_as(
-        Engine, model, _find_config(args, config, config_params), optimizer, model_parameters, training_data,
-        lr_scheduler, dist_init_required, collate_fn, mpu, mesh_param,
-    )
+    given = (config, config_params, getattr(args, "deepspeed_config", None))
+    config = next((one for one in given if one is not None), None)
+    return initialize_as(Engine, model, config, optimizer, model_parameters, training_data, lr_scheduler,
+                         dist_init_required, collate_fn, mpu, mesh_param)
 
 
 def initialize_as(
-    engine_class,
-    model,
-    config,
-    optimizer,
-    model_parameters,
-    training_data,
-    lr_scheduler,
-    dist_init_required,
-    collate_fn,
-    mpu=None,
-    mesh_param=None,
-):
+    engine_class, model, config, optimizer, model_parameters, training_data, lr_scheduler, dist_init_required,
+    collate_fn, mpu=None, mesh_param=None,
+):  # fmt: skip
     """``initialize`` with an engine of ``engine_class``, a subclass of ``Engine``."""
     if model is None:
         raise _C.UsageError("initialize() needs a model: pass model=<torch.nn.Module>")
@@ -116,141 +107,186 @@ def initialize_as(
         if value is not None:
             raise _C.UsageError(f"initialize({name}=...) is not supported: leave it out; shard groups are named in "
                                 "the configuration (zero_optimization.mics_shard_size)")
-    from .views.start_up import StartUp  # not at `import strata`, which every script waits for
-    show_logs()
-    with StartUp() as start_up:
-        with start_up.phase("connect"):
-            if dist_init_required is False:
-                require_group()
-            else:
-                init_distributed()
-            parsed, runtime, tree = prepare(config, model)
-            collectives = make_collectives(parsed, runtime.device, runtime.host_waits)
-        assembled = assemble(
-            tree, parsed, collectives, runtime, optimizer, model_parameters, training_data, lr_scheduler, collate_fn,
-            start_up, engine_class=engine_class,
-        )
-        start_up.finish(assembled[0])
-        return assembled
+    return StartUp(
+        config, model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, dist_init_required,
+        engine_class,
+    ).run()
 
 
-def prepare(config, model):
-    """(_C.Config, _C.Runtime, ModelTree) of this rank, for ``make_collectives`` and ``assemble``.
+class StartUp:
+    """One start of an engine on this rank. ``run()`` is the list of its phases. ``load_pretrained`` has a subclass.
 
     Args:
-        config: as for ``initialize``.
-        model: a ``torch.nn.Module`` whose parameters have their values.
-    """
-    from .views.start_up import require_writable_files
-
-    rank, world_size = rank_and_world_size()
-    with notifying_ranks():
-        parsed = parse_config(config)
-        show_logs(shown(parsed, "log_level"))
-        require_writable_files(parsed, rank)
-        require_monitors(parsed, rank)
-        tree = ModelTree(model)
-        require_values(tree.parameters)
-        runtime = _C.Runtime(choose_device(parsed, tree), parsed.threads, world_size)
-        if _comes_from_the_host(tree, runtime.device):
-            runtime.expect_values()
-        return parsed, runtime, tree
-
-
-def _comes_from_the_host(tree, device):
-    first = tree.parameters[:1]  # choose_device has seen that all are where one is
-    return device.type != "cpu" and any(parameter.device.type == "cpu" for _, parameter in first)
-
-
-def assemble(
-    tree,
-    config,
-    collectives,
-    runtime,
-    optimizer,
-    model_parameters,
-    training_data,
-    lr_scheduler,
-    collate_fn,
-    start_up,
-    born_flat=None,
-    engine_class=Engine,
-):
-    """Makes the result of ``initialize``, once the configuration is read and the ranks are connected.
-
-    Args:
-        tree: the ModelTree of the model.
-        config: a _C.Config.
-        collectives: a _C.Collectives.
-        runtime: a _C.Runtime, of ``prepare``.
-        start_up: the StartUp that counts this start-up's phases.
-        born_flat: {id(parameter): full shape} of parameters that are empty until they are loaded.
+        config: as for ``read_config``.
+        model: a ``torch.nn.Module`` whose parameters have their values; None in a subclass that builds one.
         engine_class: of the engine.
         The others are ``initialize``'s.
+
+    Attributes:
+        clock: the ``StartUpClock`` that counts the phases.
+        config: from ``read_config()`` on the _C.Config.
+        from_files: {id(parameter): full shape} of parameters that are empty until they are loaded; None: there is none.
     """
-    cut_parameters = _tiling(config, runtime.device, collectives, tree)
-    try:
-        with start_up.phase("meet"), agree_after(collectives, "making the optimizer"), start_up.phase("make optimizer"):
-            config.require_for_training(optimizer is not None, lr_scheduler is not None)
-            sharded_optimizer, rule = make_optimizer(config, tree, optimizer, model_parameters)
-            if rule == "external":
-                from .client_optimizer import choose_parts  # only for an optimizer of the script's
 
-                choose_parts(sharded_optimizer, config, collectives.world_size, torch.device(runtime.device))
-            monitor = _monitor(config, collectives.rank)
-            cut_parameters(born_flat)
-        progress = start_up.progress(collectives.rank, collectives.world_size)
-        with start_up.phase("make engine"):
-            runtime = runtime.joined(collectives)
-            engine = engine_class(tree, config, sharded_optimizer, rule, collectives, runtime, born_flat, progress)
-            start_up.core = engine.core
-    except BaseException:
-        if tree.cut is not None:
-            tree.cut.undo()
-        raise
-    if sharded_optimizer is not None:
-        sharded_optimizer.bind(engine)
-    engine.lr_scheduler = _make_scheduler(config, sharded_optimizer, lr_scheduler)
-    mark_leaves_of(tree.model, engine._section("zero_optimization.leaf_module"))
-    engine.collate_fn = collate_fn
-    engine.training_dataloader = engine.deepspeed_io(training_data) if training_data is not None else None
-    _watch_steps(engine, config, monitor)
-    _log_hints(config, engine)
-    return engine, sharded_optimizer, engine.training_dataloader, engine.lr_scheduler
+    def __init__(self, config, model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn,
+                 dist_init_required=None, engine_class=Engine):  # fmt: skip
+        self.config, self.model, self.optimizer, self.model_parameters = config, model, optimizer, model_parameters
+        self.training_data, self.lr_scheduler, self.collate_fn = training_data, lr_scheduler, collate_fn
+        self.dist_init_required, self.engine_class = dist_init_required, engine_class
+        self.from_files = None
 
+    def run(self):
+        """(engine, optimizer, dataloader, lr_scheduler), as ``initialize`` returns them. Collective."""
+        from .views.start_up import StartUpClock  # not at `import strata`, which every script waits for
 
-def _monitor(config, rank):
-    """The ``Monitor`` of a _C.Config; None where the configuration asks for nothing that a rank shows."""
-    if not config.shown_given:
-        return None
-    from .monitoring.monitor import Monitor  # not in every script
+        show_logs()
+        with StartUpClock() as self.clock:
+            with self.clock.phase("connect"):
+                self.connect()
+                with notifying_ranks():
+                    self.read_config()
+                    self.place()
+                self.collectives = make_collectives(self.config, self.runtime.device, self.runtime.host_waits)
+            self.build()
+            try:
+                self.measure_budget()
+                with self.agreed("making the optimizer"), self.clock.phase("make optimizer"):
+                    self.make_optimizer()
+                    self.make_monitor()
+                    self.cut_parameters()
+                with self.clock.phase("make engine"):
+                    self.make_engine()
+            except BaseException:
+                if self.tree.cut is not None:
+                    self.tree.cut.undo()
+                raise
+            self.schedule()
+            self.load_data()
+            self.watch_steps()
+            self.log_hints()
+            self.finish()
+        return self.engine, self.sharded_optimizer, self.engine.training_dataloader, self.engine.lr_scheduler
 
-    return Monitor(config, rank)
+    # --- the phases ---
 
+    def connect(self):
+        """Makes, or requires, torch's default process group."""
+        if self.dist_init_required is False:
+            require_group()
+        else:
+            init_distributed()
 
-def _watch_steps(engine, config, monitor):
-    if monitor is not None or config.steps_per_print:
-        from .monitoring.watching import watch_steps
+    def read_config(self):
+        """Reads the configuration, and checks that its files and monitors can be opened."""
+        from .views.start_up import require_writable_files
 
-        engine.monitor = engine.monitor if monitor is None else monitor
-        engine._watching = watch_steps(engine, config, engine.monitor)
+        self.config, rank = self.parsed_config(), rank_and_world_size()[0]
+        show_logs(shown(self.config, "log_level"))
+        require_writable_files(self.config, rank)
+        require_monitors(self.config, rank)
 
+    def parsed_config(self):
+        """The _C.Config, with complete batch sizes."""
+        return parse_config(self.config)
 
-def _tiling(config, device, collectives, tree):
-    """A function, born_flat -> None, that cuts the parameters that are too large to gather. Collective on GPUs."""
-    if config.stage != 3 and device.type != "cuda":
-        return lambda born_flat: None
-    from .tiles.budget import Budget, cut_parameters  # not at `import strata`
+    def place(self):
+        """Chooses the device, and opens it."""
+        self.tree = ModelTree(self.model)
+        require_values(self.tree.parameters)
+        device = choose_device(self.config, self.tree)
+        self.runtime = _C.Runtime(device, self.config.threads, rank_and_world_size()[1])
+        first = self.tree.parameters[:1]  # choose_device has seen that all are where one is
+        if device.type != "cpu" and any(parameter.device.type == "cpu" for _, parameter in first):
+            self.runtime.expect_values()
 
-    budget = Budget.of_rank(config, device, collectives, tree)
-    return lambda born_flat: cut_parameters(tree, config, budget, born_flat)
+    def build(self):
+        """Builds the model, where there is none."""
 
+    @contextmanager
+    def agreed(self, what):
+        """Context, in the phase "meet", of this rank's work ``what``, whose outcome the ranks agree on."""
+        with self.clock.phase("meet"), agree_after(self.collectives, what):
+            yield
 
-def _find_config(args, config, config_params):
-    for candidate in (config, config_params, getattr(args, "deepspeed_config", None)):
-        if candidate is not None:
-            return candidate
-    return None
+    def measure_budget(self):
+        """Finds the bound on the bytes of one parameter that may be gathered at once. Collective on GPUs."""
+        self.budget = None
+        if self.config.stage == 3 or self.runtime.device.type == "cuda":
+            from .tiles.cutting import Budget  # not at `import strata`
+
+            self.budget = Budget.of_rank(self.config, self.runtime.device, self.collectives, self.tree)
+
+    def make_optimizer(self):
+        """Takes over the script's optimizer, or the configuration's."""
+        self.config.require_for_training(self.optimizer is not None, self.lr_scheduler is not None)
+        self.sharded_optimizer, self.rule = make_optimizer(
+            self.config, self.tree, self.optimizer, self.model_parameters)
+        if self.rule == "external":
+            from .client_optimizer import choose_parts  # only for an optimizer of the script's
+
+            choose_parts(self.sharded_optimizer, self.config, self.collectives.world_size,
+                         torch.device(self.runtime.device))
+
+    def make_monitor(self):
+        """Opens the monitors of metrics, where the configuration asks for output of a rank."""
+        self.monitor = None
+        if self.config.shown_given:
+            from .monitoring.monitor import Monitor  # not in every script
+
+            self.monitor = Monitor(self.config, self.collectives.rank)
+
+    def cut_parameters(self):
+        """Cuts the parameters that are too large to gather."""
+        if self.budget is not None:
+            from .tiles.cutting import cut_parameters
+
+            cut_parameters(self.tree, self.config, self.budget, self.from_files)
+
+    def make_engine(self):
+        """Makes the engine, which takes the model over."""
+        runtime, collectives = self.runtime.joined(self.collectives), self.collectives
+        self.engine = self.engine_class(
+            self.tree, self.config, self.sharded_optimizer, self.rule, collectives, runtime, self.from_files,
+            self.clock.progress(collectives.rank, collectives.world_size),
+        )
+        self.clock.core = self.engine.core
+
+    def schedule(self):
+        """Binds the optimizer to the engine, and makes the scheduler."""
+        optimizer, scheduler, config = self.sharded_optimizer, self.lr_scheduler, self.config
+        if optimizer is not None:
+            optimizer.bind(self.engine)
+        if scheduler is not None:
+            scheduler = scheduler if hasattr(scheduler, "step") else scheduler(optimizer)
+        elif config.torch_scheduler is not None and optimizer is not None:
+            name, params = config.torch_scheduler
+            scheduler = getattr(torch.optim.lr_scheduler, name)(optimizer, **json.loads(params))
+        elif config.has_scheduler and optimizer is not None:
+            scheduler = schedule_from_config(config, optimizer)
+        self.engine.lr_scheduler = scheduler
+
+    def load_data(self):
+        """Marks leaf modules, and makes the loader of the script's data."""
+        engine = self.engine
+        mark_leaves_of(engine.module, engine._settings._section("zero_optimization.leaf_module"))
+        engine.collate_fn = self.collate_fn
+        engine.training_dataloader = None if self.training_data is None else engine.deepspeed_io(self.training_data)
+
+    def watch_steps(self):
+        """Begins the output about steps that the configuration asks for."""
+        if self.monitor is not None or self.config.steps_per_print:
+            from .monitoring.watching import watch_steps
+
+            self.engine.monitor = self.engine.monitor if self.monitor is None else self.monitor
+            self.engine._watching = watch_steps(self.engine, self.config, self.engine.monitor)
+
+    def log_hints(self):
+        """Logs on rank 0 the choices of the start, and the settings without effect."""
+        _log_hints(self.config, self.engine)
+
+    def finish(self):
+        """Reports the start-up. Collective."""
+        self.clock.finish(self.engine)
 
 
 def make_optimizer(config, tree, optimizer, model_parameters):
@@ -274,19 +310,6 @@ def make_optimizer(config, tree, optimizer, model_parameters):
     if isinstance(optimizer, ShardedOptimizer):
         raise _C.UsageError("this optimizer belongs to another engine; make a new one from the model's parameters")
     return wrap_torch_optimizer(optimizer)
-
-
-def _make_scheduler(config, optimizer, lr_scheduler):
-    if lr_scheduler is not None:
-        if hasattr(lr_scheduler, "step"):
-            return lr_scheduler
-        return lr_scheduler(optimizer)
-    if config.torch_scheduler is not None and optimizer is not None:
-        name, params = config.torch_scheduler
-        return getattr(torch.optim.lr_scheduler, name)(optimizer, **json.loads(params))
-    if config.has_scheduler and optimizer is not None:
-        return schedule_from_config(config, optimizer)
-    return None
 
 
 def _log_hints(config, engine):

@@ -3,16 +3,40 @@
 import inspect
 import json
 import logging
+import types
 import weakref
 
 import torch
 
 from . import _C
-from .client_calls import send_calls_to
 from .model.tiles import known_as
 from .optimizer_names import OptimizerNames
 
 logger = logging.getLogger("strata")
+
+
+def send_calls_to(sharded, client):
+    """Lets scripts call ``step()`` and ``zero_grad()`` of the optimizer that they gave to ``initialize``."""
+    if "step" in vars(client):
+        return  # a scheduler has wrapped step(), and checks that its wrapper is still there
+    own, there, mine = type(client).step, weakref.ref(sharded), weakref.ref(client)
+
+    def step(_, closure=None):
+        sharded = there()
+        if sharded is None or not sharded.trains():
+            return own(mine(), *(() if closure is None else (closure,)))
+        return sharded.step(closure)
+
+    def zero_grad(_, set_to_none=True):
+        sharded = there()
+        if sharded is None or not sharded.trains():
+            type(mine()).zero_grad(mine(), set_to_none)
+        else:
+            sharded.zero_grad(set_to_none)
+
+    # Methods, which schedulers can wrap; the proxy avoids a reference cycle.
+    client.step = types.MethodType(step, weakref.proxy(client))
+    client.zero_grad = types.MethodType(zero_grad, weakref.proxy(client))
 
 
 class _WithoutCompiler(torch.optim.Optimizer):
@@ -122,8 +146,7 @@ class ShardedOptimizer(OptimizerNames, _WithoutCompiler):
                 if self.inner is None:
                     self.param_groups[0]["params"].append(parameter)
         if self.inner is not None:
-            from .client_optimizer import members_of
-            from .lent_part import lend_parts
+            from .client_optimizer import lend_parts, members_of
 
             engine.core.segment_states.take_up(engine.core, members_of(self, engine))
             lend_parts(engine.core.segment_states, engine)

@@ -1,8 +1,68 @@
 """Names that scripts read on DeepSpeed's optimizer of an engine: the loss scale, flat masters, the optimizer inside."""
 
+import collections
+import weakref
+
 import torch
 
-from .engine_states import EngineStates
+from . import _C
+
+
+class EngineStates(collections.defaultdict):
+    """As torch's ``state`` before the first step. While an engine trains, ``clear()`` drops the engine's states, as it
+    would in torch, and reading a parameter's state is an error.
+
+    Args:
+        optimizer: the ``ShardedOptimizer``; this keeps a weak reference.
+    """
+
+    def __init__(self, optimizer):
+        super().__init__(dict)
+        self._optimizer = weakref.ref(optimizer)
+
+    def _trained(self):
+        """The optimizer, while its engine lives, else None."""
+        optimizer = self._optimizer()
+        return optimizer if optimizer is not None and optimizer.trains() else None
+
+    def __missing__(self, parameter):
+        if self._trained() is None:
+            return super().__missing__(parameter)
+        raise _C.UsageError(
+            "optimizer.state[p] was asked for, and the engine keeps this optimizer's states, in shards; call "
+            "strata.utils.safe_get_full_optimizer_state(p, 'exp_avg') and safe_set_full_optimizer_state() for a whole "
+            "one on every rank, or optimizer.state_dict() for this rank's part of all; optimizer.state.clear() begins "
+            "anew"
+        )
+
+    def clear(self):
+        """Drops the engine's states on this rank; every rank must call it."""
+        super().clear()
+        optimizer = self._trained()
+        if optimizer is not None:
+            from .local_states import drop_states  # not before the first use
+
+            drop_states(optimizer, optimizer._bound())
+
+    def replace(self, states):
+        """``optimizer.state = states``.
+
+        Raises:
+            UsageError: they are not empty.
+        """
+        if states and self._trained() is not None:
+            raise _C.UsageError("optimizer.state was set, and the engine keeps this optimizer's states; give them to "
+                                "optimizer.load_state_dict(), or an empty dict to begin anew")
+        self.clear()
+        self.update(states)
+
+
+def _while_dynamic(name, doc):
+    """A property: one of ``engine.dynamic_loss_scale_args()``; None where the loss scale does not adapt."""
+    def value(self):
+        return self._engine.dynamic_loss_scale_args()[name] if self.dynamic else None
+
+    return property(value, doc=f"{doc}; None where the loss scale does not adapt.")
 
 
 class LossScale:
@@ -41,30 +101,11 @@ class LossScale:
         """int: accumulation boundaries so far."""
         return self._engine.global_steps
 
-    @property
-    def scale_window(self):
-        """int: steps without an overflow before the loss scale rises; None where it does not adapt."""
-        return self._setting("scale_window")
-
-    @property
-    def min_scale(self):
-        """float: the smallest loss scale; None where it does not adapt."""
-        return self._setting("min_scale")
-
-    min_loss_scale = min_scale
-
-    @property
-    def delayed_shift(self):
-        """int: overflows before the loss scale falls; None where it does not adapt."""
-        return self._setting("delayed_shift")
-
-    @property
-    def consecutive_hysteresis(self):
-        """bool: whether a step without an overflow resets the count of overflows; None where the scale is constant."""
-        return self._setting("consecutive_hysteresis")
-
-    def _setting(self, name):
-        return self._engine.dynamic_loss_scale_args()[name] if self.dynamic else None
+    scale_window = _while_dynamic("scale_window", "int: steps without an overflow before the loss scale rises")
+    min_scale = min_loss_scale = _while_dynamic("min_scale", "float: the smallest loss scale")
+    delayed_shift = _while_dynamic("delayed_shift", "int: overflows before the loss scale falls")
+    consecutive_hysteresis = _while_dynamic(
+        "consecutive_hysteresis", "bool: whether a step without an overflow resets the count of overflows")
 
     @property
     def _engine(self):

@@ -16,7 +16,7 @@ import torch
 
 from . import _C
 from .element_order import flattened, shaped
-from .model.ownership import owner_of
+from .model.parameter import owner_of
 from .model.tiles import tiles_of
 
 

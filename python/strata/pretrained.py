@@ -1,9 +1,11 @@
 """``load_pretrained``, ``load_weights`` and ``save_pretrained``: checkpoints of Hugging Face and sharded weights."""
 
+import logging
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,12 +16,13 @@ from .checkpoint.load_plan import Contents, LoadPlan, LoadPlans, build_model, ma
 from .checkpoint.names import homes_of, model_tensors, state_names
 from .checkpoint.saving import save_pretrained
 from .checkpoint.supported_transformers import require_supported
-from .early_runtime import open_runtime, take_over, warm_up
-from .initialize import assemble
-from .model.model_input import ModelTree
-from .rank_logging import show_logs
-from .ranks.runtime import init_distributed, make_collectives, agree_after
-from .views.start_up import StartUp
+from .config_source import read_config
+from .initialize import StartUp
+from .model.model_input import ModelTree, find_device, make_current
+from .ranks.runtime import agree_after, expected_world_size, rank_and_world_size
+from .views.start_up import StartUpClock
+
+logger = logging.getLogger("strata")
 
 __all__ = ["load_pretrained", "load_weights", "save_pretrained"]
 
@@ -64,36 +67,10 @@ def load_pretrained(
         UsageError: for a version of transformers that is not supported.
         ConfigError, CommError, OutOfMemoryError: as ``strata.initialize``.
     """
-    with StartUp() as start_up, _beside() as beside:
-        begun, what = _begin(beside, path, config, model_class), f"opening the checkpoint '{path}'"
-        with start_up.phase("connect"):
-            init_distributed()
-            parsed, runtime = take_over(begun.runtime)
-            building = beside.submit(_build_flat, begun.model_class, begun.files, parsed, model_arguments)
-            planning = beside.submit(_plan, building, strict)
-            collectives = make_collectives(parsed, runtime.device, runtime.host_waits)
-        with start_up.phase("meet"), agree_after(collectives, what):
-            with start_up.phase("open checkpoint"):
-                begun.files.result()
-            with start_up.phase("build model"):
-                model, shapes, _ = building.result()
-                if callable(model_parameters):
-                    model_parameters = model_parameters(model)
-                tree = ModelTree(model)
-        assembled = assemble(
-            tree, parsed, collectives, runtime, optimizer, model_parameters, training_data, lr_scheduler, collate_fn,
-            start_up, shapes,
-        )
-        try:
-            with start_up.phase("meet"), agree_after(collectives, what), start_up.phase("plan"):
-                plan = planning.result()
-            _load(assembled[0], plan, start_up)
-            _await(begun.warm, start_up)
-            start_up.finish(assembled[0])
-        except BaseException:
-            assembled[0].destroy()
-            raise
-        return assembled
+    return _PretrainedStartUp(
+        path, model_class, strict, model_arguments, config, optimizer, model_parameters, training_data, lr_scheduler,
+        collate_fn,
+    ).run()
 
 
 def load_weights(engine, path, strict=False):
@@ -117,7 +94,64 @@ def load_weights(engine, path, strict=False):
         names, buffers = _names_of(engine.module)
         entries = _entries(parameters, names, engine._config)
         plan = LoadPlan(engine.module, checkpoint, path, entries, homes_of(engine.module, buffers), strict)
-    _load(engine, plan, StartUp())
+    _load(engine, plan, StartUpClock())
+
+
+class _PretrainedStartUp(StartUp):
+    """A start whose model comes from a checkpoint. Work that needs no other ranks runs beside the phases, in threads:
+    opening the device and the files, importing and building the model, planning, loading the kernels of a first step.
+    """
+
+    def __init__(self, path, model_class, strict, model_arguments, config, optimizer, *others):
+        super().__init__(config, None, optimizer, *others)
+        self._path, self._model_class, self._strict, self._model_arguments = path, model_class, strict, model_arguments
+        self._what = f"opening the checkpoint '{path}'"
+
+    def run(self):
+        with _beside() as self._beside:
+            return super().run()
+
+    def connect(self):
+        submit = self._beside.submit
+        self._opening = submit(open_runtime, self.config)
+        self._files = submit(_open, self._path)
+        self._class = submit(_import_class, self._path, self._files, self._model_class)
+        self._warming = submit(warm_up, self._opening)
+        super().connect()
+
+    def parsed_config(self):
+        config = self._opening.result().config
+        config.complete_batch(rank_and_world_size()[1])
+        return config
+
+    def place(self):
+        self.runtime = self._opening.result().runtime
+        make_current(self.runtime.device)
+        self._building = self._beside.submit(_build_flat, self._class, self._files, self.config, self._model_arguments)
+        self._planning = self._beside.submit(_plan, self._building, self._strict)
+
+    def build(self):
+        with self.agreed(self._what):
+            with self.clock.phase("open checkpoint"):
+                self._files.result()
+            with self.clock.phase("build model"):
+                model, self.from_files, _ = self._building.result()
+                if callable(self.model_parameters):
+                    self.model_parameters = self.model_parameters(model)
+                self.tree = ModelTree(model)
+
+    def finish(self):
+        try:
+            with self.agreed(self._what), self.clock.phase("plan"):
+                plan = self._planning.result()
+            _load(self.engine, plan, self.clock)
+            if not self._warming.done():
+                with self.clock.phase("warm up"):
+                    self._warming.result()
+            super().finish()
+        except BaseException:
+            self.engine.destroy()
+            raise
 
 
 @contextmanager
@@ -136,26 +170,46 @@ def _beside():
         sys.setswitchinterval(interval)
 
 
-class _Begun(NamedTuple):
-    """Futures of the work that needs no other ranks."""
+class OpenedRuntime(NamedTuple):
+    """A _C.Config, whose batch sizes may be incomplete, and a _C.Runtime for it."""
 
-    runtime: object  # of open_runtime()
-    files: object  # of _open()
-    model_class: object  # of _import_class()
-    warm: object  # of warm_up()
+    config: object
+    runtime: object
 
 
-def _begin(beside, path, config, model_class):
-    show_logs()
-    runtime, files = beside.submit(open_runtime, config), beside.submit(_open, path)
-    imported = beside.submit(_import_class, path, files, model_class)
-    return _Begun(runtime, files, imported, beside.submit(warm_up, runtime))
+def open_runtime(config):
+    """Reads the configuration and opens its device, for a model that comes from files. In any thread; Python's lock is
+    free while the device is opened, and torch's current device does not change.
+
+    Args:
+        config: as for ``read_config``.
+
+    Raises:
+        ConfigError: the configuration is wrong, or its GPU cannot be used.
+        DeviceError, OutOfMemoryError: the device cannot be opened.
+    """
+    parsed = read_config(config)
+    runtime = _C.Runtime(find_device(parsed), parsed.threads, expected_world_size())
+    runtime.expect_values()
+    return OpenedRuntime(parsed, runtime)
 
 
-def _await(warming, start_up):
-    if not warming.done():
-        with start_up.phase("warm up"):
-            warming.result()
+def warm_up(opening):
+    """Loads the kernels of a first step on a GPU, beside a start. Never raises: the step tries to load again, and
+    reports the error.
+
+    Args:
+        opening: a future of ``open_runtime()``.
+    """
+    if opening.exception() is not None:
+        return
+    config, runtime = opening.result()
+    if runtime.device.type != "cuda":
+        return
+    try:
+        _C.warm_up(runtime.device, getattr(torch, config.dtype or "bfloat16"))
+    except Exception as error:
+        logger.debug("nothing was loaded for the first step beforehand: %s", error)
 
 
 class _Files(NamedTuple):
@@ -164,6 +218,11 @@ class _Files(NamedTuple):
     path: str
     checkpoint: object
     contents: Contents
+
+    def plan(self, model, parameters, buffers, constructed):
+        """A ``LoadPlan`` of these files, but for its argument ``strict``."""
+        return partial(LoadPlan, model, self.checkpoint, self.path, parameters, buffers, contents=self.contents,
+                       constructed=constructed)
 
 
 class _Opened(NamedTuple):
@@ -186,18 +245,8 @@ def _open_files(path):
     return _Files(path, checkpoint, Contents(checkpoint))
 
 
-class _Part(NamedTuple):
-    """The targets of one checkpoint: the first arguments of a LoadPlan."""
-
-    model: torch.nn.Module
-    files: _Files
-    parameters: list
-    buffers: dict
-    constructed: dict
-
-
 def _build_flat(importing, opening, config, model_arguments):
-    """(model, {id(parameter): full shape}, [_Part]): tied as the checkpoint is, without memory."""
+    """(model, {id(parameter): full shape}, [callable that makes a LoadPlan]): tied as the checkpoint is, no memory."""
     model_class, model_config = importing.result()
     opened = opening.result()
     base, constructed = _build(model_class, model_config, opened, config.dtype, model_arguments)
@@ -220,22 +269,16 @@ def _build_flat(importing, opening, config, model_arguments):
     of_base = {key: names for key, names in named.items() if key not in of_adapter}
     constructed = {i: constructed[id(p)] for i, p, _ in parameters if id(p) in constructed}
     homes = homes_of(base, buffers)
-    parts = [_Part(base, opened.base, _entries(parameters, of_base, config), homes, constructed)]
+    plans = [opened.base.plan(base, _entries(parameters, of_base, config), homes, constructed)]
     if opened.adapter is not None:
         homes = homes_of(model, adapter_buffers)
-        parts.append(_Part(model, opened.adapter, _entries(parameters, of_adapter, config), homes, {}))
-    return model.eval(), shapes, parts
+        plans.append(opened.adapter.plan(model, _entries(parameters, of_adapter, config), homes, {}))
+    return model.eval(), shapes, plans
 
 
 def _plan(building, strict):
-    _, _, parts = building.result()
-    return LoadPlans(
-        LoadPlan(
-            part.model, part.files.checkpoint, part.files.path, part.parameters, part.buffers, strict,
-            part.files.contents, part.constructed,
-        )
-        for part in parts
-    )
+    _, _, plans = building.result()
+    return LoadPlans(plan(strict=strict) for plan in plans)
 
 
 def _import_class(path, opening, model_class):
@@ -314,10 +357,10 @@ def _entries(parameters, names, config):
     ]
 
 
-def _load(engine, plan, start_up):
-    with start_up.phase("meet"):
+def _load(engine, plan, clock):
+    with clock.phase("meet"):
         plan.read(engine.core, engine.known)
-        with agree_after(engine._collectives, "reading the weights"), torch.no_grad(), start_up.phase("compute"):
+        with agree_after(engine._collectives, "reading the weights"), torch.no_grad(), clock.phase("compute"):
             plan.compute(engine.core, engine.known)
     _C.weights_changed(engine.core)
     if engine.global_rank == 0:

@@ -5,14 +5,147 @@ from contextlib import ExitStack
 import torch
 
 from . import _C
-from .deferred_init import DeferredInit
 from .config_source import read_config
-from .gathered_parameters import GatheredParameters
-from .model.constructors import ConstructorWatch
-from .model.looks import Looks, open_looks
+from .deferred_init import DeferredInit
+from .model.constructors import ConstructorWatch, ConstructorReads, open_reads
+from .model.parameter import is_managed, owner_of
 from .model.recording import Recording
 from .rank_logging import show_logs
 from .ranks.runtime import init_distributed, rank_and_world_size
+from .tiles.host_copy import HostCopies
+
+
+_ITS_OWN = 0  # stands for memory of the engine
+
+
+class GatheredParameters:
+    """Context in which parameters are whole on every rank. At its end they are released, unless a running forward or
+    an outer context holds them.
+
+    Collective when ``modifier_rank`` is given, or when ranks gather through a process group; every rank
+    must then enter with the same parameters. Contexts nest; duplicates, None and parameters that no engine
+    owns are ignored. A parameter that is used in tiles is whole on the host, not on the model's device;
+    ``strata.iter_pieces`` gives it piece by piece.
+
+    Args:
+        params: a Parameter, or an iterable of Parameters.
+        modifier_rank: the rank whose changes count: at the end every rank gets this rank's values, in the weights
+            and in the fp32 master weights. None: read only.
+        fwd_module: accepted for DeepSpeed's sake; the engine gathers parameters of other modules when they are read.
+        enabled: False makes the context do nothing.
+
+    Raises:
+        UsageError: ``modifier_rank`` is not a rank of the job; the host has no room for a parameter that is used in
+            tiles. At the end with ``modifier_rank=None``: on each rank that has changed a parameter in place, or given
+            it other memory (``p.data = tensor``); the change is lost where the parameter is sharded. The context does
+            not see changes that autograd does not count (``p.data.mul_(2)``). At the end with a ``modifier_rank``:
+            where a parameter was given a tensor of another shape or dtype.
+    """
+
+    def __init__(self, params, modifier_rank=None, fwd_module=None, enabled=True):
+        self._modifier_rank = modifier_rank
+        self._by_core = {}
+        self._managed = {}  # id -> parameter
+        self._copies = HostCopies()  # of parameters that are used in tiles
+        if not enabled:
+            return
+        _require_rank(modifier_rank)
+        for parameter in [params] if isinstance(params, torch.Tensor) else params:
+            if self._copies.add(parameter):
+                continue
+            core, index = owner_of(parameter)
+            if core is not None:
+                self._by_core.setdefault(id(core), (core, set()))[1].add(index)
+            if core is not None or (parameter is not None and is_managed(parameter)):
+                self._managed[id(parameter)] = parameter
+
+    def __enter__(self):
+        self._held = []
+        try:
+            self._copies.make()
+            for core, indices in self._by_core.values():
+                indices = sorted(indices)
+                core.gather(indices)
+                self._held.append((core, indices))
+                if self._modifier_rank is not None:
+                    core.wait_for_all()  # other ranks may still read the last step's values from this memory
+        except BaseException:
+            self._release()
+            raise
+        self._versions, self._memory = (
+            {key: state(parameter) for key, parameter in self._managed.items()} for state in (_version, _memory))
+        return self
+
+    def __exit__(self, kind, value, traceback):
+        try:
+            if kind is not None:
+                self._put_back()
+            elif self._modifier_rank is not None:
+                self._copies.end(self._modifier_rank)
+                for core, indices in self._held:
+                    core.publish(indices, self._modifier_rank)
+                for parameter in self._managed.values():
+                    parameter._strata_published = _version(parameter)
+            else:
+                self._require_unchanged()
+        except BaseException:
+            self._put_back()
+            raise
+        finally:
+            self._release()  # the gathered copies must not keep half a change
+        return False
+
+    def _put_back(self):
+        for key, parameter in self._managed.items():
+            core, index = owner_of(parameter)
+            if core is not None and self._memory[key] == _ITS_OWN:  # else an outer context has replaced the memory
+                core.put_back([index])
+
+    def _release(self):
+        self._copies.end(None)
+        held, self._held = self._held, []
+        for core, indices in held:
+            core.release(indices, True)
+
+    def _require_unchanged(self):
+        changed = [
+            parameter
+            for key, parameter in self._managed.items()
+            if _version(parameter) > max(self._versions[key], parameter.__dict__.get("_strata_published", 0))
+            or _memory(parameter) not in (self._memory[key], _ITS_OWN)
+        ]
+        if changed:
+            core, index = owner_of(changed[0])
+            first = f"'{core.parameter_name(index)}'" if core is not None else f"of shape {tuple(changed[0].shape)}"
+            self._changed(
+                f"{len(changed)} parameters were changed within GatheredParameters(modifier_rank=None), which is for "
+                "reading; pass modifier_rank=<the rank whose changes shall be everybody's>, or change a copy. First: "
+                f"{first}"
+            )
+            self._put_back()
+
+    def _changed(self, message):
+        """Called where parameters were changed though they are for reading."""
+        raise _C.UsageError(message)
+
+
+def _require_rank(modifier_rank):
+    world = rank_and_world_size()[1]
+    if modifier_rank is not None and not 0 <= modifier_rank < world:
+        raise _C.UsageError(f"modifier_rank must be a rank of this job, 0 to {world - 1}; got {modifier_rank}")
+
+
+def _version(parameter):
+    return 0 if parameter.is_inference() else parameter._version
+
+
+def _memory(parameter):
+    """A key of a parameter's memory; it changes where a script gives the parameter other memory (``p.data = x``)."""
+    core, index = owner_of(parameter)
+    if core is not None and not core.replaced(index):
+        return _ITS_OWN
+    return parameter.untyped_storage()._cdata
+
 
 __all__ = ["GatheredParameters", "Init"]
 
@@ -74,7 +207,7 @@ class Init:
         **_ignored,
     ):
         self._enabled = enabled
-        self._looks = None  # while the context is open
+        self._reads = None  # while the context is open
         if not enabled:
             return
         if module is not None and not isinstance(module, torch.nn.Module):
@@ -82,47 +215,47 @@ class Init:
         show_logs()
         init_distributed()
         self._config = _parse(config_dict_or_path if config_dict_or_path is not None else config, dtype)
-        self._births = DeferredInit(self._config)
+        self._deferred = DeferredInit(self._config)
         if module is not None:
-            self._births.shard_all(module)
+            self._deferred.shard_all(module)
 
     def __enter__(self):
-        if self._enabled and open_looks() is None:
+        if self._enabled and open_reads() is None:
             # Modules made outside any other's constructor. Weak references would end at different times on each rank.
             self._roots = []
             self._watch = ConstructorWatch(self._begin, self._end)
             rank, world = rank_and_world_size()
             self._recording = Recording(
                 self._config.replay_above, self._watch.running, self._config.threads, world,
-                self._config.partition_stream_chunk, tells=rank == 0,
+                self._config.partition_stream_chunk, warns=rank == 0,
             )
-            looks = Looks(self._births.of_all, self._recording.paused, self._tidy)
+            reads = ConstructorReads(self._deferred.of_all, self._recording.paused, self._tidy)
             with ExitStack() as undo:
-                undo.callback(self._births.close)
-                self._births.open(looks, self._recording)
-                undo.callback(looks.close, failed=True)
-                looks.open()
+                undo.callback(self._deferred.close)
+                self._deferred.open(reads, self._recording)
+                undo.callback(reads.close, failed=True)
+                reads.open()
                 self._watch.install()
                 undo.callback(self._watch.remove)
                 self._recording.open()
                 undo.pop_all()
-            self._looks = looks
+            self._reads = reads
         return self
 
     def __exit__(self, kind, value, traceback):
-        if self._looks is None:
+        if self._reads is None:
             return False
-        looks, self._looks = self._looks, None
+        reads, self._reads = self._reads, None
         roots, self._roots = self._roots, []
         failed = True
         with ExitStack() as ends:  # each of them runs, also when another one raises
-            ends.callback(self._births.close)
-            ends.callback(lambda: looks.close(failed))
+            ends.callback(self._deferred.close)
+            ends.callback(lambda: reads.close(failed))
             with ExitStack() as patches:
                 patches.callback(self._watch.remove)
                 self._recording.close(failed=kind is not None)
             for root in roots if kind is None else []:
-                self._births.shard_all(root)
+                self._deferred.shard_all(root)
             failed = kind is not None
         return False
 
@@ -131,34 +264,34 @@ class Init:
             if self._watch.running:  # parameters that the parent has made by now need not stay whole meanwhile
                 parent = self._watch.running[-1]
                 own = parent.__dict__.get("_parameters", {})
-                self._births.shard_unused([(parent, name) for name in own])
-            self._births.begin(module)
-            self._looks.enter()
+                self._deferred.shard_unused([(parent, name) for name in own])
+            self._deferred.begin(module)
+            self._reads.enter()
 
     def _end(self, module, failed):
         is_root, is_complete = not self._watch.running, False
         with self._recording.paused():
             try:
                 if not failed:
-                    self._births.shard_complete(module, is_root)
-                    self._births.wait_for(module)
+                    self._deferred.shard_complete(module, is_root)
+                    self._deferred.wait_for(module)
                     if is_root:
-                        self._births.shard_waiting(module)
+                        self._deferred.shard_waiting(module)
                         self._roots.append(module)
                     is_complete = True
             finally:
-                self._looks.leave(failed)
+                self._reads.leave(failed)
                 if not is_complete:
-                    self._births.give_up(module)
+                    self._deferred.discard(module)
                 if is_root:
-                    self._births.drop_waiting()
-                    self._recording.settle(not is_complete)
+                    self._deferred.drop_waiting()
+                    self._recording.finish(not is_complete)
 
     def _tidy(self):
         """Shards parameters that were materialized and are not used any more, before another one is materialized."""
         if self._recording.materialized and self._watch.running:
             with self._recording.paused():
-                self._recording.materialized = not self._births.shard_unused(self._births.waiting())
+                self._recording.materialized = not self._deferred.shard_unused(self._deferred.waiting())
 
 
 def _parse(config, dtype):

@@ -8,7 +8,7 @@ import strata
 import torch
 from devices import ON_GPU, needs_a_gpu_each, test_device
 from ranks import run_ranks
-from strata.model.arguments import moved_arguments
+from strata.model.interception import moved_arguments
 from tiny_models import config_of, make_engine, make_model
 from transformers import BatchEncoding
 from transformers.modeling_outputs import CausalLMOutput

@@ -243,16 +243,16 @@ def _no_room():
             kept.append(self)
             self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
 
-    made, together = DeferredInit._make_core, deferred_init._TOGETHER
+    made, together = DeferredInit._make_core, deferred_init._MOST_AT_ONCE
     try:
-        deferred_init._TOGETHER = 1  # element: each matrix by itself
+        deferred_init._MOST_AT_ONCE = 1  # element: each matrix by itself
         DeferredInit._make_core = lambda own, *arguments: (
             made(own, *arguments) if own._count == 0 else own._config.no_room)
         with pytest.raises(AttributeError):
             with Init(config_dict_or_path=config_of_birth()):
                 Two()
     finally:
-        DeferredInit._make_core, deferred_init._TOGETHER = made, together
+        DeferredInit._make_core, deferred_init._MOST_AT_ONCE = made, together
     parameters = list(kept[0].parameters())
     assert [p.numel() for p in parameters] == [256, 16] * 2
     assert not any("_strata_core" in p.__dict__ or "ds_id" in p.__dict__ for p in parameters)

@@ -72,7 +72,7 @@ def test_what_fails_at_exit_is_no_second_traceback(failures, caplog):
     departure.watch(other)
     departure.watch(failing)
     with caplog.at_level(logging.DEBUG, "strata"):
-        departure._leave_together()
+        departure._leave()
     assert [record.levelname for record in caplog.records] == ["DEBUG"]
     assert str(next(iter(failures.values()))) in caplog.text
     assert other.calls == ["end_trace", "depart"]
@@ -82,7 +82,7 @@ def test_who_leaves_by_an_exception_waits_for_nobody(monkeypatch):
     core = Core()
     departure.watch(core)
     monkeypatch.setattr(sys, "last_value", ValueError("no more data"), raising=False)
-    departure._leave_together()
+    departure._leave()
     assert core.calls == []
 
 
@@ -93,10 +93,10 @@ def test_an_engine_that_is_destroyed_or_collected_is_not_waited_for(monkeypatch)
     destroyed, collected = Core(), Core()
     departure.watch(destroyed)
     departure.watch(collected)
-    assert registered == [departure._leave_together]
+    assert registered == [departure._leave]
     departure.unwatch(destroyed)
     departure.unwatch(destroyed)
-    assert registered == [departure._leave_together]
+    assert registered == [departure._leave]
     del collected
     assert registered == [] and not departure._present
     assert destroyed.calls == []
@@ -148,7 +148,7 @@ def test_cores_that_share_collectives_meet_the_others_once():
     cores, shared = [Core(), Core()], object()
     for core in cores:
         departure.watch(core, group=shared)
-    departure._leave_together()
+    departure._leave()
     assert [core.calls for core in cores] == [["end_trace"], ["end_trace", "depart"]]
     departure._notify_peers(ValueError, ValueError("no more data"))
     assert [core.told for core in cores] == [["ValueError: no more data"], []]
@@ -183,10 +183,10 @@ def test_a_rank_whose_model_no_engine_took_stays_as_long_as_its_peers(tmp_path):
 def test_peers_that_do_not_come_are_told_of_the_last_error():
     core = Core()
     departure.watch(core)
-    departure._leave_together()
+    departure._leave()
     assert core.words == "its program ended after 2 steps"
     departure.record_error(ValueError("no more data"))
-    departure._leave_together()
+    departure._leave()
     assert core.words == "its program ended after 2 steps; its last error was ValueError: no more data"
 
 
@@ -198,7 +198,7 @@ def test_peers_that_do_not_come_are_told_of_an_exit_with_a_failure(status, told)
     with pytest.raises(SystemExit) as left:
         sys.exit(status)
     assert left.value.code == status
-    departure._leave_together()
+    departure._leave()
     assert core.calls == ["end_trace", "depart"], "a checkpoint may still be written, by all"
     assert core.words.startswith("its program ended after 2 steps" + told) and ("sys.exit" in core.words) is bool(told)
     departure.unwatch(core)

@@ -14,7 +14,7 @@ import torch
 import transformers
 from hf_models import MODELS
 from ranks import run_ranks
-from strata import early_runtime, pretrained
+from strata import pretrained
 from tiny_models import config_of
 
 AFTER_A_FAILURE = """
@@ -55,7 +55,7 @@ def test_the_class_and_the_device_are_there_while_ranks_are_still_connecting(che
 
     monkeypatch.setattr(pretrained, "_import_class", noting(imported, import_class))
     monkeypatch.setattr(pretrained, "open_runtime", noting(opened, open_runtime))
-    monkeypatch.setattr(pretrained, "init_distributed", connect)
+    monkeypatch.setitem(strata.initialize.__globals__, "init_distributed", connect)
     engine, *_ = strata.load_pretrained(checkpoint, config_of(2))
     engine.destroy()
     assert _running() == []
@@ -65,7 +65,7 @@ def test_ranks_that_cannot_connect_leave_nothing_running(checkpoint, monkeypatch
     def connect():
         raise RuntimeError("the store cannot be reached")
 
-    monkeypatch.setattr(pretrained, "init_distributed", connect)
+    monkeypatch.setitem(strata.initialize.__globals__, "init_distributed", connect)
     with pytest.raises(RuntimeError, match="the store cannot be reached"):
         strata.load_pretrained(checkpoint, config_of(2))
     assert _running() == []
@@ -112,7 +112,7 @@ def test_a_configuration_that_is_wrong_on_one_rank_is_an_error_on_every_rank(che
 
 def _opened(device, dtype=None):
     opening = Future()
-    opening.set_result(early_runtime.OpenedRuntime(SimpleNamespace(dtype=dtype), SimpleNamespace(device=device)))
+    opening.set_result(pretrained.OpenedRuntime(SimpleNamespace(dtype=dtype), SimpleNamespace(device=device)))
     return opening
 
 
@@ -124,14 +124,14 @@ def test_what_a_first_step_loads_is_loaded_for_gpus_and_may_fail(dtype, loaded, 
         seen.append(args)
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(early_runtime._C, "warm_up", fail)
-    early_runtime.warm_up(_opened(torch.device("cpu"), dtype))
+    monkeypatch.setattr(pretrained._C, "warm_up", fail)
+    pretrained.warm_up(_opened(torch.device("cpu"), dtype))
     assert seen == []
-    early_runtime.warm_up(_opened(torch.device("cuda", 0), dtype))
+    pretrained.warm_up(_opened(torch.device("cuda", 0), dtype))
     assert seen == [(torch.device("cuda", 0), loaded)]
     failed = Future()
     failed.set_exception(strata.ConfigError("told by who asks for the runtime"))
-    early_runtime.warm_up(failed)
+    pretrained.warm_up(failed)
     assert len(seen) == 1
 
 

@@ -13,9 +13,8 @@ from devices import ON_GPU, needs_a_gpu_each
 from ranks import run_ranks
 from replayed_models import config_of_birth
 from strata.deferred_init import DeferredInit
-from strata.model import failed_constructors
-from strata.model.constructors import ConstructorWatch
-from strata.model.looks import Looks, open_looks
+from strata.model import constructors
+from strata.model.constructors import ConstructorReads, ConstructorWatch, open_reads
 from strata.model.recording import Recording
 from strata.zero import GatheredParameters, Init
 from test_errors import error_of
@@ -132,7 +131,7 @@ def test_offloaded_shards_of_a_failed_constructor_go(place, tmp_path):
 def _behind(folder):
     """(Shards that are left after a failure for which rank 0 does not wait, and after the next context.)"""
     rank, _ = rank_and_world()
-    failed_constructors._PATIENCE_S = 0.0 if rank == 0 else 60.0
+    constructors._PATIENCE_S = 0.0 if rank == 0 else 60.0
 
     class Late(nn.Module):
         def __init__(self):
@@ -207,7 +206,8 @@ def test_what_others_built_is_whole_after_a_failure(world):
 def _failing_ends():
     """Lets each action at the end of a context fail in turn; returns the action's class and its leftovers."""
     found = []
-    for kind, name in ((Recording, "close"), (ConstructorWatch, "remove"), (Looks, "close"), (DeferredInit, "close")):
+    for kind, name in ((Recording, "close"), (ConstructorWatch, "remove"), (ConstructorReads, "close"),
+                       (DeferredInit, "close")):
         constructor, end = nn.Linear.__dict__["__init__"], getattr(kind, name)
 
         def ends_and_fails(self, *args, end=end, **kwargs):
@@ -219,7 +219,7 @@ def _failing_ends():
             with pytest.raises(RuntimeError, match="cannot end"):
                 with Init(config_dict_or_path=config_of_birth("4KiB", 64)):
                     nn.Linear(8, 8)
-        left = [nn.Linear.__dict__["__init__"] is not constructor, open_looks() is not None,
+        left = [nn.Linear.__dict__["__init__"] is not constructor, open_reads() is not None,
                 "__init_subclass__" in nn.Module.__dict__, nn.Linear(8, 8).weight.numel() != 64]
         found.append((kind.__name__, left))
     return found

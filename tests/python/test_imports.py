@@ -51,7 +51,7 @@ def test_two_steps_import_nothing_of_torchs_compiler(optimizer):
 def test_an_import_begins_nothing():
     script = "import sys, threading, strata; strata.load_pretrained; assert threading.active_count() == 1"
     modules = _modules_after(script)
-    assert "strata.early_runtime" in modules and not modules & {"transformers", "torch._dynamo"}
+    assert "strata.pretrained" in modules and not modules & {"transformers", "torch._dynamo"}
 
 
 def test_what_not_every_script_uses_is_imported_when_it_is_asked_for():

@@ -15,8 +15,8 @@ from hf_models import MODELS
 from ranks import run_ranks
 from rich.console import Console
 from strata.views import start_up
-from strata.views.start_up import StartUp, merged
-from strata.views.start_up_view import ProgressBar, print_table, table_text
+from strata.views.start_up import ProgressBar, StartUpClock, merged
+from strata.views.tables import start_up_tables
 from tiny_models import config_of, make_engine, make_model
 
 KEYS = {
@@ -119,7 +119,7 @@ def test_every_way_of_reading_gives_the_same_weights(tmp_path, read):
 def test_progress_ends_at_the_whole_of_a_phase(tmp_path, monkeypatch):
     MODELS["qwen3"].build().save_pretrained(tmp_path / "model")
     calls = []
-    monkeypatch.setattr(StartUp, "progress", lambda *_: lambda *call: calls.append(call))
+    monkeypatch.setattr(StartUpClock, "progress", lambda *_: lambda *call: calls.append(call))
     engine, *_ = strata.load_pretrained(tmp_path / "model", _config())
     read = [call for call in calls if call[0] == "read"]
     assert all(0 < done <= total for _, done, total in read)
@@ -242,8 +242,8 @@ def test_the_table_fits_a_narrow_terminal():
     account["reading"] = {"way": "buffered", "reason": reason, **figures}
     report = merged([{**account, "link_gb_per_s": 55.3}] * 8)
     out = io.StringIO()
-    print_table(report, Console(file=out, width=80, force_terminal=True, color_system=None))
-    for text in (out.getvalue(), table_text(report)):
+    start_up_tables(report).print(Console(file=out, width=80, force_terminal=True, color_system=None))
+    for text in (out.getvalue(), start_up_tables(report).text()):
         assert "61000.000" in text and "12345.678" in text and "55.3 GB/s" in text
         assert "device +3.00 GiB, host peak 1.00 GiB, pinned 64 MiB" in text
         assert f"files read buffered: {reason}" in text

@@ -5,7 +5,7 @@ import torch
 from ranks import run_ranks
 from replayed_models import config_of_birth
 from strata import deferred_init
-from strata.model.owner import owner_of
+from strata.model.parameter import owner_of
 from strata.zero import GatheredParameters, Init
 from torch import nn
 
@@ -43,7 +43,7 @@ def _built(replay_above, values_come_later, **arguments):
     """(how many are sharded as one, by model; {name: whole value})."""
     torch.manual_seed(3)
     with Init(config_dict_or_path=config_of_birth(replay_above=replay_above)) as context:
-        context._births.values_come_later = values_come_later
+        context._deferred.values_come_later = values_come_later
         model = Layers(**arguments)
     assert model.layers[2].norm.weight.numel() == WIDTH  # read, so whole; so are its module's other parameters
     assert [n for n, p in model.named_parameters() if p.numel()] == [f"layers.2.norm.{n}" for n in ("weight", "bias")]
@@ -54,16 +54,16 @@ def _built(replay_above, values_come_later, **arguments):
 
 def _compare():
     for replay_above in (0, LARGE):
-        alone = deferred_init._TOGETHER, deferred_init._POSTPONED
+        alone = deferred_init._MOST_AT_ONCE, deferred_init._POSTPONED
         try:
-            deferred_init._TOGETHER = 1
+            deferred_init._MOST_AT_ONCE = 1
             many, expected = _built(replay_above, values_come_later=False)
-            deferred_init._TOGETHER = alone[0]
+            deferred_init._MOST_AT_ONCE = alone[0]
             few, values = _built(replay_above, values_come_later=True, fails=replay_above == LARGE)
-            deferred_init._TOGETHER, deferred_init._POSTPONED = 304, 300  # elements: of a layer, and fewer
+            deferred_init._MOST_AT_ONCE, deferred_init._POSTPONED = 304, 300  # elements: of a layer, and fewer
             some, in_parts = _built(replay_above, values_come_later=True)
         finally:
-            deferred_init._TOGETHER, deferred_init._POSTPONED = alone
+            deferred_init._MOST_AT_ONCE, deferred_init._POSTPONED = alone
         assert many == 2 * LAYERS and few <= 2 and few < some <= LAYERS + 2, (replay_above, many, few, some)
         assert expected["layers.1.norm.weight"].eq(3).all()
         for found in (values, in_parts):

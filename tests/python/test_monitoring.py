@@ -11,7 +11,7 @@ import pytest
 import strata
 import torch
 from ranks import run_ranks
-from strata.monitoring import transfers
+from strata.monitoring import watching
 from tiny_models import config_of, loss_of, make_batches, make_engine, make_model, rank_and_world, train_step
 
 
@@ -152,7 +152,7 @@ def test_every_monitor_gets_deepspeeds_scalars_from_rank_0_alone(tmp_path):
 
 
 def test_a_package_that_is_missing_is_named_before_the_start(monkeypatch):
-    monkeypatch.setattr("strata.monitoring.writers.find_spec", lambda name: None)
+    monkeypatch.setattr("strata.monitoring.monitor.find_spec", lambda name: None)
     for section, package in (("tensorboard", "tensorboard"), ("wandb", "wandb"), ("comet", "comet-ml")):
         with pytest.raises(strata.ConfigError, match=f"{section}.enabled: wanted the package .*pip install {package}"):
             make_engine(make_model(), config_of(0, **{section: {"enabled": True}}))
@@ -204,7 +204,7 @@ def _shows(folder):
         with Lines() as lines:
             for batch in make_batches(8, world):
                 train_step(engine, batch[rank])
-            summary = transfers.log_summary(show_straggler=True, return_dict=True)
+            summary = watching.log_summary(show_straggler=True, return_dict=True)
         timers = {name: engine.timers(name).elapsed(reset=False) for name in ("fwd", "bwd", "step")}
         engine.destroy()
         told.append((lines.said, summary, timers))

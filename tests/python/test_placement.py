@@ -19,7 +19,7 @@ from ranks import run_ranks
 from rich.console import Console
 
 import strata
-from strata.views.placement_view import offloads, print_table, table_text
+from strata.views.tables import offloads, placement_tables
 
 
 def _placed(folder):
@@ -149,8 +149,8 @@ def test_the_table_fits_a_terminal():
         "budgets": {"device": 20 * GIB, "host": None},
     }
     out = io.StringIO()
-    print_table(placement, 8, Console(file=out, width=80, force_terminal=True, color_system=None))
-    for text in (out.getvalue(), table_text(placement, 8)):
+    placement_tables(placement, 8).print(Console(file=out, width=80, force_terminal=True, color_system=None))
+    for text in (out.getvalue(), placement_tables(placement, 8).text()):
         lines = [line.split() for line in text.splitlines()]
         assert "Placement: what each of 8 ranks holds at most" in text
         assert ["what", "device", "host", "NVMe"] in lines
@@ -162,7 +162,7 @@ def test_the_table_fits_a_terminal():
         assert "states on the drive of /drive1" in text and "device 20.00 GiB" in text
         assert all(len(line) <= 80 for line in text.splitlines()) and "…" not in text
     on_one_drive = placement | {"folders": {"weights": "/drive0", "states": "/drive0"}}
-    assert "\nweights and states on the drive of /drive0\n" in table_text(on_one_drive, 8)
+    assert "\nweights and states on the drive of /drive0\n" in placement_tables(on_one_drive, 8).text()
     assert offloads(placement) and not offloads(None)
     only_the_ring = {"staging": KINDS["staging"], "total": (0, 3 * GIB, 0)}
     assert not offloads({"kinds": {kind: dict(zip(("device", "host", "nvme"), sizes))

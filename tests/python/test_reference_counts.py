@@ -1,7 +1,7 @@
 """Whether something else than its container refers to an object, whatever Python itself counts."""
 
 import torch
-from strata.model.reference_counts import is_alone, references
+from strata.model.constructors import is_alone, references
 
 
 def test_an_item_is_alone_until_something_else_refers_to_it():

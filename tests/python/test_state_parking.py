@@ -3,6 +3,7 @@
 import enum
 import gc
 import logging
+from types import SimpleNamespace
 
 import pytest
 import strata
@@ -11,7 +12,7 @@ from ranks import run_ranks
 from strata import utils
 from strata.compat import config as compat_config
 from strata.compat.engine import initialize
-from strata.state_offload import StateOffload
+from strata.engine_weights import StateOffload
 from tiny_models import (
     config_of,
     full_parameters,
@@ -245,10 +246,7 @@ def test_weights_that_cannot_go_are_told_of_once(caplog):
         def offload_states(self, states, pinned):
             return "lp_params" not in states
 
-    class Engine(StateOffload):
-        core, global_rank, collectives_name = Core(), 0, "gloo"
-
-    engine = Engine()
+    engine = StateOffload(SimpleNamespace(core=Core(), global_rank=0, collectives_name="gloo"))
     with caplog.at_level(logging.WARNING, logger="strata"):
         engine.offload_states(include=["optim_states"])
         assert not caplog.text

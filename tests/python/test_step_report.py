@@ -11,7 +11,7 @@ import strata
 import torch
 from ranks import run_ranks
 from rich.console import Console
-from strata.views.step_view import print_table, table_text
+from strata.views.tables import step_tables
 from tiny_models import config_of, loss_of, make_batches, make_engine, make_model, rank_and_world
 
 KEYS = {
@@ -288,8 +288,8 @@ def _account(timed=True):
 def test_the_table_fits_a_terminal(timed):
     report = _account(timed)
     out = io.StringIO()
-    print_table(report, Console(file=out, width=80, force_terminal=True, color_system=None))
-    for text in (out.getvalue(), table_text(report)):
+    step_tables(report).print(Console(file=out, width=80, force_terminal=True, color_system=None))
+    for text in (out.getvalue(), step_tables(report).text()):
         assert "Step 12: 500.0 ms" in text and "gathers" in text and "refreshes" not in text
         assert ("340.2" in text and "10.0%" in text) == timed
         assert "5.00 GiB" in text and "47 prefetched" in text and "host waits: 2; device allocations: 3" in text
@@ -300,7 +300,7 @@ def test_the_table_fits_a_terminal(timed):
 def test_the_table_has_a_forecast_where_there_is_one():
     report = _account(True)
     report["device_memory"]["weights"]["forecast_bytes"] = 7 << 30
-    lines = table_text(report).splitlines()
+    lines = step_tables(report).text().splitlines()
     assert [line.split() for line in lines if line.startswith(("device", "weights"))] == [
         ["device", "memory", "now", "peak", "forecast"], ["weights", "5.00", "GiB", "6.00", "GiB", "7.00", "GiB"],
     ]
@@ -320,8 +320,8 @@ def test_the_table_has_the_links_of_what_is_offloaded():
         "drives": [{"folder": "/drives/first", "written_bytes": 12_345_600_000_000}],
     }
     out = io.StringIO()
-    print_table(report, Console(file=out, width=80, force_terminal=True, color_system=None))
-    for text in (out.getvalue(), table_text(report)):
+    step_tables(report).print(Console(file=out, width=80, force_terminal=True, color_system=None))
+    for text in (out.getvalue(), step_tables(report).text()):
         lines = [line.split() for line in text.splitlines()]
         assert ["link", "GB", "GB/s", "limit", "of", "limit", "busy"] in lines
         assert ["PCIe", "up", "123.400", "52.1", "55.0", "95%", "2368.5", "ms"] in lines
@@ -331,4 +331,4 @@ def test_the_table_has_the_links_of_what_is_offloaded():
         assert "written since the start: 12345.600 GB to /drives/first" in text
         assert all(len(line) <= 80 for line in text.splitlines()) and "…" not in text
     report["offload"] = {**report["offload"], "links": {}, "drives": [], "copy_wait_seconds": None}
-    assert "link" not in table_text(report).split() and "waited" not in table_text(report)
+    assert "link" not in step_tables(report).text().split() and "waited" not in step_tables(report).text()

@@ -8,10 +8,8 @@ from devices import test_device
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from strata.model.gradient_target import Destination
-from strata.model.products import is_widened_by_blas, write_product
-from strata.model.tiles import Tiles
-from strata.tiles import functions, grouped
+from strata.model.tiles import Destination, Tiles, is_widened_by_blas, write_product
+from strata.tiles import functions
 
 # Relative tolerances: a sum in another order, and a rounding or two.
 NEAR = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
@@ -132,14 +130,14 @@ def test_torchs_grouped_product_and_one_product_a_group_have_the_same_bits(dtype
     for counts in COUNTS:
         each = _grouped(counts, dtype, transposed, False)
         with monkeypatch.context() as patch:
-            patch.setattr(grouped, "has_grouped_product", lambda *tensors: True)
+            patch.setattr(functions, "has_grouped_product", lambda *tensors: True)
             together = _grouped(counts, dtype, transposed, False)
         assert all(torch.equal(one, other) for one, other in zip(each, together)), counts
 
 
 def test_groups_know_their_rows_from_sorted_members():
     members = torch.tensor([0, 0, 2, 2, 2, 5, 7, 7], device=test_device())  # 7 stands for none of seven
-    groups = grouped.Groups.of_sorted(members, 7)
+    groups = functions.Groups.of_sorted(members, 7)
     assert groups.bounds == [0, 2, 2, 5, 5, 5, 6, 6] and groups.rows == 6
     part = groups.of(2, 6)
     assert part.rows == slice(2, 6) and part.each == [(0, slice(0, 3)), (3, slice(3, 4))]

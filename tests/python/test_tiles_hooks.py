@@ -97,7 +97,7 @@ def test_hooks_of_a_tiled_parameter_are_refused_by_name():
 
 
 def _nobody_asked():
-    from strata.tiles.budget import Budget
+    from strata.tiles.cutting import Budget
 
     of_rank, Budget.of_rank = Budget.of_rank, classmethod(lambda cls, config, *_: cls(config, 3000))
     said, handler = [], logging.Handler()

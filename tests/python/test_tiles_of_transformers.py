@@ -17,7 +17,7 @@ from tiny_models import differences, full_parameters, make_engine, rank_and_worl
 from training_states import snapshot
 
 from strata.model.tiles import tiles_of
-from strata.tiles.causal import LazyLogits
+from strata.tiles.vocabulary_loss import LazyLogits
 
 STEPS = 3
 BYTES = {"qwen3": 3000, "gpt2": 3000, "llama": 3000, "qwen3_moe": 5000, "mixtral": 17000}  # an expert at least

@@ -128,7 +128,7 @@ def test_a_rule_of_the_users_trains_its_module():
 
 
 def _nobody_asked():
-    from strata.tiles.budget import Budget
+    from strata.tiles.cutting import Budget
 
     of_rank, Budget.of_rank = Budget.of_rank, classmethod(lambda cls, config, *_: cls(config, 3000))
     try:

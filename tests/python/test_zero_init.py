@@ -11,7 +11,7 @@ from devices import ON_GPU, test_device
 from hf_models import MODELS
 from plain_torch import PlainTrainer
 from ranks import run_ranks
-from strata.model.looks import open_looks
+from strata.model.constructors import open_reads
 from strata.zero import GatheredParameters, Init
 from test_errors import error_of
 from tiny_models import (
@@ -331,7 +331,7 @@ def _no_room_at_the_end():
         with Init(config_dict_or_path={"strata": {"init": {"replay_above": 100}}}):
             Keeping()
     assert (nn.Linear.__init__, nn.Module.__init__, nn.Module.__dict__.get("__init_subclass__")) == plain
-    assert open_looks() is None
+    assert open_reads() is None
     assert not hasattr(nn.Linear(20, 20).weight, "ds_numel")
     with Init(config_dict_or_path={"strata": {"init": {"replay_above": 100}}}):
         good = nn.Linear(20, 20)

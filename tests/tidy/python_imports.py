@@ -23,7 +23,7 @@ EXTENSION = f"{PACKAGE}._C"
 
 class Import(NamedTuple):
     line: int
-    module: str  # absolute: "strata.model.ownership"
+    module: str  # absolute: "strata.model.parameter"
 
 
 class Module(NamedTuple):
@@ -39,7 +39,7 @@ def module_name(path: Path) -> str:
 
 
 def imported_names(node: ast.AST, package: str) -> list[str]:
-    """The absolute names that a statement imports: of `from .model import ownership`, "strata.model.ownership", be that
+    """The absolute names that a statement imports: of `from .model import ownership`, "strata.model.parameter", be that
     a     module or a name within one. `package` is what a relative import of one dot starts from."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]

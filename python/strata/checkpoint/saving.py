@@ -9,7 +9,7 @@ from collections import OrderedDict
 import torch
 
 from .. import _C
-from ..model.ownership import owner_of
+from ..model.parameter import owner_of
 from ..model.tiles import tiles_of
 from ..ranks.runtime import agree_after
 from ..tiles.host_copy import set_values, values_on_host

@@ -4,7 +4,7 @@ from .. import _C
 from ..config_source import document_of
 from ..engine import Engine
 from ..initialize import initialize_as
-from ..model.owner import owner_of
+from ..model.parameter import owner_of
 from ..rank_logging import log_dist
 from . import VERSION
 from .config import settings_of

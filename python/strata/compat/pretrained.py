@@ -18,7 +18,7 @@ from .. import _C
 from ..checkpoint.load_plan import Contents, LoadPlan
 from ..checkpoint.names import model_tensors, state_names
 from ..checkpoint.supported_transformers import private, unsupported
-from ..model.owner import owner_of
+from ..model.parameter import owner_of
 
 logger = logging.getLogger("strata")
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from .. import zero
-from ..model.owner import owner_of
+from ..model.parameter import owner_of
 from ..optimizer import ShardedOptimizer
 
 logger = logging.getLogger("strata")
@@ -44,8 +44,8 @@ class Init(zero.Init):
 
     def __enter__(self):
         super().__enter__()
-        if self._looks is not None:
-            self._births.values_come_later = _initializes_nothing()
+        if self._reads is not None:
+            self._deferred.values_come_later = _initializes_nothing()
         return self
 
 

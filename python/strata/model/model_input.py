@@ -1,10 +1,14 @@
-"""Describes a torch.nn.Module to the engine: its parameters by name, and its tree of modules."""
+"""Describes a torch.nn.Module to the engine: its parameters by name, its tree of modules, its device."""
+
+import os
 
 import torch
 
+from .. import _C
 from .leaves import z3_leaf_module
-from .owner import owner_of
+from .parameter import owner_of
 from .tiles import known_as, tile_of, tiles_of
+
 
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, torch.nn.ParameterDict)
 
@@ -45,7 +49,7 @@ class ModelTree:
                     waiting.append((prefix + name, child, module))
 
 
-def describe_parameters(tree, groups, born_flat=None, takes_unfrozen=False):
+def describe_parameters(tree, groups, from_files=None, takes_unfrozen=False):
     """[(name, tensor, full shape, has values, param group, owner, index there, tile)] for every parameter, each once.
     The param group is -1 for a parameter that is in none. ``tile`` is None, or for a tile (name of the whole parameter,
     its shape, first element there, number of modules that use it).
@@ -53,10 +57,10 @@ def describe_parameters(tree, groups, born_flat=None, takes_unfrozen=False):
     Args:
         tree: a ``ModelTree``.
         groups: {id(parameter): index of its param group}; none: all are in one.
-        born_flat: {id(parameter): full shape} of parameters that are empty until they are loaded.
+        from_files: {id(parameter): full shape} of parameters that are empty until they are loaded.
         takes_unfrozen: whether frozen parameters that are in no group are in the first.
     """
-    born_flat = born_flat or {}
+    from_files = from_files or {}
     outside = -1 if groups else 0
     entries = []
     for name, parameter in tree.parameters:
@@ -69,9 +73,9 @@ def describe_parameters(tree, groups, born_flat=None, takes_unfrozen=False):
             part = (tiles.name, list(tiles.shape), tile.begin * tiles.row_numel, len(tiles.homes))
         elif owner is not None:
             shape = list(owner.full_shape(owner_index))
-        elif id(parameter) in born_flat:
-            shape = list(born_flat[id(parameter)])
-        has_values = id(parameter) not in born_flat
+        elif id(parameter) in from_files:
+            shape = list(from_files[id(parameter)])
+        has_values = id(parameter) not in from_files
         is_taken = takes_unfrozen and not parameter.requires_grad
         group = groups.get(id(known_as(parameter)), 0 if is_taken else outside)
         entries.append((name, parameter, shape, has_values, group, owner, owner_index or 0, part))
@@ -108,3 +112,45 @@ def _only_looks_up(module):
     if type(module) is not torch.nn.Embedding or module.max_norm is not None:
         return False
     return "forward" not in module.__dict__ or tiles_of(dict.get(module._parameters, "weight")) is not None
+
+
+def choose_device(config, tree=None):
+    """``find_device(config, tree)``, made the current one."""
+    device = find_device(config, tree)
+    make_current(device)
+    return device
+
+
+def make_current(device):
+    """Makes ``device`` torch's current one in this thread, if it is a GPU."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def find_device(config, tree=None):
+    """The torch.device on which a model shall train.
+
+    Args:
+        config: a _C.Config.
+        tree: the ModelTree of the model, whose parameters have a device; None: the model has no values yet.
+
+    Raises:
+        ConfigError: parameters are on several devices; the process cannot use the GPU of the configuration.
+    """
+    by_device = {p.device: p for _, p in tree.parameters} if tree is not None else {}
+    placed = [("", p) for p in by_device.values()]
+    if len(placed) > 1 or any(device.type not in ("cpu", "cuda") for device in by_device):
+        placed = tree.parameters  # an error, which names them
+    return _C.choose_device(config, placed, int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def move_buffers(tree, device):
+    """Moves every buffer to ``device``, as ``model.to(device)`` does; buffers that modules share stay shared."""
+    moved = {}
+    for _, module, _ in tree.modules:
+        for name, buffer in module._buffers.items():
+            if buffer is None or buffer.device == device:
+                continue
+            if id(buffer) not in moved:
+                moved[id(buffer)] = buffer, buffer.to(device)  # keeps the old one, and so its id
+            module._buffers[name] = moved[id(buffer)][1]

@@ -1,4 +1,5 @@
-"""The ``ds_*`` attributes of sharded parameters, for frameworks that know DeepSpeed's.
+"""The engine that owns a parameter, moves of ownership (from the user to an engine, between engines, and back), and the
+``ds_*`` attributes of sharded parameters, for frameworks that know DeepSpeed's.
 
 The user's Parameter objects stay the same objects; while an engine of stage 3 or ``zero.Init`` manages them, their
 class is ``ShardedParameter``, also where they stay whole (small ones, and all on one rank). A deep copy or pickle of
@@ -7,12 +8,43 @@ one is a plain ``torch.nn.Parameter``; copying gathers it, which all ranks do th
 
 import enum
 import itertools
+import math
 import sys
+import weakref
 
 import torch
 
 from .. import _C
-from .owner import owner_of
+from .tiles import tiles_of
+
+
+def set_owner(parameter, core, index, weakly=True):
+    """Makes ``core`` the owner.
+
+    Args:
+        core: a _C.ShardedModel.
+        index: the parameter's index there.
+        weakly: the parameter does not keep ``core``, which keeps the parameter where Python's collector cannot see it.
+    """
+    parameter._strata_core = weakref.ref(core) if weakly else core
+    parameter._strata_index = index
+
+
+def owner_of(parameter):
+    """(core, index), or (None, None) for a parameter that no living engine owns."""
+    core = getattr(parameter, "_strata_core", None)
+    if isinstance(core, weakref.ref):
+        core = core()
+    if core is None or not core.alive:
+        return None, None
+    return core, parameter._strata_index
+
+
+def clear_owner(parameter):
+    """Forgets the owner."""
+    parameter.__dict__.pop("_strata_core", None)
+    parameter.__dict__.pop("_strata_index", None)
+
 
 _ids = itertools.count()  # equal on all ranks, since all mark the same parameters in the same order
 
@@ -197,3 +229,66 @@ def unmark_managed(parameter):
         parameter.__dict__.pop(name, None)
     if type(parameter) is ShardedParameter:
         parameter.__class__ = torch.nn.Parameter
+
+
+_DISCARDED = "_strata_discarded"
+
+
+def take_ownership(core, parameters, stage, weakly=True):
+    """Marks every parameter of ``core``; at stage 3 they look as DeepSpeed's do from now on.
+
+    Args:
+        core: a _C.ShardedModel.
+        parameters: the result of ``describe_parameters`` from which it was made.
+        stage: of ZeRO.
+        weakly: as ``set_owner`` takes it.
+    """
+    for index, (_, parameter, shape, *_rest) in enumerate(parameters):
+        set_owner(parameter, core, index, weakly)
+        parameter.__dict__.pop(_DISCARDED, None)
+        if stage == 3:
+            mark_managed(parameter, shape)
+        else:
+            unmark_managed(parameter)
+
+
+def release_ownership(parameters):
+    """Undoes ``take_ownership``, once the core is destroyed. Parameters of a later engine stay that engine's."""
+    for _, parameter, shape, *_rest in parameters:
+        if owner_of(parameter)[0] is not None:
+            continue
+        clear_owner(parameter)
+        unmark_managed(parameter)
+        if parameter.numel() == 0 and math.prod(shape) > 0:
+            discard_values([parameter])
+
+
+def discard_values(parameters):
+    """Marks these parameters as empty because their engine has ended."""
+    for parameter in parameters:
+        setattr(parameter, _DISCARDED, True)
+
+
+def require_values(named_parameters):
+    """Raises UsageError where one of [(name, parameter)] is empty because its engine has ended, or is in tiles of a
+    living engine."""
+    for name, parameter in named_parameters:
+        tiles = tiles_of(parameter)
+        if tiles is not None and tiles[0].core is not None:
+            raise _C.UsageError(
+                f"'{name}' is used in tiles by an engine that lives, from which no other can take it over; end that "
+                "one first, with engine.destroy(keep_values=True) to go on with its values"
+            )
+    lost = [name for name, parameter in named_parameters if _is_lost(parameter)]
+    if lost:
+        raise _C.UsageError(
+            f"{len(lost)} parameters of this model are empty: their engine was destroyed, or dropped, and the shards "
+            "went with it. End it with engine.destroy(keep_values=True), or build or load the model again. First: "
+            f"'{lost[0]}'"
+        )
+
+
+def _is_lost(parameter):
+    if parameter.numel() > 0 or owner_of(parameter)[0] is not None:
+        return False
+    return _DISCARDED in parameter.__dict__ or parameter.__dict__.get("ds_numel", 0) > 0

@@ -1,16 +1,187 @@
-"""Deferred initialization: records the operators of constructors on large tensors, which have no memory meanwhile."""
+"""Deferred initialization: records the operators of constructors on large tensors, which have no memory meanwhile, as
+steps of recipes (_C.Recipe).
+"""
 
 import logging
+import math
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import _C
-from .recipe_steps import KEPT_DTYPES, RANDOM, READ_NOTHING, made_by, region_of, steps_of
 
 logger = logging.getLogger("strata")
+
+
+aten = torch.ops.aten
+
+KEPT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+RANDOM = ("uniform", "normal")
+_DENSE = (None, torch.contiguous_format, torch.preserve_format)
+
+
+class Made(NamedTuple):
+    """A tensor that an operator makes: its shape, dtype and device, the step that fills it, (operation, a, b) or None,
+    and the generator of its random numbers."""
+
+    shape: tuple
+    dtype: torch.dtype
+    device: torch.device
+    step: tuple | None
+    generator: torch.Generator | None
+
+
+# operator: (where its shape is: "size", "like" or "new"; step, or how many of the arguments after the shape fill it)
+_FACTORIES = {
+    aten.empty: ("size", None),
+    aten.zeros: ("size", ("fill", 0.0, 0.0)),
+    aten.ones: ("size", ("fill", 1.0, 0.0)),
+    aten.full: ("size", 1),
+    aten.rand: ("size", ("uniform", 0.0, 1.0)),
+    aten.randn: ("size", ("normal", 0.0, 1.0)),
+    aten.empty_like: ("like", None),
+    aten.zeros_like: ("like", ("fill", 0.0, 0.0)),
+    aten.ones_like: ("like", ("fill", 1.0, 0.0)),
+    aten.full_like: ("like", 1),
+    aten.rand_like: ("like", ("uniform", 0.0, 1.0)),
+    aten.randn_like: ("like", ("normal", 0.0, 1.0)),
+    aten.new_empty: ("new", None),
+    aten.new_zeros: ("new", ("fill", 0.0, 0.0)),
+    aten.new_ones: ("new", ("fill", 1.0, 0.0)),
+    aten.new_full: ("new", 1),
+}
+
+# These operators read no value of their arguments.
+READ_NOTHING = {packet for packet, (where, _) in _FACTORIES.items() if where != "size"} | {aten.is_pinned}
+
+
+def made_by(func, args, kwargs):
+    """``Made``, or None where ``func`` makes no dense floating tensor of a kind that recipes have."""
+    if func is aten.normal.float_float:
+        mean, std, shape = args[:3]
+        step, source, default = ("normal", float(mean), float(std)), None, torch.get_default_dtype()
+    elif func.overloadpacket in _FACTORIES and "out" not in kwargs and "names" not in kwargs:
+        where, step = _FACTORIES[func.overloadpacket]
+        source = None if where == "size" else args[0]
+        shape = args[0] if where == "size" else args[0].shape if where == "like" else args[1]
+        default = torch.get_default_dtype() if source is None else source.dtype
+        if step == 1:
+            value = args[2] if where == "new" else args[1]
+            if source is None and not isinstance(value, float):
+                default = None  # of the value
+            if not isinstance(value, (int, float)):
+                return None
+            step = ("fill", float(value), 0.0)
+        if where == "like" and not source.is_contiguous():
+            return None
+    else:
+        return None
+    dtype = kwargs.get("dtype") or default
+    device = torch.device(kwargs.get("device") or ("cpu" if source is None else source.device))
+    dense = kwargs.get("layout") in (None, torch.strided) and kwargs.get("memory_format") in _DENSE
+    if dtype not in KEPT_DTYPES or device.type not in ("cpu", "cuda") or not dense or kwargs.get("pin_memory"):
+        return None
+    return Made(tuple(shape), dtype, device, step, kwargs.get("generator"))
+
+
+def _number(value):
+    """A float; TypeError for a value that is no number."""
+    if isinstance(value, torch.Tensor) and value.dim() == 0:
+        value = value.item()
+    if not isinstance(value, (int, float)):
+        raise TypeError
+    return float(value)
+
+
+def _add(sign):
+    return lambda other, alpha=1: [("add", sign * _number(other) * _number(alpha), 0.0)]
+
+
+def _div(other, rounding_mode=None):
+    if rounding_mode is not None:
+        raise TypeError
+    return [("divide", _number(other), 0.0)]
+
+
+def _clamp(min=None, max=None):
+    return [("clamp", -math.inf if min is None else _number(min), math.inf if max is None else _number(max))]
+
+
+def _uniform(a=0.0, b=1.0, generator=None):
+    return [("uniform", a, b)]
+
+
+def _normal(mean=0.0, std=1.0, generator=None):
+    return [("normal", mean, std)]
+
+
+def _fill(value, non_blocking=False):
+    return [("fill", _number(value), 0.0)]
+
+
+def _clone(memory_format=None):
+    if memory_format not in _DENSE:
+        raise TypeError
+    return []
+
+
+_WRITES = {"zero": lambda: [("fill", 0.0, 0.0)], "fill": _fill, "copy": _fill, "uniform": _uniform, "normal": _normal}
+_CHANGES = {
+    "add": _add(1.0),
+    "sub": _add(-1.0),
+    "mul": lambda other: [("multiply", _number(other), 0.0)],
+    "div": _div,
+    "neg": lambda: [("multiply", -1.0, 0.0)],
+    "clamp": _clamp,
+    "clamp_min": lambda min: _clamp(min=min),
+    "clamp_max": lambda max: _clamp(max=max),
+    "erfinv": lambda: [("erfinv", 0.0, 0.0)],
+}
+_IN_PLACE = {f"{name}_": steps for name, steps in (_WRITES | _CHANGES).items()}
+_COPYING = {**_CHANGES, "clone": _clone, "rsub": lambda other, alpha=1: [("multiply", -_number(alpha), 0.0),
+                                                                         ("add", _number(other), 0.0)]}
+
+
+def steps_of(func, args, kwargs):
+    """([(operation, a, b)], whether ``func`` works in place): its steps on each element of its first argument; None
+    where it is not element-wise."""
+    name = func.overloadpacket.__name__
+    in_place = name in _IN_PLACE
+    steps = _IN_PLACE.get(name) or _COPYING.get(name)
+    if steps is None:
+        return None
+    try:
+        return steps(*args[1:], **kwargs), in_place
+    except TypeError:  # other arguments than these, or no numbers
+        return None
+
+
+def region_of(tensor):
+    """(first element, elements of a run, elements from run to run, runs) of a tensor in its storage, or None where the
+    runs are irregular."""
+    dims = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride()) if size != 1]
+    if any(stride <= 0 for _, stride in dims):
+        return None
+    dims.sort(key=lambda dim: -dim[1])
+    merged = []
+    for size, stride in dims:
+        if merged and merged[-1][1] == size * stride:
+            merged[-1] = (merged[-1][0] * size, stride)
+        else:
+            merged.append((size, stride))
+    if not merged or merged[-1][1] != 1:
+        merged.append((1, 1))
+    if len(merged) > 2:
+        return None
+    length = merged[-1][0]
+    rows, stride = merged[0] if len(merged) == 2 else (1, length)
+    if tensor.numel() == 0 or stride < length:
+        return None
+    return tensor.storage_offset(), length, stride, rows
+
 
 _MOST_STEPS = 1000  # of one recipe: each piece goes through all of them
 _TO_COPY = torch.ops.aten._to_copy.default
@@ -38,14 +209,10 @@ class DeferredTensor:
         """Whether ``tensor``, a view, has all elements in their order."""
         return tensor.numel() == self.tensor.numel() and tensor.is_contiguous()
 
-    def write(self, target, begin, threads, world_size):
-        """Writes elements from ``begin`` on to ``target``, a dense tensor of the host."""
-        self.recipe.write(target, begin, threads, world_size)
-
 
 class Recording(TorchDispatchMode):
     """While it is open, floating tensors of more than ``larger_than`` elements that constructors make get no memory.
-    Operations on them that work element by element, with numbers, become their recipe (``recipe_steps``). Random
+    Operations on them that work element by element, with numbers, become their recipe (``steps_of``). Random
     numbers are drawn later, counted by element; each operation draws one number, its key, from torch's generator, so
     that ``torch.manual_seed`` decides and an operation's values depend on nothing but its place in the program.
 
@@ -58,17 +225,17 @@ class Recording(TorchDispatchMode):
         threads, world_size: ``strata.threads`` (or None) and the job's world size; they decide on the number of threads
             that compute values.
         piece: bytes of one copy to a GPU.
-        tells: whether to warn of tensors that are materialized.
+        warns: whether to warn of tensors that are materialized.
     """
 
-    def __init__(self, larger_than, running, threads, world_size, piece, tells):
+    def __init__(self, larger_than, running, threads, world_size, piece, warns):
         super().__init__()
         self._larger_than, self._running = larger_than, running
         self._threads, self._world_size, self._piece = threads, world_size, piece
-        self._tells = tells
+        self._warns = warns
         self._held = {}  # storage -> DeferredTensor
         self._paused = 0
-        self._told = set()
+        self._warned = set()
         self._direct_reads = _DirectReads(self)
         self.materialized = False  # whether a tensor was materialized since the owner cleared this
 
@@ -82,7 +249,7 @@ class Recording(TorchDispatchMode):
         unless the context has ``failed``."""
         self.__exit__(None, None, None)
         self._direct_reads.__exit__(None, None, None)
-        self.settle(failed)
+        self.finish(failed)
 
     @contextmanager
     def paused(self):
@@ -93,49 +260,49 @@ class Recording(TorchDispatchMode):
         finally:
             self._paused -= 1
 
-    def unbacked(self, tensor):
+    def deferred(self, tensor):
         """The ``DeferredTensor`` whose memory ``tensor`` shares, or None."""
         return self._held.get(_C.storage_of(tensor)) if self._held else None
 
-    def forget(self, unbacked):
+    def forget(self, deferred):
         """Drops an ``DeferredTensor`` whose values are in shards now."""
-        self._held.pop(_C.storage_of(unbacked.tensor), None)
+        self._held.pop(_C.storage_of(deferred.tensor), None)
 
-    def settle(self, failed=False):
+    def finish(self, failed=False):
         """Called after the outermost constructor: materializes tensors that have references left, unless it failed."""
         try:
-            for key, unbacked in list(self._held.items()):
-                if not failed and _C.sharers(unbacked.tensor) > 1:
-                    self.materialize(unbacked, None)
+            for key, deferred in list(self._held.items()):
+                if not failed and _C.sharers(deferred.tensor) > 1:
+                    self.materialize(deferred, None)
                 self._held.pop(key, None)
         finally:
             self._held.clear()
 
-    def materialize(self, unbacked, func):
+    def materialize(self, deferred, func):
         """Materializes it. ``func``: the operator that needs the values, for the message; None: there is none.
 
         Raises:
             OutOfMemoryError: the host has too little free memory. The tensor has not changed.
         """
-        tensor = unbacked.tensor
+        tensor = deferred.tensor
         what = f"a tensor of {'x'.join(map(str, tensor.shape))} ({tensor.dtype}) of {self._maker()}"
         if func is not None:
-            self._tell(what, tensor, func)
+            self._warn(what, tensor, func)
         with self.paused():
             _C.back(tensor, f"zero.Init: {what}, which {_wanted_by(func)}")
             flat = tensor.detach().view(-1)
             if tensor.device.type == "cpu":
-                if len(unbacked.recipe) > 0:
-                    unbacked.write(flat, 0, self._threads, self._world_size)
+                if len(deferred.recipe) > 0:
+                    deferred.recipe.write(flat, 0, self._threads, self._world_size)
             else:
-                write_pieces(unbacked, flat, self._piece, self._threads, self._world_size)
-        self.forget(unbacked)
+                write_pieces(deferred, flat, self._piece, self._threads, self._world_size)
+        self.forget(deferred)
         self.materialized = True
 
-    def make_all_real(self, values, func):
+    def materialize_all(self, values, func):
         """``materialize`` for the tensors without memory among ``values``, which may be lists."""
-        for unbacked in self._among(values):
-            self.materialize(unbacked, func)
+        for deferred in self._among(values):
+            self.materialize(deferred, func)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -150,32 +317,32 @@ class Recording(TorchDispatchMode):
         return self._operate(func, args, kwargs, held)
 
     def _make(self, made):
-        unbacked = self._new(made.shape, made.dtype, made.device)
+        deferred = self._new(made.shape, made.dtype, made.device)
         if made.step is not None:
-            self._record(unbacked, unbacked.tensor, [made.step], made.generator)
-        return unbacked.tensor.detach()
+            self._record(deferred, deferred.tensor, [made.step], made.generator)
+        return deferred.tensor.detach()
 
     def _new(self, shape, dtype, device):
-        unbacked = DeferredTensor(shape, dtype, device)
-        self._held[_C.storage_of(unbacked.tensor)] = unbacked
-        return unbacked
+        deferred = DeferredTensor(shape, dtype, device)
+        self._held[_C.storage_of(deferred.tensor)] = deferred
+        return deferred
 
     def _among(self, values):
         found = {}
         for value in values:
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
-                unbacked = self.unbacked(tensor) if isinstance(tensor, torch.Tensor) else None
-                if unbacked is not None:
-                    found[id(unbacked)] = unbacked
+                deferred = self.deferred(tensor) if isinstance(tensor, torch.Tensor) else None
+                if deferred is not None:
+                    found[id(deferred)] = deferred
         return list(found.values())
 
     def _operate(self, func, args, kwargs, held):
-        own = self.unbacked(args[0]) if args and isinstance(args[0], torch.Tensor) else None
+        own = self.deferred(args[0]) if args and isinstance(args[0], torch.Tensor) else None
         if own is not None and func is _COPY and self._copy(own, *args[:2]):
             return args[0]
-        for unbacked in held:
-            if unbacked is not own:
-                self.materialize(unbacked, func)
+        for deferred in held:
+            if deferred is not own:
+                self.materialize(deferred, func)
         result = None if own is None else self._elementwise(func, args, kwargs, own)
         if result is not None:
             return result
@@ -184,7 +351,7 @@ class Recording(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _copy(self, own, target, source):
-        other = self.unbacked(source)
+        other = self.deferred(source)
         if other is None or other is own or not (own.is_all_of(target) and other.is_all_of(source)):
             return False
         if source.dtype not in (target.dtype, torch.float32) or target.shape != source.shape:
@@ -223,20 +390,20 @@ class Recording(TorchDispatchMode):
         return copy.tensor.detach()
 
     @staticmethod
-    def _record(unbacked, view, steps, generator):
+    def _record(deferred, view, steps, generator):
         region = region_of(view)
         for op, a, b in steps:
             key = _key(generator) if op in RANDOM else 0
-            unbacked.recipe.add(unbacked.tensor.numel(), op, a, b, key, region)
+            deferred.recipe.add(deferred.tensor.numel(), op, a, b, key, region)
 
     def _maker(self):
         return f"{type(self._running[-1]).__name__}'s constructor" if self._running else "a constructor"
 
-    def _tell(self, what, tensor, func):
+    def _warn(self, what, tensor, func):
         kind = (self._maker(), str(func))
-        if kind in self._told or not self._tells:
+        if kind in self._warned or not self._warns:
             return
-        self._told.add(kind)
+        self._warned.add(kind)
         drawn = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         logger.warning(
             "zero.Init: %s, %.2f GB, is made whole on the host, since it %s; only what sets elements one by one "
@@ -254,18 +421,14 @@ class _DirectReads(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in _DIRECT_READS:
-            self._recording.make_all_real(args, func)
+            self._recording.materialize_all(args, func)
         return func(*args, **(kwargs or {}))
 
 
 def _wanted_by(func):
-    name = "is in use when the constructors are over" if func is None else f"is read or changed by {_name_of(func)}"
-    return name
-
-
-def _name_of(func):
-    packet = getattr(func, "overloadpacket", None)
-    return packet.__name__ if packet is not None else func.__name__
+    if func is None:
+        return "is in use when the constructors are over"
+    return f"is read or changed by {getattr(func, 'overloadpacket', func).__name__}"
 
 
 def _key(generator):
@@ -274,18 +437,18 @@ def _key(generator):
     return torch.empty((), dtype=torch.int64, device=device).random_(generator=generator).item()
 
 
-def write_pieces(unbacked, target, piece, threads, world_size):
+def write_pieces(deferred, target, piece, threads, world_size):
     """Writes its values to ``target``, a dense tensor of one dimension, any dtype and device, through one piece of the
     host's memory."""
-    dtype = unbacked.tensor.dtype
+    dtype = deferred.tensor.dtype
     most = max(1, piece // dtype.itemsize)
     host = None
     for begin in range(0, target.numel(), most):
         part = target[begin : begin + most]
         if part.device.type == "cpu" and part.dtype == dtype:
-            unbacked.write(part, begin, threads, world_size)
+            deferred.recipe.write(part, begin, threads, world_size)
             continue
         if host is None:
             host = torch.empty(min(most, target.numel()), dtype=dtype, device="cpu")
-        unbacked.write(host[: part.numel()], begin, threads, world_size)
+        deferred.recipe.write(host[: part.numel()], begin, threads, world_size)
         part.copy_(host[: part.numel()])

@@ -1,7 +1,7 @@
-"""The record of all parameters that are cut into tiles, and of their tiles.
+"""The record of all parameters that are cut into tiles, of their tiles, and of the memory for tiles' gradients.
 
 A parameter that is cut stays in its module, under its name, and is empty: users, optimizers and checkpoints see it.
-The engine sees its tiles, Parameters of their own that are in no module. ``known_parameters`` maps the one to the
+The engine sees its tiles, Parameters of their own that are in no module. ``owned_parameters`` maps the one to the
 other.
 """
 
@@ -12,6 +12,127 @@ from typing import NamedTuple
 import torch
 
 from .. import _C
+
+
+def write_product(target, one, other, holds=False, factor=1.0):
+    """``target = factor * (one @ other)``, or with ``holds`` ``target += factor * (one @ other)``.
+
+    The BLAS does it all where the three have one dtype, and on GPUs where the target is fp32 and the others have 16
+    bits; the product is not rounded before the addition then. Elsewhere the product is first rounded to the dtype of
+    ``one``.
+
+    Args:
+        target: [m, n]; without ``holds`` its present values, also NaN, have no effect.
+        one: [m, k].
+        other: [k, n], of its dtype.
+        holds: bool.
+        factor: float.
+    """
+    scale = factor if holds else 1.0
+    if one.dtype == target.dtype:
+        target.addmm_(one, other, beta=float(holds), alpha=scale)
+    elif is_widened_by_blas(one, target):
+        wide = target.dtype
+        torch.ops.aten.addmm.dtype_out(target, one, other, wide, beta=float(holds), alpha=scale, out=target)
+    elif holds:
+        target.add_((one @ other).to(target.dtype), alpha=factor)
+    else:
+        target.copy_(one @ other)
+    if not holds and factor != 1.0:  # afterwards, to get the same bits as a gradient that is multiplied by a factor
+        target.mul_(factor)
+
+
+def is_widened_by_blas(one, target):
+    """Whether the BLAS writes products of ``one``'s dtype in ``target``'s, which is wider."""
+    return one.is_cuda and one.dtype.itemsize == 2 and target.dtype == torch.float32
+
+
+class Destination:
+    """The memory for a gradient; an operation writes all of ``values``.
+
+    Attributes:
+        values: tensor.
+        holds: bool, whether the gradient is added to the present values; else these are undefined.
+        factor: float, a factor of the gradient.
+    """
+
+    def __init__(self, values=None, holds=False, factor=1.0):
+        self.values, self.holds, self.factor = values, holds, factor
+
+    def add_product(self, one, other, row=None):
+        """Writes or adds ``one @ other``, the gradient, or that of row ``row``."""
+        write_product(self.values if row is None else self.values[row], one, other, self.holds, self.factor)
+
+    def add(self, gradient):
+        """Writes or adds ``gradient``."""
+        if self.holds:
+            self.values.add_(gradient.to(self.values.dtype), alpha=self.factor)
+            return
+        self.values.copy_(gradient)
+        if self.factor != 1.0:
+            self.values.mul_(self.factor)
+
+    def add_nothing(self, row=None):
+        """Writes or adds zeroes where there is no gradient, or none of row ``row``."""
+        if not self.holds:
+            (self.values if row is None else self.values[row]).zero_()
+
+    def sum_of(self, count):
+        """A ``ProductSum`` of ``count`` products."""
+        return ProductSum(self, count)
+
+
+class ProductSum:
+    """A gradient that is the sum of several products, in fp32 at least. The sum is in the destination, where that is as
+    wide or there is one product only; else it is in a tensor of its own until ``finish``."""
+
+    def __init__(self, destination, count):
+        self._destination, self._any, values = destination, False, destination.values
+        wide = torch.promote_types(values.dtype, torch.float32)
+        in_place = count == 1 or wide == values.dtype
+        self._beside = None if in_place else torch.empty(values.shape, dtype=wide, device=values.device)
+
+    def add(self, one, other):
+        """Adds the product ``one @ other``."""
+        if self._beside is None:
+            self._destination.add_product(one, other)
+            self._destination.holds = True
+        else:
+            write_product(self._beside, one, other, self._any)
+        self._any = True
+
+    def finish(self):
+        """Ends the sum, after the last product."""
+        if self._beside is not None and self._any:
+            self._destination.add(self._beside)
+        elif not self._any:
+            self._destination.add_nothing()
+
+
+class GradientTarget(Destination):
+    """A tile's gradient of one use, in the memory from which the engine reduces it: there is no copy. A context in
+    backward, at whose end the engine reduces the gradient; no other gradient may be given within it."""
+
+    def __init__(self, tile):
+        super().__init__()
+        self._tile, self._core = tile, tile.core
+
+    def __enter__(self):
+        parameter = self._tile.parameter
+        if self._core is not None:
+            self.values, self.holds, self.factor = self._core.begin_gradient(self._tile.index)
+        else:  # a plain tensor
+            self.holds = parameter.grad is not None
+            if not self.holds:
+                parameter.grad = torch.empty_like(parameter)
+            self.values = parameter.grad
+        return self
+
+    def __exit__(self, kind, value, traceback):
+        self.values = None
+        if self._core is not None and kind is None:
+            self._core.end_gradient(self._tile.index)
+        return False
 
 
 class Tile:
@@ -88,7 +209,6 @@ class Tile:
 
     def gradient(self):
         """``GradientTarget``: where an operation writes its gradient, of one use, in place of ``give_gradient``."""
-        from .gradient_target import GradientTarget  # not before there are tiles
 
         return GradientTarget(self)
 
@@ -244,8 +364,8 @@ class Part(NamedTuple):
     numel: int
 
 
-class Known(NamedTuple):
-    """A parameter as users know it, and its parts in an engine."""
+class OwnedParameter(NamedTuple):
+    """A parameter of the user's model, and its parts in an engine."""
 
     parameter: torch.nn.Parameter
     shape: list
@@ -261,8 +381,8 @@ class Known(NamedTuple):
         return runs
 
 
-def known_parameters(described):
-    """[``Known``] in the order of the model's parameters.
+def owned_parameters(described):
+    """[``OwnedParameter``] in the order of the model's parameters.
 
     Args:
         described: the result of ``describe_parameters`` from which an engine was made.
@@ -272,6 +392,6 @@ def known_parameters(described):
         whole = known_as(parameter)
         tiles, tile = tile_of(parameter)
         first = 0 if tiles is None else tile.begin * tiles.row_numel
-        entry = found.setdefault(id(whole), Known(whole, list(shape if tiles is None else tiles.shape), []))
+        entry = found.setdefault(id(whole), OwnedParameter(whole, list(shape if tiles is None else tiles.shape), []))
         entry.parts.append(Part(index, first, math.prod(shape)))
     return list(found.values())

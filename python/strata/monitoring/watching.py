@@ -1,20 +1,174 @@
-"""Rank 0's output about each step: lines of progress and of times, metrics, the profile of one step."""
+"""Rank 0's output about each step: lines of progress and of times, metrics, the profile of one step, and
+``deepspeed.comm.log_summary()``.
+"""
 
 import json
 import logging
 import os
+import time
 import weakref
 from contextlib import nullcontext
 
 import torch
 
 from .. import _C
-from ..views.flops_view import profile_text
-from .speed import Speed, memory_text, tokens_of
-from .transfers import transfers_line
-from .values import LateValue
+from ..ranks.departure import engines
+from ..views.tables import TRANSFERS, transfer_tables
+from .flops import profile_text
 
 logger = logging.getLogger("strata")
+
+
+class LateValue:
+    """The present value of a tensor; on a GPU the device copies it in the order of its current stream.
+
+    Args:
+        tensor: of one element; of a larger one the mean.
+    """
+
+    def __init__(self, tensor):
+        value = tensor.detach()
+        if value.numel() != 1:
+            value = value.float().mean()
+        if value.device.type != "cuda":
+            self._event, self._value = None, float(value)
+            return
+        self._value = torch.empty((), dtype=torch.float32, pin_memory=True)
+        self._value.copy_(value.reshape(()), non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record(torch.cuda.current_stream(value.device))
+
+    def ready(self):
+        """bool: whether ``get()`` would not wait."""
+        return self._event is None or self._event.query()
+
+    def get(self):
+        """float."""
+        if self._event is not None:
+            self._event.synchronize()
+        return float(self._value)
+
+
+def tokens_of(args, kwargs):
+    """int: the tokens of a model's inputs, padding among them: the elements of ``input_ids``, else of the first tensor
+    of integers that has a sequence; 0: there is none."""
+    inputs = kwargs.get("input_ids")
+    if inputs is None and args and isinstance(args[0], dict):
+        inputs = args[0].get("input_ids")
+    for value in (inputs, *args, *kwargs.values()):
+        if isinstance(value, torch.Tensor) and value.dim() >= 2 and not value.is_floating_point():
+            return value.numel()
+    return 0
+
+
+class Speed:
+    """Counts steps after the first one, which takes longer than others. ``line()`` returns their speed, and restarts
+    the count."""
+
+    def __init__(self, world_size):
+        self._world_size = world_size
+        self._since = None
+        self._samples = self._tokens = self._flops = 0
+
+    def step_ended(self, samples, tokens, flops):
+        """``samples`` of all ranks, ``tokens`` and ``flops`` of this one, None where they are not known."""
+        if self._since is None:
+            self._since = time.perf_counter()
+            return
+        self._samples += samples
+        self._tokens += tokens
+        self._flops = None if flops is None or self._flops is None else self._flops + flops
+
+    def line(self):
+        """str, such as "512.0 samples/s, 65.5 k tokens/s, 12.3 TFLOP/s a rank"; "" before the second step ends."""
+        now = time.perf_counter()
+        seconds = 0.0 if self._since is None or not self._samples else now - self._since
+        parts = []
+        if seconds > 0.0:
+            parts.append(f"{self._samples / seconds:.1f} samples/s")
+            if self._tokens:
+                parts.append(f"{amount(self._tokens * self._world_size / seconds)}tokens/s")
+            if self._flops:
+                parts.append(f"{amount(self._flops / seconds)}FLOP/s a rank")
+            self._since = now
+            self._samples = self._tokens = self._flops = 0
+        return ", ".join(parts)
+
+
+def amount(number):
+    """"65.5 k", "1.2 M", "12 ": a number of three digits, to stand before its unit."""
+    for size, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:.0f} " if number >= 100 else f"{number:.3g} "
+
+
+def memory_text(device):
+    """str: torch's memory of this rank's GPU, or the process's memory of the host."""
+    gib = 2**30
+    if device.type == "cuda":
+        now, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+        return f"memory of the device {now / gib:.2f} GiB, at the peak {peak / gib:.2f} GiB"
+    import resource
+
+    return f"memory of the process {_resident() / gib:.2f} GiB, at the peak " \
+           f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / gib:.2f} GiB"
+
+
+def _resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def log_summary(show_straggler=False, return_dict=False):
+    """Logs on rank 0 the transfers of each engine's last step: gathers, reductions and refreshes (lazy all-gathers of
+    units that stay whole), with times where steps are timed (``comms_logger.enabled``, or ``engine.record_steps()``).
+
+    Args:
+        show_straggler: collective: also logs the shortest wait of a rank, and the sum of the other ranks' excess.
+        return_dict: return the logged values.
+
+    Returns:
+        None, or [{"step", "transfers": as of ``engine.step_report()``}], an entry an engine.
+    """
+    logged = []
+    for engine in engines():
+        report = engine.step_report()
+        if report is None:
+            continue
+        transfers = report["transfers"]
+        if show_straggler:
+            _compare_ranks(engine, transfers)
+        logged.append({"step": report["step"], "transfers": transfers})
+        if engine.global_rank == 0:
+            logger.info("%s", transfer_tables(report["step"], transfers).text())
+    return logged if return_dict else None
+
+
+def _compare_ranks(engine, transfers):
+    """Adds ``least_exposed_seconds`` and ``straggler_seconds`` of all ranks."""
+    mine = {kind: entry["exposed_seconds"] for kind, entry in transfers.items()}
+    ranks = [json.loads(text) for text in engine._collectives.all_gather_text(json.dumps(mine))]
+    for kind, entry in transfers.items():
+        times = [rank[kind] for rank in ranks]
+        known = None not in times
+        entry["least_exposed_seconds"] = min(times) if known else None
+        entry["straggler_seconds"] = sum(time - min(times) for time in times) if known else None
+
+
+def transfers_line(transfers):
+    """The transfers of a step in one line."""
+    parts = []
+    for kind, name in TRANSFERS.items():
+        entry = transfers[kind]
+        if entry["count"]:
+            text = f"{entry['count']} {name} of {entry['bytes'] * 1e-9:.3f} GB"
+            if entry["gb_per_s"]:
+                text += f" at {entry['gb_per_s']:.1f} GB/s"
+            parts.append(text if entry["exposed_seconds"] is None
+                         else f"{text}, {entry['exposed_seconds'] * 1e3:.1f} ms exposed")
+    return "; ".join(parts) or "no transfers"
+
 
 _TIMERS = ("fwd", "bwd", "bwd_inner", "bwd_allreduce", "step")
 _NAMES = ("forward", "backward", "backward_inner", "backward_allreduce", "step")

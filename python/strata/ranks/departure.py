@@ -1,5 +1,5 @@
 """Ends a process in agreement with its peers. At the end of the program it waits for them; where an exception or an
-exit ends it, it tells them the reason. Without this, peers would take a rank that has left for one that died."""
+exit ends it, it notifies them of the reason. Without this, peers would take a rank that has left for one that died."""
 
 import atexit
 import logging
@@ -28,8 +28,8 @@ def watch(core, engine=None, group=None):
     """
     global _hooks
     if not _present:
-        atexit.register(_leave_together)
-        _hooks = (_ExceptHook(), _ExitHook())
+        atexit.register(_leave)
+        _hooks = (_ExceptHook("excepthook"), _ExitHook("exit"))
     _present[weakref.ref(core, _remove)] = (group or object(), engine)
 
 
@@ -54,17 +54,27 @@ def unwatch(core):
 def _remove(reference):
     global _hooks
     if _present.pop(reference, None) is not None and not _present:
-        atexit.unregister(_leave_together)
+        atexit.unregister(_leave)
         for hook in _hooks:
             hook.remove()
         _hooks = ()
 
 
-class _ExceptHook:
-    """Tells peers of an uncaught exception, then calls the ``sys.excepthook`` that it stands in for."""
+class _Hook:
+    """Stands in for a function of ``sys``."""
 
-    def __init__(self):
-        self._previous, sys.excepthook = sys.excepthook, self
+    def __init__(self, name):
+        self._name, self._previous = name, getattr(sys, name)
+        setattr(sys, name, self)
+
+    def remove(self):
+        """Restores the function from before. One that other code has put above stays, and calls it through this."""
+        if getattr(sys, self._name) is self:
+            setattr(sys, self._name, self._previous)
+
+
+class _ExceptHook(_Hook):
+    """Notifies peers of an uncaught exception, then calls the ``sys.excepthook`` that it stands in for."""
 
     def __call__(self, kind, value, traceback):
         try:
@@ -72,18 +82,11 @@ class _ExceptHook:
         finally:
             self._previous(kind, value, traceback)
 
-    def remove(self):
-        """Restores the hook from before. A hook that other code has put above stays, and calls it through this."""
-        if sys.excepthook is self:
-            sys.excepthook = self._previous
 
-
-class _ExitHook:
+class _ExitHook(_Hook):
     """Stands in for ``sys.exit``: remembers the place of the call, then calls the function."""
 
-    def __init__(self):
-        self.failure = None  # str, of an exit with a failure
-        self._previous, sys.exit = sys.exit, self
+    failure = None  # str, of an exit with a failure
 
     def __call__(self, status=None, /):
         caller = sys._getframe(1)
@@ -91,23 +94,18 @@ class _ExitHook:
         self.failure = None if status in (None, 0) else f"sys.exit({status!r}) at {where}"
         self._previous(status)
 
-    def remove(self):
-        """Restores the function from before, unless other code has put another one above."""
-        if sys.exit is self:
-            sys.exit = self._previous
-
 
 def _notify_peers(kind, value):
-    told = set()
+    notified = set()
     for reference, (group, _) in list(_present.items()):
         core = reference()
-        if core is None or not core.alive or group in told:
+        if core is None or not core.alive or group in notified:
             continue
-        told.add(group)
+        notified.add(group)
         try:
             core.leave(f"{kind.__name__}: {value}"[:_REASON_MOST])
         except Exception as error:
-            logger.debug("peers were not told of the %s: %s", kind.__name__, error)
+            logger.debug("peers were not notified of the %s: %s", kind.__name__, error)
 
 
 def _last_words(core):
@@ -118,31 +116,31 @@ def _last_words(core):
     return (words if _last_error is None else f"{words}; its last error was {_last_error}")[:_REASON_MOST]
 
 
-def _leave_together():
+def _leave():
     """Waits for the peers. Never raises: an error here has been reported before."""
     # Where an exception ends the program, the peers are not at this sync point.
-    together = getattr(sys, "last_value", None) is None
-    met = set()
+    in_agreement = getattr(sys, "last_value", None) is None
+    left = set()
     for reference in reversed(list(_present)):
         core = reference()
         if core is None or not core.alive:
             continue
         group, engine = _present[reference]
         try:
-            if together:
+            if in_agreement:
                 core.announce_departure(_last_words(core))
             if engine is not None and engine() is not None:
-                engine().end_watching(wait=together)
-                if together:
+                engine().end_watching(wait=in_agreement)
+                if in_agreement:
                     engine().wait_for_checkpoint()
         except Exception as error:
             logger.error("at exit: %s: %s", type(error).__name__, error)
-        if not together:
+        if not in_agreement:
             continue
         try:
             core.end_trace()
-            if group not in met:
-                met.add(group)
+            if group not in left:
+                left.add(group)
                 core.depart()
         except Exception as error:
             logger.debug("at exit: %s: %s", type(error).__name__, error)

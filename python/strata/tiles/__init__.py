@@ -1,7 +1,4 @@
-"""Parameters that are gathered, used and reduced in tiles: rows of one parameter at a time.
-
-Strata's own rules are registered first.
-"""
+"""Parameters that are gathered, used and reduced in tiles: rows of one parameter at a time."""
 
 import importlib
 
@@ -11,5 +8,4 @@ __all__ = ["TilingRule", "register_tiling"]
 def __getattr__(name):
     if name not in __all__:
         raise AttributeError(f"module 'strata.tiles' has no attribute '{name}'")
-    importlib.import_module(".builtin", __name__)
     return getattr(importlib.import_module(".rules", __name__), name)

@@ -1,17 +1,203 @@
-"""Cuts the too large parameters of a model into tiles, before an engine plans its units, and undoes this."""
+"""Cuts the too large parameters of a model into tiles, before an engine plans its units, and undoes this.
+
+The parameter that stays in its module is empty, with the name that users, optimizers and checkpoints know. A
+computation with it outside the module gets a whole copy, if that is not too large.
+"""
 
 import logging
 import math
 
+import torch
+from torch.utils._pytree import tree_map
+
 from .. import _C
-from ..model.owner import clear_owner, owner_of, set_owner
-from ..model.tiles import Tiles
-from . import builtin
-from .causal import install as install_causal_loss
-from .parameter import mark_tiled, no_hooks, unmark_tiled
-from .rules import find_rule
+from ..model.parameter import (
+    ParameterStatus, ShardedParameter, clear_owner, mark_managed, owner_of, set_owner, unmark_managed,
+)
+from ..model.tiles import Tiles, tiles_of
+from .host_copy import HostCopy, values_on_host
 
 logger = logging.getLogger("strata")
+
+
+_TILE = 256 << 20  # bytes, the default
+
+
+class Budget:
+    """The bytes of one parameter that may be gathered at once.
+
+    Attributes:
+        largest: int, bytes; a larger parameter is cut. None: none is.
+        tile: int, bytes of a tile at most.
+        read: int, the most bytes of a cut parameter that may be whole for a read outside its modules; None: any.
+        asked: bool, whether the configuration sets the budget. If not, a parameter that cannot be cut is no error.
+    """
+
+    def __init__(self, config, half):
+        self.read = half
+        self.asked = config.tile_max is not None
+        self.largest = config.tile_max if self.asked else half
+        self.tile = config.tile_max if self.asked else min(_TILE, half or _TILE)
+        if config.stage != 3:
+            self.largest = None
+
+    @classmethod
+    def of_rank(cls, config, device, collectives, tree):
+        """Collective on GPUs: half of the smallest free memory of a rank; the model's own memory counts as free, since
+        the engine takes it over. A larger parameter would not fit beside its gradient."""
+        if device.type != "cuda":
+            return cls(config, None)
+        free = torch.cuda.mem_get_info(device)[0]
+        free += sum(p.numel() * p.element_size() for _, p in tree.parameters if p.device == device)
+        # Ranks of other stages take part; a later check reports that stages differ.
+        return cls(config, min(int(text) for text in collectives.all_gather_text(str(free // 2))))
+
+    @classmethod
+    def of_job(cls, config, device, device_memory):
+        """The budget of a job that does not run."""
+        return cls(config, device_memory // 2 if device == "cuda" and device_memory is not None else None)
+
+
+def cut_parameters(tree, config, budget, from_files=None):
+    """Cuts the parameters of a model that exceed the budget: ``tree.cut`` holds them, None if there are none. After an
+    error the model is unchanged.
+
+    Args:
+        tree: a ``ModelTree``.
+        config: a _C.Config.
+        budget: a ``Budget``.
+        from_files: {id(parameter): full shape} of parameters that are empty until they are loaded, or None; it gets
+            their tiles as well.
+    """
+    if budget.largest is None or not any(_nbytes(p, from_files) > budget.largest for _, p in tree.parameters):
+        return
+
+    cut = Cut(tree, config, budget, from_files)
+    tree.cut = cut if cut.all else None
+
+
+def _nbytes(parameter, from_files):
+    """int: an upper bound; the configuration's precision may need fewer bytes."""
+    return math.prod(_full_shape(parameter, from_files)) * max(parameter.dtype.itemsize, 4)
+
+
+def _full_shape(parameter, from_files):
+    core, index = owner_of(parameter)
+    if core is not None:
+        return list(core.full_shape(index))
+    return list((from_files or {}).get(id(parameter), parameter.shape))
+
+
+# Operations that need no values.
+_PLAIN = {
+    "__get__", "__set__", "__delete__", "__hash__", "__repr__", "__format__", "_make_subclass", "data_ptr", "detach",
+    "dim", "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point", "is_pinned", "is_shared",
+    "ndimension", "nelement", "numel", "requires_grad_", "size", "storage_offset", "stride", "untyped_storage",
+}  # fmt: skip
+_HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
+_VIEWS = {getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH")}  # properties that need values
+
+
+class TiledParameter(ShardedParameter):
+    """A parameter that is used in tiles. It is empty (``numel() == 0``), except within ``GatheredParameters``, where it
+    is whole on the host. ``ds_shape`` and ``ds_numel`` are those of the whole.
+
+    Reading ``module.weight`` gives this object. An operation on it gathers a whole copy, which autograd knows, and
+    raises UsageError where the parameter is too large for that. An operation that would change it, or that registers a
+    hook of its gradient, raises UsageError.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        with torch._C.DisableTorchFunctionSubclass():
+            if name in _PLAIN and func not in _VIEWS:
+                return func(*args, **kwargs)
+            if name in _HOOKS:
+                raise _C.UsageError(no_hooks(tiles_of(args[0]).name))
+            if args and isinstance(args[0], TiledParameter) and _changes(name) and args[0].numel() == 0:
+                raise _C.UsageError(
+                    f"'{tiles_of(args[0]).name}' is used in tiles, and {name}() would change a copy of it; change it "
+                    "within strata.zero.GatheredParameters(parameter, modifier_rank=<rank>), or by "
+                    "strata.iter_pieces(parameter, modifier_rank=<rank>)"
+                )
+            args, kwargs = tree_map(_with_values, (args, kwargs))
+            return func(*args, **kwargs)
+
+    @property
+    def ds_persist(self):
+        return False
+
+    @property
+    def ds_status(self):
+        return ParameterStatus.NOT_AVAILABLE if self.numel() == 0 else ParameterStatus.AVAILABLE
+
+    @property
+    def ds_tensor(self):
+        parts = [t.core.local_part(t.index) for t in tiles_of(self) if t.core is not None]
+        part = torch.cat(parts) if parts else self.detach().reshape(-1)
+        part.ds_numel, part.status = part.numel(), ParameterStatus.AVAILABLE
+        return part
+
+    def all_gather(self, param_list=None, async_op=False, hierarchy=0):
+        """Makes it whole on the host until ``partition()``. Collective."""
+        if self.numel() == 0:
+            self._strata_host_copy = HostCopy(self)
+
+    def partition(self, param_list=None, hierarchy=0, has_been_updated=False):
+        """Frees the whole values of ``all_gather()``."""
+        copy = self.__dict__.pop("_strata_host_copy", None)
+        if copy is not None:
+            copy.end(0 if has_been_updated else None)
+
+    def __deepcopy__(self, memo):
+        if id(self) not in memo:
+            memo[id(self)] = torch.nn.Parameter(values_on_host(self), self.requires_grad)
+        return memo[id(self)]
+
+
+def no_hooks(name):
+    """str: the reason why a parameter of this name has no hooks of its gradient."""
+    return (
+        f"'{name}' is used in tiles, so that its gradient is never whole, and hooks of it (register_hook, "
+        "register_post_accumulate_grad_hook) would not be called; hook the module, whose forward and backward hooks "
+        "are called as usual, or leave the parameter whole by strata.tiles.match"
+    )
+
+
+def _changes(name):
+    return (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__iadd__", "__imul__")
+
+
+def _with_values(item):
+    if not isinstance(item, TiledParameter) or item.numel():
+        return item
+    from .functions import whole  # not before a cut parameter is used
+
+    return whole(tiles_of(item))
+
+
+def mark_tiled(parameter, tiles):
+    """Makes ``parameter`` empty, and a TiledParameter in place."""
+    parameter._strata_tiles = tiles
+    if parameter.numel():
+        parameter.data = parameter.data.new_empty(0)
+    mark_managed(parameter, tiles.shape)
+    if type(parameter) is ShardedParameter:
+        parameter.__class__ = TiledParameter
+
+
+def unmark_tiled(parameter):
+    """Undoes ``mark_tiled``; the parameter gets the values of its tiles."""
+    tiles = parameter.__dict__.pop("_strata_tiles")
+    if type(parameter) is TiledParameter:
+        parameter.__class__ = ShardedParameter
+    unmark_managed(parameter)
+    values = tiles.joined()
+    if values is not None:
+        parameter.data = values
+    return values is not None
 
 
 def _serves(rule, module, name):
@@ -29,7 +215,7 @@ class Cut:
         tree: the ``ModelTree``; it gets the tiles in place of the parameters that are cut.
         config: a _C.Config.
         budget: a ``Budget``.
-        born_flat: {id(parameter): full shape} of parameters that are empty until they are loaded, or None; it gets
+        from_files: {id(parameter): full shape} of parameters that are empty until they are loaded, or None; it gets
             their tiles as well.
 
     Raises:
@@ -38,9 +224,11 @@ class Cut:
         UsageError: a module cannot be used in tiles; a parameter has hooks.
     """
 
-    def __init__(self, tree, config, budget, born_flat=None):
-        self._tree, self._config, self._budget = tree, config, budget
-        self._born_flat = {} if born_flat is None else born_flat
+    def __init__(self, tree, config, budget, from_files=None):
+        from .rules import find_rule  # most models need no rule
+
+        self._tree, self._config, self._budget, self._find_rule = tree, config, budget, find_rule
+        self._from_files = {} if from_files is None else from_files
         self.all = []  # of Tiles
         self._undo = []
         self._parameters = tree.parameters
@@ -70,14 +258,19 @@ class Cut:
                 continue
             tiles = self._cut(name, parameter, homes[id(parameter)])
             for _, module, own in homes[id(parameter)]:
-                installing.setdefault(id(module), (module, find_rule(module), {}))[2][own] = tiles
+                installing.setdefault(id(module), (module, self._find_rule(module), {}))[2][own] = tiles
             parameters.extend((f"{name}[{t.begin}:{t.end}]", t.parameter) for t in tiles)
         for module, rule, tiles in installing.values():
             self._undo.append(rule.install(module, tiles))
-        heads = {key: tiles["weight"] for key, (_, rule, tiles) in installing.items()
-                 if type(rule) is builtin.LinearRule}  # fmt: skip
-        self._undo.extend(filter(None, (install_causal_loss(m, heads) for _, m, _ in self._tree.modules if heads)))
+        self._undo += self._lazy_losses(installing.values())
         self._tree.parameters = parameters
+
+    def _lazy_losses(self, installed):
+        from . import rules, vocabulary_loss
+
+        heads = {id(module): tiles["weight"] for module, rule, tiles in installed if type(rule) is rules.LinearRule}
+        undo = (vocabulary_loss.install(module, heads) for _, module, _ in self._tree.modules if heads)
+        return filter(None, undo)
 
     def _can_be_cut(self, name, homes, hooked):
         """Whether a parameter can be cut, where the configuration does not ask for tiles; warns if not."""
@@ -85,7 +278,7 @@ class Cut:
             logger.warning("'%s' takes more than half of what the device has free, and hooks wait for its gradient: it "
                            "is gathered whole. Without them it can be used in tiles", name)  # fmt: skip
             return False
-        unknown = [module for _, module, own in homes if not _serves(find_rule(module), module, own)]
+        unknown = [module for _, module, own in homes if not _serves(self._find_rule(module), module, own)]
         if unknown:
             logger.warning(
                 "'%s' takes more than half of what the device has free, and there is no tiling rule for %s: it is "
@@ -94,20 +287,18 @@ class Cut:
         return not unknown
 
     def _is_large(self, name, parameter):
-        shape = self._shape(parameter)
-        if not shape:
-            return False
+        shape = _full_shape(parameter, self._from_files)
         nbytes = math.prod(shape) * self._itemsize(parameter)
-        return _C.wants_tiles(name, nbytes, self._budget.largest, self._config.tile_matches)
+        return shape and _C.wants_tiles(name, nbytes, self._budget.largest, self._config.tile_matches)
 
     def _cut(self, name, parameter, homes):
         if _has_hooks(parameter):
             raise _C.UsageError(no_hooks(name))
-        shape = self._shape(parameter)
+        shape = _full_shape(parameter, self._from_files)
         row_bytes = math.prod(shape[1:]) * self._itemsize(parameter)
         ranges = None
         for path, module, own in homes:
-            rule = find_rule(module)
+            rule = self._find_rule(module)
             if not _serves(rule, module, own):
                 raise _C.ConfigError(self._no_rule(name, shape, row_bytes, path, module, rule, own))
             rule.require(module)
@@ -123,8 +314,8 @@ class Cut:
         tiles.owner = owner_of(parameter)
         clear_owner(parameter)
         for tile in tiles:
-            if id(parameter) in self._born_flat:
-                self._born_flat[id(tile.parameter)] = (tile.rows, *shape[1:])
+            if id(parameter) in self._from_files:
+                self._from_files[id(tile.parameter)] = (tile.rows, *shape[1:])
         mark_tiled(parameter, tiles)
         self.all.append(tiles)
         return tiles
@@ -143,12 +334,6 @@ class Cut:
             f"{type(module).__name__}, rule) with an instance of strata.tiles.TilingRule, or give "
             "strata.tiles.max_gather more, or leave it out by strata.tiles.match"
         )
-
-    def _shape(self, parameter):
-        core, index = owner_of(parameter)
-        if core is not None:
-            return list(core.full_shape(index))
-        return list(self._born_flat.get(id(parameter), parameter.shape))
 
     def _itemsize(self, parameter):
         return self._config.weight_dtype(parameter.dtype).itemsize

@@ -1,11 +1,12 @@
 """Whole values of parameters that are too large for a device: on the host, or piece by piece."""
 
 import os
+from contextlib import contextmanager
 
 import torch
 
 from .. import _C
-from ..model.owner import owner_of
+from ..model.parameter import owner_of
 from ..model.tiles import tiles_of
 
 
@@ -82,16 +83,23 @@ def set_values(parameter, values, rank):
     """Gives a parameter that is used in tiles the ``values`` [its shape] of ``rank``. Collective; those of other ranks
     have no effect."""
     for tile in tiles_of(parameter):
-        core = tile.core
-        core.gather([tile.index])
-        published = False
-        try:
-            with torch.no_grad():
-                tile.parameter.copy_(values[tile.begin : tile.end])
-            core.publish([tile.index], rank)
+        with _gathered(tile.core, tile.index, rank), torch.no_grad():
+            tile.parameter.copy_(values[tile.begin : tile.end])
+
+
+@contextmanager
+def _gathered(core, index, modifier_rank):
+    """Context in which a parameter of ``core`` is whole; at its end every rank gets the values of ``modifier_rank``,
+    unless that is None."""
+    core.gather([index])
+    published = False
+    try:
+        yield
+        if modifier_rank is not None:
+            core.publish([index], modifier_rank)
             published = True
-        finally:
-            core.release([tile.index], not published)
+    finally:
+        core.release([index], not published)
 
 
 def iter_pieces(parameter, modifier_rank=None):
@@ -110,25 +118,16 @@ def iter_pieces(parameter, modifier_rank=None):
     tiles = tiles_of(parameter)
     if tiles is None:
         core, index = owner_of(parameter)
-        pieces = [(0, parameter.shape[0] if parameter.dim() else 1, parameter, core, index)]
-        if core is not None:
-            shape = core.full_shape(index)
-            pieces = [(0, shape[0] if shape else 1, parameter, core, index)]
+        shape = parameter.shape if core is None else core.full_shape(index)
+        pieces = [(0, shape[0] if len(shape) else 1, parameter, core, index)]
     else:
         pieces = [(tile.begin, tile.end, tile.parameter, tile.core, tile.index) for tile in tiles]
     for begin, end, piece, core, index in pieces:
         if core is None:
             yield begin, end, piece.detach()
             continue
-        core.gather([index])
-        published = False
-        try:
+        with _gathered(core, index, modifier_rank):
             yield begin, end, piece.detach()
-            if modifier_rank is not None:
-                core.publish([index], modifier_rank)
-                published = True
-        finally:
-            core.release([index], not published)
 
 
 def _require_room(tiles):

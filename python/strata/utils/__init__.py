@@ -25,6 +25,6 @@ from ..parameter_states import (
     safe_update_full_grad_vectorized,
 )
 from ..rank_logging import log_dist, logger
-from ..repeating_loader import RepeatingLoader
+from ..batches import RepeatingLoader
 
 __all__ = sorted(name for name in globals() if not name.startswith("_"))

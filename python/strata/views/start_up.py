@@ -1,4 +1,5 @@
-"""The account of one start-up: the time and the bytes of each phase over all ranks, and its output."""
+"""The account of one start-up: the time and the bytes of each phase over all ranks, and its output, with a line of
+progress for a phase that lasts."""
 
 import gc
 import json
@@ -9,17 +10,18 @@ import time
 from contextlib import contextmanager
 
 from .. import _C
-from . import placement_view
-from .start_up_view import ProgressBar, print_table, table_text
+from .tables import offloads, placement_tables, start_up_tables
 
 logger = logging.getLogger("strata")
 
 _FROZEN_BY_PYTHON = 1000  # the most objects that some Python versions freeze at their start; a program freezes far more
 SHOWN_FROM_S = 1.0  # a shorter start-up draws nothing
+_DRAWN_AFTER_S = 1.0
+_DRAWN_EVERY_S = 0.1
 _OVER_THE_LINK = ("read", "move out", "move in")  # phases whose bytes go between the host and a GPU
 
 
-class StartUp:
+class StartUpClock:
     """The clock of one start-up on this rank; a context manager around all of it.
 
     Time that neither this clock nor the engine names is the phase "other", so that the phases add up to the total. In
@@ -57,14 +59,14 @@ class StartUp:
     @contextmanager
     def phase(self, name):
         """Context that counts the time inside, without that of inner phases; phases of one name are added up."""
-        self._note(name)
+        self._record(name)
         began, counted = time.perf_counter(), self._counted()
         try:
             yield
         finally:
             seconds = time.perf_counter() - began - (self._counted() - counted)
             self._own[name] = self._own.get(name, 0.0) + max(0.0, seconds)
-            self._note(*(entry["name"] for entry in self._engine_phases()))
+            self._record(*(entry["name"] for entry in self._engine_phases()))
 
     def progress(self, rank, world_size):
         """The callable that the engine calls with the progress of its phases; None if no terminal shows it."""
@@ -97,7 +99,7 @@ class StartUp:
         engine = self.core.init_report()
         spent = {name: [own, 0] for name, own in self._own.items()}
         for entry in engine.pop("phases"):
-            self._note(entry["name"])
+            self._record(entry["name"])
             both = spent.setdefault(entry["name"], [0.0, 0])
             both[0] += entry["seconds"]
             both[1] += entry["bytes"]
@@ -106,7 +108,7 @@ class StartUp:
         phases.append({"name": "other", "seconds": rest, "bytes": 0})
         return {**engine, "seconds": seconds, "phases": phases, "host_peak_bytes": _host_peak(), "link_gb_per_s": None}
 
-    def _note(self, *names):
+    def _record(self, *names):
         self._order += [name for name in dict.fromkeys(names) if name not in self._order]
 
     def _engine_phases(self):
@@ -203,20 +205,22 @@ def _show(report):
     if report["reading"]:
         logger.info("start-up: files read %s: %s", report["reading"]["way"], report["reading"]["reason"])
     if report["seconds"] > SHOWN_FROM_S and sys.stderr.isatty():
-        print_table(report)
+        start_up_tables(report).print()
     else:
         logger.log(logging.INFO if report["seconds"] > SHOWN_FROM_S else logging.DEBUG, "start-up by phase:\n%s",
-                   table_text(report))
+                   start_up_tables(report).text())
 
 
 def _show_placement(placement, world_size):
-    if placement_view.offloads(placement):
-        if sys.stderr.isatty():
-            placement_view.print_table(placement, world_size)
-        else:
-            logger.info("placement:\n%s", placement_view.table_text(placement, world_size))
-    elif placement is not None:
-        logger.info("nothing is offloaded: %s", "; ".join(placement_view.notes_of(placement)))
+    if placement is None:
+        return
+    tables = placement_tables(placement, world_size)
+    if not offloads(placement):
+        logger.info("nothing is offloaded: %s", "; ".join(tables.notes))
+    elif sys.stderr.isatty():
+        tables.print()
+    else:
+        logger.info("placement:\n%s", tables.text())
 
 
 def _write(path, report):
@@ -233,3 +237,79 @@ def _host_peak():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
     return 0
+
+
+class ProgressBar:
+    """One line on the terminal for each phase that lasts over a second, gone when the phase is over.
+
+    Drawn only when the engine calls: there is no thread. After ``close()``, or once the terminal is gone, calls
+    do nothing.
+
+    Args:
+        world_size: number of ranks; bytes are those of one.
+        console: a rich Console; None: standard error.
+        clock: seconds.
+    """
+
+    def __init__(self, world_size, console=None, clock=time.monotonic):
+        self._unit = "GB" if world_size == 1 else "GB a rank"
+        self._console = console
+        self._clock = clock
+        self._open = True
+        self._phase = None
+        self._began = self._first = self._done = 0
+        self._drawn = 0.0
+        self._line = self._task = None
+
+    def __call__(self, phase, done, total):
+        if not self._open:
+            return
+        now = self._clock()
+        try:
+            if phase != self._phase or done < self._done:
+                self._erase()
+                self._phase, self._began, self._first = phase, now, done
+            self._done = done
+            if done >= total:
+                self._erase()
+            elif now - self._began > _DRAWN_AFTER_S and now - self._drawn >= _DRAWN_EVERY_S:
+                self._drawn = now
+                self._draw(done, total, (done - self._first) / (now - self._began))
+        except (OSError, ValueError):  # the terminal is gone
+            self._open = False
+
+    def close(self):
+        """Leaves the terminal as it was."""
+        self._open = False
+        try:
+            self._erase()
+        except (OSError, ValueError):
+            pass
+
+    def _draw(self, done, total, rate):
+        whole = f"{total * 1e-9:.1f}"
+        fields = {  # of one width, so that the line does not jump
+            "moved": f"{done * 1e-9:{len(whole)}.1f} of {whole} {self._unit}",
+            "rate": f"{rate * 1e-9:5.1f} GB/s",
+            "left": f"{(total - done) / rate:3.0f} s left" if rate > 0 else "",
+        }
+        if self._line is None:
+            self._line = self._make_line()
+            self._task = self._line.add_task(self._phase, total=total, completed=done, **fields)
+            self._line.start()
+        else:
+            self._line.update(self._task, completed=done, refresh=True, **fields)
+
+    def _make_line(self):
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        columns = [TextColumn("{task.description}", style="bold"), BarColumn(bar_width=None)]
+        columns += [TextColumn("{task.fields[%s]}" % field) for field in ("moved", "rate", "left")]
+        console = self._console or Console(stderr=True)
+        return Progress(*columns, console=console, auto_refresh=False, transient=True, expand=True)
+
+    def _erase(self):
+        line, self._line = self._line, None
+        if line is not None:
+            line.stop()
