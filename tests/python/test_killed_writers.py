@@ -1,5 +1,5 @@
-"""A process that writes a checkpoint or an export dies before any one of its system calls. What is left is the old
-one or the new one, whole.
+"""A process that writes a checkpoint or an export dies before any one of its system calls. It leaves the old one or
+the new one, whole.
 
 ``STRATA_KILLS`` is the number of kills, 20 by default; they are spread over the writers and drawn by a fixed seed.
 """

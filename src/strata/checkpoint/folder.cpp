@@ -142,47 +142,6 @@ std::vector<std::string> whole_checkpoints(const std::string& folder) {
   return tags;
 }
 
-bool has_manifest(const std::string& folder) {
-  std::error_code error;
-  return fs::symlink_status(joined(folder, kManifestName), error).type() !=
-         fs::file_type::not_found;
-}
-
-bool holds_checkpoints(const std::string& path) {
-  std::error_code error;
-  if (!fs::is_directory(path, error)) return false;
-  return has_manifest(path) || latest_tag(path) || !whole_checkpoints(path).empty();
-}
-
-ChosenCheckpoint choose_checkpoint(const std::string& path) {
-  std::error_code error;
-  if (!fs::is_directory(path, error)) {
-    throw UsageError(
-        fmt::format("there is no such folder; give that of a training checkpoint: path={} ({})",
-                    path, fs::exists(path, error) ? "is a file" : "is not there"));
-  }
-  if (has_manifest(path)) return {path, {}, ""};
-  ChosenCheckpoint chosen;
-  chosen.tags = whole_checkpoints(path);
-  chosen.latest = latest_tag(path).value_or("");
-  const std::string listed = chosen.tags.empty() ? "none" : first_ten(chosen.tags);
-  if (chosen.latest.empty()) {
-    throw FormatError(fmt::format(
-        "a folder is no training checkpoint of Strata: there is neither {} nor 'latest' in it (a "
-        "save that did not end has neither); checkpoints in it: {}: path={}",
-        kManifestName, listed, path));
-  }
-  const auto found = find_checkpoint(path, chosen.latest);
-  if (!found) {
-    throw FormatError(
-        fmt::format("'latest' names {}, which holds no {}: it was not saved by Strata, or is gone; "
-                    "whole checkpoints beside it: {}: path={}",
-                    in_quotes(chosen.latest), kManifestName, listed, path));
-  }
-  chosen.path = *found;
-  return chosen;
-}
-
 NewCheckpoint::NewCheckpoint(std::string folder, std::string tag, io::FolderCalls& calls)
     : folder_(std::move(folder)), tag_(std::move(tag)), calls_(calls), owner_(::getpid()) {
   require_tag(tag_);

@@ -41,21 +41,6 @@ std::optional<std::string> find_checkpoint(const std::string& folder, const std:
 // Tags of the checkpoints that have a manifest, the oldest first.
 std::vector<std::string> whole_checkpoints(const std::string& folder);
 
-struct ChosenCheckpoint {
-  std::string path;               // with the manifest
-  std::vector<std::string> tags;  // of whole checkpoints beside it, the oldest first; none where it
-                                  // was named itself
-  std::string latest;             // the tag that `latest` names; empty: there is no such file
-};
-
-// Whether the folder itself is a training checkpoint, whole or damaged.
-bool has_manifest(const std::string& folder);
-// Whether that, or a folder of training checkpoints, lies there.
-bool holds_checkpoints(const std::string& path);
-
-// Which one is meant; the one that `latest` names where it is a folder of several.
-ChosenCheckpoint choose_checkpoint(const std::string& path);
-
 struct NewCheckpointOptions {
   bool latest = true;  // `latest` names it afterwards
   int keep = 0;        // how many whole ones stay, this one and that of `latest` among them; 0: all

@@ -15,7 +15,6 @@
 namespace strata::cli {
 namespace {
 
-using engine::Finding;
 using engine::Verdict;
 using Json = nlohmann::json;
 
@@ -122,7 +121,7 @@ std::string text_of(const ConfigCheck& check) {
   for (const Group& group : kGroups) {
     if (check.review.count(group.verdict) == 0) continue;
     text += fmt::format("{}\n", group.title);
-    for (const Finding& finding : check.review.findings) {
+    for (const engine::Finding& finding : check.review.findings) {
       if (finding.verdict != group.verdict) continue;
       const std::string value = finding.value.empty() ? "" : " = " + finding.value;
       text += fmt::format("  {}{}\n", finding.path, value);
@@ -135,7 +134,7 @@ std::string text_of(const ConfigCheck& check) {
 
 Json json_of(const ConfigCheck& check) {
   Json keys = Json::array();
-  for (const Finding& finding : check.review.findings) {
+  for (const engine::Finding& finding : check.review.findings) {
     std::string_view verdict;
     for (const Group& group : kGroups) {
       if (group.verdict == finding.verdict) verdict = group.name;

@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "strata/checkpoint/folder.h"
+#include "strata/checkpoint/chosen_checkpoint.h"
 #include "strata/cli/console.h"
 #include "strata/cli/tensor_source.h"
 #include "strata/format/manifest.h"

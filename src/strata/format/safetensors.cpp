@@ -5,9 +5,7 @@
 #include <algorithm>
 #include <nlohmann/json.hpp>
 #include <numeric>
-#include <optional>
 #include <set>
-#include <string_view>
 #include <utility>
 
 #include "strata/base/error.h"
