@@ -29,9 +29,10 @@ int seeds() {
 }
 
 // Two ranks over one disk.
-class Job {
+class SavingJob {
  public:
-  Job(unsigned seed, SavingWay way) : seed_(seed), way_(way), disk_(seed, graveyard_.path()) {}
+  SavingJob(unsigned seed, SavingWay way)
+      : seed_(seed), way_(way), disk_(seed, graveyard_.path()) {}
 
   // The first error of a rank; empty: it was saved.
   std::string save(unsigned states, const std::string& tag) {
@@ -94,7 +95,7 @@ std::string tag_of(unsigned states, bool same) {
 // description of the defect.
 std::string outcome_of(unsigned seed, SavingWay way, bool forgetful = false) {
   std::mt19937 random(seed);
-  Job job(seed, way);
+  SavingJob job(seed, way);
   const bool same_tag = random() % 2 == 0;
   job.disk().set_can_exchange(random() % 3 != 0);
   if (std::string error = job.save(1, tag_of(1, same_tag)); !error.empty()) return error;
@@ -132,7 +133,7 @@ TEST_P(FailingDisk, LosesWhatWasNotBroughtToDisk) {
 
 // Every operation of a save fails at some seed.
 TEST_P(FailingDisk, FaultsReachEveryOperation) {
-  Job job(7, GetParam());
+  SavingJob job(7, GetParam());
   EXPECT_EQ(job.save(1, "a"), "");
   const int before = job.disk().operations();
   EXPECT_EQ(job.save(2, "b"), "");

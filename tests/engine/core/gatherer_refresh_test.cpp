@@ -17,7 +17,7 @@ namespace {
 constexpr std::int64_t kBlock = 4096;  // elements
 
 // Nine units.
-FakeModel model_of_blocks() {
+FakeModel nine_units() {
   plan::ModelBuilder b;
   b.linear(0, "embed", kBlock);
   const int layers = b.list(0, "layers");
@@ -38,7 +38,7 @@ RankOptions late_refresh(bool can_await) {
 }
 
 TEST(GathererRefresh, AWholeUnitIsAwaitedFromTheStepToItsFirstUse) {
-  const FakeModel model = model_of_blocks();
+  const FakeModel model = nine_units();
   on_two_ranks([&](auto collectives) {
     FakeRank rank(model, late_refresh(true), std::move(collectives));
     for (int i = 0; i < 2; ++i) {
@@ -62,7 +62,7 @@ TEST(GathererRefresh, AWholeUnitIsAwaitedFromTheStepToItsFirstUse) {
 }
 
 TEST(GathererRefresh, AWholeUnitThatNobodyUsesIsCompleteBeforeItsShardsChangeAgain) {
-  const FakeModel model = model_of_blocks();
+  const FakeModel model = nine_units();
   on_two_ranks([&](auto collectives) {
     FakeRank rank(model, late_refresh(true), std::move(collectives));
     train_one_pass(rank);
@@ -83,7 +83,7 @@ TEST(GathererRefresh, AWholeUnitThatNobodyUsesIsCompleteBeforeItsShardsChangeAga
 
 // Another thread that looks at weights while this one trains, such as a moving average of them.
 TEST(GathererRefresh, ReadersInOtherThreadsCompleteUnitsBesideTraining) {
-  const FakeModel model = model_of_blocks();
+  const FakeModel model = nine_units();
   on_two_ranks([&](auto collectives) {
     FakeRank rank(model, late_refresh(true), std::move(collectives));
     rank.engine().recorder().set_timed(true);
@@ -104,7 +104,7 @@ TEST(GathererRefresh, ReadersInOtherThreadsCompleteUnitsBesideTraining) {
 }
 
 TEST(GathererRefresh, WhereReadersCannotBeToldWholeUnitsAreCompleteAfterTheStep) {
-  const FakeModel model = model_of_blocks();
+  const FakeModel model = nine_units();
   on_two_ranks([&](auto collectives) {
     FakeRank rank(model, late_refresh(false), std::move(collectives));
     train_one_pass(rank);
@@ -164,7 +164,7 @@ class LateReader final : public comm::Collectives {
 
 // A script writes weights after a step, on a rank whose slices a peer has yet to read.
 TEST(GathererRefresh, APeerGetsTheWeightsOfTheStepWhateverIsWrittenAfterIt) {
-  const FakeModel model = model_of_blocks();
+  const FakeModel model = nine_units();
   for (const int stage : {0, 2}) {
     LateReader::Gate gate;
     std::vector<std::vector<std::byte>> of_the_step(9);  // by unit, of rank 0

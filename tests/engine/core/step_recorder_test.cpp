@@ -11,7 +11,7 @@ namespace {
 constexpr std::int64_t kBlock = 4096;  // elements: whole pages
 constexpr int kBlocks = 4;
 
-FakeModel model_of_blocks() {
+FakeModel recorded_model() {
   plan::ModelBuilder b;
   const int layers = b.list(0, "layers");
   for (int i = 0; i < kBlocks; ++i) {
@@ -41,7 +41,7 @@ void train(FakeRank& rank, int steps) {
 // The report of the last of some steps, on two ranks.
 StepReport report_after(int steps, const RankOptions& options, bool timed = false) {
   StepReport report;
-  const FakeModel model = model_of_blocks();
+  const FakeModel model = recorded_model();
   expect_no_errors(run_ranks(2, [&](int r, auto collectives) {
     FakeRank rank(model, options, std::move(collectives));
     rank.engine().recorder().set_timed(timed);
@@ -142,7 +142,7 @@ struct LateWork final : comm::Work {
   comm::WorkTimes known;
 };
 
-class RecorderOfOneRank : public testing::Test {
+class RecorderOfOneRank : public ::testing::Test {
  protected:
   comm::LocalGroup group_{1};
   std::unique_ptr<comm::Collectives> collectives_ = group_.rank(0);
