@@ -1,9 +1,6 @@
 """A script gives parameters other memory (``p.data = tensor`` and its kin), or makes parameters of them. The engine
 uses the written values, or raises an error that says how to write them."""
 
-import os
-from contextlib import contextmanager
-
 import pytest
 import torch
 from comparison import adamw
@@ -26,6 +23,7 @@ from tiny_models import (
 )
 from torch import nn
 from torch.nn.utils import parametrizations, parameters_to_vector, vector_to_parameters
+from training_states import errors_into
 
 
 class _Pair:
@@ -201,19 +199,6 @@ def test_a_parameter_can_be_made_of_a_managed_one(world):
     run_ranks(world, _parameters_of_parameters)
 
 
-@contextmanager
-def _errors_into(path):
-    """Redirects this process's stderr to a file."""
-    kept = os.dup(2)
-    with open(path, "w") as file:
-        os.dup2(file.fileno(), 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-
-
 def _converted(folder):
     """Converts embeddings and norms as trainers do; the values then are in other memory."""
     rank, world = rank_and_world()
@@ -226,7 +211,7 @@ def _converted(folder):
         plain.load_state_dict(values)
         reference = PlainTrainer(plain, world, adamw, torch.bfloat16)
         told = folder / f"{rank}-{number}"
-        with _errors_into(told):
+        with errors_into(told):
             if not born:
                 engine = make_engine(model, config)
             model.embedding.to(torch.float32)

@@ -1,5 +1,8 @@
 """The state that training continues from, in the form in which tests compare it bit by bit."""
 
+import os
+from contextlib import contextmanager
+
 import pytest
 import strata
 from tiny_models import full_parameters
@@ -23,3 +26,16 @@ def told_by(function, *args, **kwargs):
     with pytest.raises(strata.Error) as error:
         function(*args, **kwargs)
     return f"{type(error.value).__name__}: {error.value}"
+
+
+@contextmanager
+def errors_into(path):
+    """Redirects this process's stderr to a file."""
+    kept = os.dup(2)
+    with open(path, "w") as file:
+        os.dup2(file.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)

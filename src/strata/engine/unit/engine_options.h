@@ -84,13 +84,6 @@ inline plan::Masters masters_for(UpdateRule rule, const EngineOptions& options) 
         "bf16.bf16_master_weights_and_grads: is for Adam and AdamW, which round what they compute "
         "themselves; remove the key, or take one of these; found another optimizer");
   }
-  if (rule == UpdateRule::kExternal && options.states.uses(memory::Tier::kNvme)) {
-    throw ConfigError(
-        "zero_optimization.offload_optimizer.device: on a drive are states of Adam and AdamW, "
-        "which "
-        "the engine updates in parts; write \"cpu\", where any optimizer updates on the host, or "
-        "take one of these; found \"nvme\" and another optimizer");
-  }
   if (rule == UpdateRule::kExternal) return plan::Masters::kFloat32;
   return options.rounds_masters ? plan::Masters::kRounded : plan::Masters::kRemainder;
 }

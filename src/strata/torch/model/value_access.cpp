@@ -128,8 +128,9 @@ void ValueAccess::require_own_memory() {
   const int lost = parameters_.lost();
   const int param = lost >= 0 ? lost : parameters_.find_changed();
   tell_of_conversion();
-  if (param < 0) return require_no_lost_write();
+  if (param < 0) return warn_of_lost_write();
   for (int i = 0; i < parameters_.size(); ++i) parameters_.put_back(i);
+  for (const engine::Unit& unit : engine_.weights().units()) note_versions(unit.id);
   throw UsageError(fmt::format(
       "parameter '{}' was given other memory (param.data = tensor, vector_to_parameters, set_()), "
       "which the engine neither reads nor updates; it has its own again now. Write values within "
@@ -161,14 +162,16 @@ void ValueAccess::look_for_lost_writes(const engine::Unit& unit) {
   }
 }
 
-void ValueAccess::require_no_lost_write() {
+void ValueAccess::warn_of_lost_write() {
   for (const engine::Unit& unit : engine_.weights().units()) look_for_lost_writes(unit);
   const int param = std::exchange(lost_write_, -1);
-  if (param < 0) return;
-  throw UsageError(fmt::format(
+  if (param < 0 || !warned_of_.insert(param).second) return;
+  // No error: torch counts a write, too, where set_() gives a tensor the memory that it has.
+  TORCH_WARN(fmt::format(
       "parameter '{}' was written to (clamp_(), copy_(), an initialization) outside of "
-      "strata.zero.GatheredParameters, and the write is lost: at ZeRO stage 3 the values are in "
-      "the ranks' shards. Write within strata.zero.GatheredParameters(params, modifier_rank=0)",
+      "strata.zero.GatheredParameters; at ZeRO stage 3 the values are in the ranks' shards, so a "
+      "write that changes them is lost. Write within strata.zero.GatheredParameters(params, "
+      "modifier_rank=0)",
       engine_.weights().param(param).name));
 }
 

@@ -41,9 +41,9 @@ class ValueAccess {
   void publish(std::span<const int> params, int root);
   // UsageError if a script gave a parameter other memory, with values that differ from the unit's,
   // without publish(): training would neither see nor change it. The parameter then gets its own
-  // memory back. If only the dtype differs, rank 0 logs it once. UsageError as well if a
-  // script has written to a sharded parameter outside of gather(), where the write is lost. Cheap:
-  // some comparisons per parameter.
+  // memory back. If only the dtype differs, rank 0 logs it once. Warns if a script has
+  // written to a sharded parameter outside of gather(), where the write is lost. Cheap: some
+  // comparisons per parameter.
   void require_own_memory();
   // Gathers a parameter that is read outside any scope; false if it is gathered already.
   bool read(int param);
@@ -67,7 +67,7 @@ class ValueAccess {
  private:
   void tell_of_conversion();
   void look_for_lost_writes(const engine::Unit& unit);
-  void require_no_lost_write();
+  void warn_of_lost_write();
   void note_versions(int unit);
   // Copies elements [begin, end) of a parameter, which this rank owns, to `target`; queued on the
   // engine's compute stream.
@@ -90,6 +90,7 @@ class ValueAccess {
   bool told_of_conversion_ = false;
   std::vector<std::uint32_t> versions_;  // by parameter: torch counts writes in it
   int lost_write_ = -1;                  // a parameter whose write was lost; -1: none
+  std::set<int> warned_of_;              // parameters
   // Units that were released although a script or autograd held them. If ranks gather together,
   // also units that another rank may hold.
   std::set<int> saved_;
