@@ -293,8 +293,8 @@ def _writes_to_released(folder):
         with torch.no_grad(), GatheredParameters([model.layers[1].up.weight], modifier_rank=0):
             model.layers[1].up.weight.clamp_(-0.01, 0.01)
         train_step(engine, tokens)
-        for write in (lambda: model.head.weight.clamp_(-0.01, 0.01), lambda: torch.nn.init.ones_(model.layers[0].up.bias),
-                      lambda: model.head.weight.mul_(0.5)):
+        head, bias = model.head.weight, model.layers[0].up.bias
+        for write in (lambda: head.clamp_(-0.01, 0.01), lambda: torch.nn.init.ones_(bias), lambda: head.mul_(0.5)):
             with torch.no_grad():
                 write()
             train_step(engine, tokens)
@@ -306,7 +306,8 @@ def _writes_to_released(folder):
         engine.step()
         engine.destroy()
     text = told.read_text()
-    for name, times in (("head.weight", 1), ("layers.0.up.bias", 1), ("layers.0.up.weight", 1), ("layers.1.up.weight", 0)):
+    expected = {"head.weight": 1, "layers.0.up.bias": 1, "layers.0.up.weight": 1, "layers.1.up.weight": 0}
+    for name, times in expected.items():
         assert text.count(f"parameter '{name}' was written to") == times, text
 
 

@@ -135,13 +135,13 @@ class JsonReader::Events {
         if (text[end_] == '\\') ++end_;
       ++end_;
     } else if (first == '-' || is_digit(first)) {
-      constexpr std::string_view kDigits = "0123456789";
+      constexpr std::string_view kDecimals = "0123456789";
       const auto there = [&](std::string_view any) {
         return end_ < text.size() && any.find(text[end_]) != std::string_view::npos;
       };
-      end_ = skip(kDigits, end_);
-      if (there(".")) end_ = skip(kDigits, end_ + 1);
-      if (there("eE")) end_ = skip(kDigits, end_ + 2);  // a sign or a digit follows
+      end_ = skip(kDecimals, end_);
+      if (there(".")) end_ = skip(kDecimals, end_ + 1);
+      if (there("eE")) end_ = skip(kDecimals, end_ + 2);  // a sign or a digit follows
     } else if (first != '{' && first != '}' && first != '[' && first != ']') {
       end_ = skip("abcdefghijklmnopqrstuvwxyz", end_);  // true, false, null
     }

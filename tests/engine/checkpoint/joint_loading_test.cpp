@@ -51,7 +51,9 @@ Bytes gathered_at_the_end(const InitReport& report) {
 class JointLoading : public ::testing::TestWithParam<std::tuple<int, int, DType>> {};
 
 TEST_P(JointLoading, GathersWhatEveryRankHasReadBesideWhatIsStillRead) {
-  const auto [world, stage, dtype] = GetParam();
+  const auto world = std::get<0>(GetParam());
+  const auto stage = std::get<1>(GetParam());
+  const auto dtype = std::get<2>(GetParam());
   const testing::TemporaryFolder folder;
   const std::string path = folder / "model.safetensors";
   testing::write_checkpoint(path, DType::kFloat32);

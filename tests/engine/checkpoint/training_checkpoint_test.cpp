@@ -55,7 +55,9 @@ struct Job {
 class AcrossJobs : public ::testing::TestWithParam<std::tuple<Job, Job, DType>> {};
 
 TEST_P(AcrossJobs, EveryBitArrives) {
-  const auto& [saved, loaded, dtype] = GetParam();
+  const Job saved = std::get<0>(GetParam());
+  const Job loaded = std::get<1>(GetParam());
+  const DType dtype = std::get<2>(GetParam());
   const testing::TemporaryFolder folder;
   EXPECT_THAT(testing::on_ranks(saved.world,
                                 [&](const auto& ranks) {

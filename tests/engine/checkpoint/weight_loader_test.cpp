@@ -47,7 +47,10 @@ Bytes load(RankModel& rank, const std::string& path,
 class WeightLoader : public ::testing::TestWithParam<std::tuple<int, int, DType, DType>> {};
 
 TEST_P(WeightLoader, FillsEveryParameterOnEveryRank) {
-  const auto [world, stage, file_dtype, dtype] = GetParam();
+  const auto world = std::get<0>(GetParam());
+  const auto stage = std::get<1>(GetParam());
+  const auto file_dtype = std::get<2>(GetParam());
+  const auto dtype = std::get<3>(GetParam());
   const testing::TemporaryFolder folder;
   const std::string path = folder / "model.safetensors";
   testing::write_checkpoint(path, file_dtype);
@@ -87,7 +90,9 @@ void shift_data(const std::string& path, std::size_t bytes) {
 class WeightLoaderWays : public ::testing::TestWithParam<std::tuple<int, DType, std::size_t>> {};
 
 TEST_P(WeightLoaderWays, GiveTheSameBits) {
-  const auto [world, dtype, shift] = GetParam();
+  const auto world = std::get<0>(GetParam());
+  const auto dtype = std::get<1>(GetParam());
+  const auto shift = std::get<2>(GetParam());
   const testing::TemporaryFolder folder;
   const std::string path = folder / "model.safetensors";
   testing::write_checkpoint(path, DType::kFloat32);

@@ -39,7 +39,10 @@ std::vector<std::byte> expected(const ParamRecipe& recipe, Numel numel, DType dt
 class WeightReplay : public ::testing::TestWithParam<std::tuple<int, int, DType, DType>> {};
 
 TEST_P(WeightReplay, MakesEveryParameterOnEveryRankWithinTwoPieces) {
-  const auto [world, stage, values_dtype, dtype] = GetParam();
+  const auto world = std::get<0>(GetParam());
+  const auto stage = std::get<1>(GetParam());
+  const auto values_dtype = std::get<2>(GetParam());
+  const auto dtype = std::get<3>(GetParam());
   const auto outcomes = testing::on_ranks(world, [&](const auto& ranks) {
     RankModel rank(ranks, dtype, stage);
     ThreadPool threads(2);

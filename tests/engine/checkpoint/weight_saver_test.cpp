@@ -58,7 +58,9 @@ std::vector<std::byte> read_tensor(const format::CheckpointIndex& checkpoint,
 class WeightSaverWorlds : public ::testing::TestWithParam<std::tuple<int, int, DType>> {};
 
 TEST_P(WeightSaverWorlds, WritesWhatTheShardsHold) {
-  const auto [world, stage, dtype] = GetParam();
+  const auto world = std::get<0>(GetParam());
+  const auto stage = std::get<1>(GetParam());
+  const auto dtype = std::get<2>(GetParam());
   const testing::TemporaryFolder folder;
   const auto outcomes = testing::on_ranks(world, [&](const auto& ranks) {
     RankModel rank(ranks, dtype, stage);

@@ -11,12 +11,14 @@ using Placement = std::tuple<memory::Tier, int>;  // and the stage
 class OffloadedStep : public ::testing::TestWithParam<Placement> {};
 
 TEST_P(OffloadedStep, HasTheBitsOfThePlainLoop) {
-  const auto [tier, stage] = GetParam();
+  const auto tier = std::get<0>(GetParam());
+  const auto stage = std::get<1>(GetParam());
   expect_bits_where_states_rest(tier, stage, Over::kThreads);
 }
 
 TEST_P(OffloadedStep, HasTheBitsOfThePlainLoopWhereAUnitHasSeveralDTypes) {
-  const auto [tier, stage] = GetParam();
+  const auto tier = std::get<0>(GetParam());
+  const auto stage = std::get<1>(GetParam());
   const testing::TemporaryFolder folder;
   const FakeModel model(mixed_builder());
   Case c{DType::kFloat32, 2, 2, {}, 1.0, Over::kPeers};
@@ -26,7 +28,8 @@ TEST_P(OffloadedStep, HasTheBitsOfThePlainLoopWhereAUnitHasSeveralDTypes) {
 }
 
 TEST_P(OffloadedStep, HasTheBitsOfThePlainLoopWhereGradientsAreReducedAtTheBoundary) {
-  const auto [tier, stage] = GetParam();
+  const auto tier = std::get<0>(GetParam());
+  const auto stage = std::get<1>(GetParam());
   const testing::TemporaryFolder folder;
   const FakeModel model(small_builder(DType::kBFloat16));
   Case c{DType::kBFloat16, 2, 2, {}, 1.0};
@@ -38,7 +41,8 @@ TEST_P(OffloadedStep, HasTheBitsOfThePlainLoopWhereGradientsAreReducedAtTheBound
 
 // The device holds only weights, ranges in transfer, and a scratch or two for arriving gradients.
 TEST_P(OffloadedStep, HoldsNoStatesOnTheDevice) {
-  const auto [tier, stage] = GetParam();
+  const auto tier = std::get<0>(GetParam());
+  const auto stage = std::get<1>(GetParam());
   const testing::TemporaryFolder folder;
   const FakeModel model(uneven_builder(DType::kBFloat16));
   RankOptions options;

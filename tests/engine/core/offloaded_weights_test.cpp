@@ -12,7 +12,8 @@ using Tiers = std::tuple<memory::Tier, memory::Tier>;  // of weights, of states
 class OffloadedWeights : public ::testing::TestWithParam<Tiers> {
  protected:
   EngineOptions placed() const {
-    const auto [weights, states] = GetParam();
+    const auto weights = std::get<0>(GetParam());
+    const auto states = std::get<1>(GetParam());
     EngineOptions options;
     options.stage = 3;
     options.weights = {weights, {}, {folder_.path()}, kTightStaging, {}, /*verify=*/true};
@@ -86,7 +87,7 @@ TEST_P(OffloadedWeights, HaveThemWhereAUsersOptimizerUpdates) {
 }
 
 TEST_P(OffloadedWeights, AreNotInMemoryOfTheDevice) {
-  const auto [weights, states] = GetParam();
+  const auto weights = std::get<0>(GetParam());
   const FakeModel model(uneven_builder(DType::kBFloat16));
   RankOptions options;
   options.engine = placed();
