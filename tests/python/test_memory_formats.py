@@ -17,12 +17,12 @@ from plain_torch import PlainTrainer
 from ranks import run_ranks
 from safetensors.torch import load_file
 from strata.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from test_assigned_data import _errors_into
 from test_command_line import report
 from tiny_models import (
     DTYPES, config_of, differences, full_parameters, make_engine, make_model, rank_and_world, same_bits, train_step,
 )
 from torch import nn
+from training_states import errors_into
 
 STEPS = 3
 LABELS = 5
@@ -358,7 +358,7 @@ def _converts_late(folder):
     batches = _make_batches(world)
     reference = PlainTrainer(_make(True), world, adamw)
     told = folder / str(rank)
-    with _errors_into(told):
+    with errors_into(told):
         for batch in batches:
             engine.module.image.to(memory_format=torch.channels_last)
             train_step(engine, batch[rank], _loss_of)
