@@ -5,12 +5,14 @@
 #   WERROR=ON           warnings are errors (always so in CI and in the core's own presets)
 #   PYTEST="-k zero"    arguments for pytest
 #   JOBS=2              compile jobs and tests at once
+#   CORE_TESTS=OFF      without the core's tests that `make sanitize` runs as well (so in CI)
 
 PYTHON_GIVEN := $(if $(filter undefined,$(origin PYTHON)),,$(PYTHON))
 PYTHON ?= python3
 VENV ?= $(shell sh tools/choose_venv.sh $(PYTHON_GIVEN))
 JOBS ?= $(shell nproc)
 WERROR ?= $(if $(CI),ON,OFF)
+CORE_TESTS ?= $(if $(CI),OFF,ON)
 
 VENV := $(VENV)
 VENV_PYTHON := $(VENV)/bin/python
@@ -52,8 +54,9 @@ setup: $(VENV)/.strata-tests  ## System packages and the virtual environment
 # --- the build --------------------------------------------------------------------------------------
 
 # A configuration is redone by ninja itself when a CMake file changes; here, when its inputs do.
-$(BUILD)/.configured-$(WERROR): CMakePresets.json $(VENV)/.strata-ready
-	cmake --preset python -B $(BUILD) -DSTRATA_WERROR=$(WERROR) \
+CONFIGURED := $(BUILD)/.configured-$(WERROR)-$(CORE_TESTS)
+$(CONFIGURED): CMakePresets.json $(VENV)/.strata-ready
+	cmake --preset python -B $(BUILD) -DSTRATA_WERROR=$(WERROR) -DSTRATA_CORE_TESTS=$(CORE_TESTS) \
 	  -DPython_EXECUTABLE=$(abspath $(VENV_PYTHON)) --log-level=NOTICE
 	@rm -f $(BUILD)/.configured-* && touch $@
 
@@ -76,15 +79,15 @@ LINK_PACKAGE = test ! -e $(BUILD)/bin/strata || ln -sf $(abspath $(BUILD))/bin/s
   pathlib.Path(site, 'strata-compat.pth').write_text(pathlib.Path('python/strata/compat/strata-compat.pth').read_text())"
 
 .PHONY: build module package core
-build: $(BUILD)/.configured-$(WERROR)  ## Everything: core, torch layer, Python module, C++ tests
+build: $(CONFIGURED)  ## Everything: core, torch layer, Python module, C++ tests
 	ninja -C $(BUILD) -j $(JOBS)
 	@$(LINK_PACKAGE)
 
-module: $(BUILD)/.configured-$(WERROR)  ## The Python package and the program `strata`
+module: $(CONFIGURED)  ## The Python package and the program `strata`
 	ninja -C $(BUILD) -j $(JOBS) strata_package strata_program
 	@$(LINK_PACKAGE)
 
-package: $(BUILD)/.configured-$(WERROR)  # what the demo needs
+package: $(CONFIGURED)  # what the demo needs
 	ninja -C $(BUILD) -j $(JOBS) strata_package
 	@$(LINK_PACKAGE)
 
