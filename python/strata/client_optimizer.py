@@ -141,10 +141,6 @@ class SegmentStates:
 
     # --- the optimizer's states ---
 
-    def parts(self):
-        """[(index in the engine, the Parameter that the optimizer knows)]."""
-        return list(self._parameters.items())
-
     def entries(self):
         """[(index in the engine, the Parameter that the optimizer knows, the dict of its states)]."""
         return [(i, p, self._inner.state.get(p, {})) for i, p in self._parameters.items() if p.numel()]
@@ -224,9 +220,6 @@ class SegmentStates:
 
     def take_back(self, core):
         """Lends the optimizer the masters again, after the engine has reloaded its states."""
-        self._return_masters(core)
-
-    def _return_masters(self, core):
         for segment, (_, _, weight) in zip(self._in_order, core.segments(), strict=True):
             segment.data = weight
 
@@ -294,7 +287,6 @@ class WholeStates(SegmentStates):
         state.copy_(shaped(self._core(), index, flat))
 
     def from_own(self, index, part):
-        parameter = self._parameters[index]
         if self._alone:
             return None if part is None else shaped(self._core(), index, part.clone())
         whole = _C.join_state(self._core(), index, None if part is None else part.reshape(-1).float())
@@ -308,7 +300,7 @@ class WholeStates(SegmentStates):
             if self._alone:
                 parameter.data = parameter.data.new_empty(0)
 
-    def _return_masters(self, core):
+    def take_back(self, core):
         self._take_masters(core)
         for group in self._members if self._alone else ():
             for index, _ in group:
@@ -376,7 +368,7 @@ class LentPart(torch.nn.Parameter):
 
 def lend_parts(states, engine):
     """Marks the parts that ``states``, a ``SegmentStates``, lends to the optimizer, each with the model's parameter."""
-    for index, part in states.parts():
+    for index, part in states._parameters.items():
         part.__class__ = LentPart
         part._of = weakref.ref(known_as(engine._described[index][1]))
 

@@ -5,7 +5,6 @@ import time
 import torch
 
 
-
 class Timers:
     """``engine.timers``: host clocks by name, for a script's own use; ``engine.step_report()`` has the times of a step.
     With ``wall_clock_breakdown`` there are "fwd", "bwd", "bwd_inner", "bwd_allreduce" and "step" of the steps so far,
@@ -134,11 +133,7 @@ class ThroughputTimer:
         """float: of all ranks; ``-inf`` before the third step, as DeepSpeed's."""
         return self._samples / self.total_elapsed_time if self.total_elapsed_time else float("-inf")
 
-    def start(self):
-        """Does nothing: the engine counts."""
-
     def stop(self, global_step=False, report_speed=True):
-        """Does nothing: the engine counts."""
+        """Does nothing: the engine counts, and epochs do not matter for the mean."""
 
-    def update_epoch_count(self):
-        """Does nothing: epochs do not matter for the mean."""
+    start = update_epoch_count = stop

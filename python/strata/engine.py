@@ -4,6 +4,7 @@ import functools
 import logging
 import weakref
 from contextlib import nullcontext
+from operator import attrgetter
 
 import torch
 
@@ -27,7 +28,7 @@ logger = logging.getLogger("strata")
 
 
 class Engine(EngineCheckpoints, torch.nn.Module):
-    """A model under the engine; ``strata.initialize`` makes it. It has the public names of its ``_PARTS``, too: small
+    """A model under the engine; ``strata.initialize`` makes it. It has the public names of its parts, too: small
     objects that know the engine.
 
     Attributes:
@@ -171,15 +172,20 @@ class Engine(EngineCheckpoints, torch.nn.Module):
                                 "yet; call it after the block")
         if self.core.ends_step():
             self._settle_schedule()
-            self._settle_masters()
+            if getattr(self.optimizer, "owed_masters", None):
+                from .local_states import settle_masters  # not before the first use
+
+                settle_masters(self.optimizer, self.core)
             if self._watching is not None:
                 self._watching.step_begins()
         try:
             result = self.core.step(self.optimizer.scalars() if self.optimizer is not None else [])
         except _C.MissingBackward:
-            if self._is_done_already():
-                return
-            raise
+            # Fine where step() of the other one, engine or optimizer, has done the work, and before the first gradients
+            # for an optimizer.
+            if self._ended_by == self._steps_by or (self._ended_by is None and self._steps_by == "engine"):
+                raise
+            return
         self._at_boundary, self._ended_by = False, self._steps_by
         self._unapplied = self._unapplied + 1 if result is None else 0
         if result is None:
@@ -200,13 +206,6 @@ class Engine(EngineCheckpoints, torch.nn.Module):
         if self._watching is not None:
             self._watching.step_ended(applied)
 
-    def _settle_masters(self):
-        """Called before masters change or are saved: takes over the masters of a state that the script has loaded."""
-        if getattr(self.optimizer, "owed_masters", None):
-            from .local_states import settle_masters
-
-            settle_masters(self.optimizer, self.core)
-
     def step_by_optimizer(self):
         """The work of ``optimizer.step()``."""
         self._steps_by = "optimizer"
@@ -214,13 +213,6 @@ class Engine(EngineCheckpoints, torch.nn.Module):
             self.step()
         finally:
             self._steps_by = "engine"
-
-    def _is_done_already(self):
-        """Whether a step() without a backward pass since the last one has nothing to do: ``step()`` of the other one,
-        engine or optimizer, has done the work; or an optimizer steps before the first gradients."""
-        if self._ended_by is None:
-            return self._steps_by == "optimizer"
-        return self._ended_by != self._steps_by
 
     def _settle_schedule(self):
         """Takes a step of the scheduler back where the device has skipped the update."""
@@ -239,11 +231,8 @@ class Engine(EngineCheckpoints, torch.nn.Module):
             logger.info("the timeline of steps is in '%s'; open it with ui.perfetto.dev", path)
 
     def end_watching(self, wait=True):
-        """Shows and writes the remaining times and metrics; a second call does nothing.
-
-        Args:
-            wait: whether to wait until the device has computed them.
-        """
+        """Shows and writes the remaining times and metrics, with ``wait`` also those that the device has not computed
+        yet; a second call does nothing."""
         watching, self._watching = self._watching, None
         if watching is not None:
             watching.close(wait)
@@ -276,15 +265,14 @@ class Engine(EngineCheckpoints, torch.nn.Module):
         for the device."""
         return self.core.grad_norm
 
-    @property
-    def global_steps(self):
-        """int: accumulation boundaries so far, skipped ones included."""
-        return self.core.global_steps
-
-    @property
-    def micro_steps(self):
-        """int: calls of ``step()`` so far."""
-        return self.core.micro_steps
+    global_steps = property(attrgetter("core.global_steps"),
+                            doc="int: accumulation boundaries so far, skipped ones included.")  # fmt: skip
+    micro_steps = property(attrgetter("core.micro_steps"), doc="int: calls of ``step()`` so far.")
+    global_rank = property(attrgetter("_collectives.rank"), doc="int: this process's rank.")
+    world_size = property(attrgetter("_collectives.world_size"), doc="int: number of ranks.")
+    collectives_name = property(attrgetter("_collectives.name"),
+                                doc='str: "local", "shm", "gloo", "nccl" or "peer".')  # fmt: skip
+    device = property(attrgetter("core.device"), doc="torch.device on which gathered parameters are.")
 
     @property
     def skipped_steps(self):
@@ -298,26 +286,6 @@ class Engine(EngineCheckpoints, torch.nn.Module):
         self._settle_schedule()
         return self.core.last_step_applied
 
-    @property
-    def global_rank(self):
-        """int: this process's rank."""
-        return self._collectives.rank
-
-    @property
-    def world_size(self):
-        """int: number of ranks."""
-        return self._collectives.world_size
-
-    @property
-    def collectives_name(self):
-        """str: "local", "shm", "gloo", "nccl" or "peer"."""
-        return self._collectives.name
-
-    @property
-    def device(self):
-        """torch.device on which gathered parameters are."""
-        return self.core.device
-
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters=False):
         """Whole weights on the host of rank 0, None on the others. Collective."""
         return self._weights.consolidated(exclude_frozen_parameters)
@@ -325,17 +293,8 @@ class Engine(EngineCheckpoints, torch.nn.Module):
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
     def save_pretrained(self, save_directory, max_shard_size="5GB"):
-        """Writes the weights, each in its own dtype, and the model's configuration, so that transformers'
-        ``from_pretrained`` loads them. Collective, between steps; see ``strata.pretrained.save_pretrained``.
-
-        Args:
-            save_directory: a folder, made if need be.
-            max_shard_size: bytes of one file at most, as a number or as "5GB", "500MB", "2GiB".
-
-        Raises:
-            IoError: on every rank, where rank 0 cannot write.
-            UsageError: for another size, and for a version of transformers that is not supported.
-        """
+        """``strata.pretrained.save_pretrained``: files for transformers' ``from_pretrained``. Collective, between
+        steps."""
         from .checkpoint.saving import save_pretrained  # not before the first save
 
         save_pretrained(self, save_directory, max_shard_size)
@@ -397,10 +356,8 @@ def _delegated(part, name, member):
     return method
 
 
-_PARTS = {"_settings": EngineSettings, "_batches": Batches, "_names": EngineNames, "_weights": EngineWeights,
-          "_offload": StateOffload}
-
-for _part, _class in _PARTS.items():
+for _part, _class in (("_settings", EngineSettings), ("_batches", Batches), ("_names", EngineNames),
+                      ("_weights", EngineWeights), ("_offload", StateOffload)):  # fmt: skip
     for _name, _member in vars(_class).items():
         if not _name.startswith("_"):
             setattr(Engine, _name, _delegated(_part, _name, _member))

@@ -1,5 +1,6 @@
 """An engine's weights as whole state dicts, under DeepSpeed's names, and states that leave the device for a while."""
 
+import importlib
 import logging
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -8,21 +9,15 @@ from . import _C
 
 logger = logging.getLogger("strata")
 
-_STATES = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
+STATES = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
 
 
 def _whole_weights():
-    from .checkpoint import saving  # not before the first use
-
-    return saving
+    return importlib.import_module(".checkpoint.saving", __package__)  # not before the first use
 
 
 class EngineWeights:
-    """The part of an ``Engine`` that reads and sets its weights as one dict.
-
-    Args:
-        engine: a weak proxy of the ``Engine``.
-    """
+    """The part of an ``Engine``, of which it has a weak proxy, that reads and sets its weights as one dict."""
 
     def __init__(self, engine):
         self._engine = engine
@@ -46,11 +41,10 @@ class EngineWeights:
 
     def load_module_state_dict(self, checkpoint, strict=True, custom_load_fn=None, fetch_z3_params=False,
                                z3_params_to_fetch=None, allowed_missing_keys=None):  # fmt: skip
-        """Gives the model the values of a state dict of whole tensors. Collective; rank 0's values count. The masters
-        get the same values; the optimizer's states do not change.
+        """``load_state_dict`` with DeepSpeed's arguments.
 
         Args:
-            checkpoint: the state dict; or a dict whose "module" is the state dict.
+            checkpoint: the state dict of whole tensors; or a dict whose "module" is the state dict.
             custom_load_fn: ``custom_load_fn(src=state dict, dst=model)`` sets values instead, while all of the model
                 is whole; the device needs room for it.
             fetch_z3_params, z3_params_to_fetch: accepted for DeepSpeed's sake; the engine gathers the parameters that
@@ -59,9 +53,6 @@ class EngineWeights:
 
         Returns:
             (missing keys, unexpected keys); None with ``custom_load_fn``.
-
-        Raises:
-            UsageError: with ``strict``, where names do not fit; where shapes do not fit.
         """
         inner = checkpoint.get("module")
         state_dict = inner if isinstance(inner, Mapping) else checkpoint
@@ -139,11 +130,8 @@ class EngineWeights:
 
 
 class StateOffload:
-    """The part of an ``Engine`` that frees device memory for other uses between two phases of training.
-
-    Args:
-        engine: a weak proxy of the ``Engine``.
-    """
+    """The part of an ``Engine``, of which it has a weak proxy, that frees device memory for other uses between two
+    phases of training."""
 
     def __init__(self, engine):
         self._engine = engine
@@ -187,10 +175,10 @@ class StateOffload:
         if where != "cpu":
             raise _C.UsageError("offload_states moves states to the host: write device=\"cpu\"; to rest on a drive is "
                                 f"for zero_optimization.offload_optimizer; found {where!r}")
-        states = _STATES if include is None else [_text(name) for name in include]
+        states = STATES if include is None else [_text(name) for name in include]
         for name in states:
-            if name not in _STATES:
-                raise _C.UsageError(f"offload_states: include names states of {', '.join(_STATES)}; found {name!r}")
+            if name not in STATES:
+                raise _C.UsageError(f"offload_states: include names states of {', '.join(STATES)}; found {name!r}")
         weights_follow = self._engine.core.offload_states(list(states), pin_memory)
         if not weights_follow and not self._warned_of_weights and self._engine.global_rank == 0:
             self._warned_of_weights = True
@@ -198,10 +186,8 @@ class StateOffload:
                            "memory back; the other states are moved", self._engine.collectives_name)
 
     def reload_states(self, non_blocking=False):
-        """Brings back all states that ``offload_states()`` moved. Collective. Does nothing where none is away.
-
-        Args:
-            non_blocking: has no effect: all states are back when this returns.
+        """Brings back all states that ``offload_states()`` moved: they are back when this returns, whatever
+        ``non_blocking`` is. Collective. Does nothing where none is away.
 
         Raises:
             OutOfMemoryError: on every rank, where a device has no room. States that are not back stay on the host;

@@ -92,25 +92,19 @@ def initialize(
     """
     given = (config, config_params, getattr(args, "deepspeed_config", None))
     config = next((one for one in given if one is not None), None)
-    return initialize_as(Engine, model, config, optimizer, model_parameters, training_data, lr_scheduler,
-                         dist_init_required, collate_fn, mpu, mesh_param)
+    return initialize_as(Engine, model, mpu, mesh_param, config, optimizer, model_parameters, training_data,
+                         lr_scheduler, collate_fn, dist_init_required)
 
 
-def initialize_as(
-    engine_class, model, config, optimizer, model_parameters, training_data, lr_scheduler, dist_init_required,
-    collate_fn, mpu=None, mesh_param=None,
-):  # fmt: skip
-    """``initialize`` with an engine of ``engine_class``, a subclass of ``Engine``."""
+def initialize_as(engine_class, model, mpu, mesh_param, config, *others):
+    """``initialize`` with an engine of ``engine_class``, a subclass of ``Engine``; ``others`` are ``StartUp``'s."""
     if model is None:
         raise _C.UsageError("initialize() needs a model: pass model=<torch.nn.Module>")
     for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
         if value is not None:
             raise _C.UsageError(f"initialize({name}=...) is not supported: leave it out; shard groups are named in "
                                 "the configuration (zero_optimization.mics_shard_size)")
-    return StartUp(
-        config, model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, dist_init_required,
-        engine_class,
-    ).run()
+    return StartUp(config, model, *others, engine_class=engine_class).run()
 
 
 class StartUp:
@@ -152,8 +146,15 @@ class StartUp:
                 self.measure_budget()
                 with self.agreed("making the optimizer"), self.clock.phase("make optimizer"):
                     self.make_optimizer()
-                    self.make_monitor()
-                    self.cut_parameters()
+                    self.monitor = None
+                    if self.config.shown_given:
+                        from .monitoring.monitor import Monitor  # only where a rank's output is asked for
+
+                        self.monitor = Monitor(self.config, self.collectives.rank)
+                    if self.budget is not None:
+                        from .tiles.cutting import cut_parameters
+
+                        cut_parameters(self.tree, self.config, self.budget, self.from_files)
                 with self.clock.phase("make engine"):
                     self.make_engine()
             except BaseException:
@@ -163,7 +164,7 @@ class StartUp:
             self.schedule()
             self.load_data()
             self.watch_steps()
-            self.log_hints()
+            _log_hints(self.config, self.engine)
             self.finish()
         return self.engine, self.sharded_optimizer, self.engine.training_dataloader, self.engine.lr_scheduler
 
@@ -227,21 +228,6 @@ class StartUp:
             choose_parts(self.sharded_optimizer, self.config, self.collectives.world_size,
                          torch.device(self.runtime.device))
 
-    def make_monitor(self):
-        """Opens the monitors of metrics, where the configuration asks for output of a rank."""
-        self.monitor = None
-        if self.config.shown_given:
-            from .monitoring.monitor import Monitor  # not in every script
-
-            self.monitor = Monitor(self.config, self.collectives.rank)
-
-    def cut_parameters(self):
-        """Cuts the parameters that are too large to gather."""
-        if self.budget is not None:
-            from .tiles.cutting import cut_parameters
-
-            cut_parameters(self.tree, self.config, self.budget, self.from_files)
-
     def make_engine(self):
         """Makes the engine, which takes the model over."""
         runtime, collectives = self.runtime.joined(self.collectives), self.collectives
@@ -280,10 +266,6 @@ class StartUp:
             self.engine.monitor = self.engine.monitor if self.monitor is None else self.monitor
             self.engine._watching = watch_steps(self.engine, self.config, self.engine.monitor)
 
-    def log_hints(self):
-        """Logs on rank 0 the choices of the start, and the settings without effect."""
-        _log_hints(self.config, self.engine)
-
     def finish(self):
         """Reports the start-up. Collective."""
         self.clock.finish(self.engine)
@@ -291,10 +273,8 @@ class StartUp:
 
 def make_optimizer(config, tree, optimizer, model_parameters):
     """(ShardedOptimizer or None, rule). ``tree`` is the model's ModelTree, the last two are ``initialize``'s."""
-    parameters = model_parameters
-    if parameters is None:
-        parameters = [p for _, p in tree.parameters if p.requires_grad]
-    parameters = list(parameters)
+    trainable = (p for _, p in tree.parameters if p.requires_grad)
+    parameters = list(trainable if model_parameters is None else model_parameters)
     if optimizer is None:
         sharded, rule = optimizer_from_config(config, parameters)
         if sharded is not None:
@@ -313,6 +293,7 @@ def make_optimizer(config, tree, optimizer, model_parameters):
 
 
 def _log_hints(config, engine):
+    """Logs on rank 0 the choices of the start, and the settings without effect."""
     if engine.log_level() is not None and not os.environ.get("STRATA_LOG_LEVEL"):
         logger.setLevel(engine.log_level().upper())
     if engine.global_rank != 0:
@@ -322,14 +303,12 @@ def _log_hints(config, engine):
     problem = unsupported() if is_transformers_model(engine.module) else None
     if problem is not None:
         logger.warning("save_pretrained and load_weights will refuse this model: %s", problem)
-    _list(logging.WARNING, "settings without effect that ask for memory or output:",
-          [(path, reason) for path, reason in config.hints if path in config.missed])
-    _list(logging.INFO, "accepted settings without effect:",
-          [(path, reason) for path, reason in config.hints if path not in config.missed])
+    for level, are_missed, what in (
+        (logging.WARNING, True, "settings without effect that ask for memory or output:"),
+        (logging.INFO, False, "accepted settings without effect:"),
+    ):
+        hints = [f"\n  {path}: {reason}" for path, reason in config.hints if (path in config.missed) == are_missed]
+        if hints:
+            logger.log(level, "%s%s", what, "".join(hints))
     if shown(config, "dump_state"):
         logger.info("every setting that has an effect:\n%s", config.digest().rstrip())
-
-
-def _list(level, what, hints):
-    if hints:
-        logger.log(level, "%s%s", what, "".join(f"\n  {path}: {reason}" for path, reason in hints))

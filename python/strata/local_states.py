@@ -30,10 +30,7 @@ class _Member:
             first, last = _C.state_range(core, part.index)
             self.ranges.append((part.first + first, part.first + last))
         self.numel = math.prod(self.shape)
-
-    @property
-    def sizes(self):
-        return [last - first for first, last in self.ranges]
+        self.sizes = [last - first for first, last in self.ranges]
 
     def shaped(self, parts):
         """Parts of this rank as one tensor."""
@@ -257,20 +254,16 @@ def _keep_owed_masters(optimizer, core):
     """Gives masters the values of the loaded state, where these round to the weight. The values stay owed until the
     next step, since a script may load the weights after the optimizer."""
     for index, part in optimizer.owed_masters.items():
-        _keep_master(core, index, part)
+        if part.numel() == 0:
+            continue
+        weight = core.local_part(index)
+        part = part.to(weight.device, torch.float32)
+        master = _C.read_state(core, index, "master", False)
+        fits = part.to(weight.dtype) == weight
+        _C.store_masters(core, index, torch.where(fits, part, master).contiguous())
 
 
 def settle_masters(optimizer, core):
     """Before a step: keeps the owed masters that round to the weights, and drops the others."""
     _keep_owed_masters(optimizer, core)
     optimizer.owed_masters = {}
-
-
-def _keep_master(core, index, part):
-    if part.numel() == 0:
-        return
-    weight = core.local_part(index)
-    part = part.to(weight.device, torch.float32)
-    master = _C.read_state(core, index, "master", False)
-    fits = part.to(weight.dtype) == weight
-    _C.store_masters(core, index, torch.where(fits, part, master).contiguous())

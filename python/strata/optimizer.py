@@ -10,6 +10,7 @@ import torch
 
 from . import _C
 from .model.tiles import known_as
+from .ops.elementwise import add_group_without_compiler
 from .optimizer_names import OptimizerNames
 
 logger = logging.getLogger("strata")
@@ -40,19 +41,14 @@ def send_calls_to(sharded, client):
 
 
 class _WithoutCompiler(torch.optim.Optimizer):
-    """Methods that torch wraps to keep its compiler out of them. The wrappers import the compiler: 880 modules, most
-    of the time of a small model's start."""
+    """Torch's methods without the wrappers that import its compiler (``add_group_without_compiler``)."""
 
-    def add_param_group(self, param_group):
-        """As torch's."""
-        inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
+    add_param_group = add_group_without_compiler
 
     def state_dict(self):
-        """As torch's."""
         return _unwrapped(super().state_dict)()
 
     def load_state_dict(self, state_dict):
-        """As torch's."""
         _unwrapped(super().load_state_dict)(state_dict)
 
 
@@ -246,10 +242,8 @@ class ShardedOptimizer(OptimizerNames, _WithoutCompiler):
 
 def groups_of(optimizer):
     """{id(parameter): index of its param group}; empty for None."""
-    groups = {}
-    for index, group in enumerate(optimizer.param_groups if optimizer is not None else []):
-        groups.update((id(p), index) for p in group["params"])
-    return groups
+    groups = optimizer.param_groups if optimizer is not None else []
+    return {id(p): index for index, group in enumerate(groups) for p in group["params"]}
 
 
 def log_left_out(parameters, groups, rank):
@@ -292,25 +286,23 @@ def optimizer_from_config(config, parameters):
         return wrap_torch_optimizer(inner)
     from .ops.adam import DeepSpeedCPUAdam, FusedAdam  # not at `import strata`
 
-    decoupled = kind == "adamw"
+    parameters = list(parameters)
+    are_groups = parameters and isinstance(parameters[0], dict)
+    groups = [dict(group) for group in parameters] if are_groups else [{"params": parameters}]
     if config.optimizer_tier != "device":
-        client = DeepSpeedCPUAdam(_as_groups(parameters), adamw_mode=decoupled, **adam)
+        client = DeepSpeedCPUAdam(groups, adamw_mode=kind == "adamw", **adam)
     else:
-        client = FusedAdam(_as_groups(parameters), adam_w_mode=decoupled, **adam)
+        client = FusedAdam(groups, adam_w_mode=kind == "adamw", **adam)
     return _sharded(client, None), kind
 
 
 def _class_named(name):
-    """A class of torch.optim, or Lion, which torch lacks."""
+    """Lion, which torch lacks, or a subclass of a class of torch.optim that does not import torch's compiler."""
     if name == "Lion":
         from .ops.lion import DeepSpeedCPULion  # only where the configuration names it
 
         return DeepSpeedCPULion
-    return _lean(getattr(torch.optim, name))
-
-
-def _lean(torch_class):
-    """A subclass of this class of torch.optim that does not import torch's compiler."""
+    torch_class = getattr(torch.optim, name)
 
     class Lean(_WithoutCompiler, torch_class):
         _strata_likeness = torch_class
@@ -345,8 +337,7 @@ def wrap_torch_optimizer(inner):
     special = any(g.get("amsgrad") or g.get("maximize") or g.get("capturable") for g in inner.param_groups)
     decoupled = [bool(g.get("decoupled_weight_decay", exact == "adamw")) for g in inner.param_groups]
     if exact and not special and len(set(decoupled)) == 1:
-        rule = "adamw" if decoupled[0] else "adam"
-        return _sharded(inner, None), rule
+        return _sharded(inner, None), "adamw" if decoupled[0] else "adam"
     return _sharded(inner, inner), "external"
 
 
@@ -362,11 +353,3 @@ def _sharded(client, inner):
     ShardedOptimizer.__init__(sharded, client.param_groups, client.defaults, inner)
     sharded._client = client
     return sharded
-
-
-def _as_groups(parameters):
-    """Param groups of parameters or of param groups, as torch.optim takes either."""
-    parameters = list(parameters)
-    if parameters and isinstance(parameters[0], dict):
-        return [dict(group) for group in parameters]
-    return [{"params": parameters}]

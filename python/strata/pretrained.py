@@ -113,19 +113,19 @@ class _PretrainedStartUp(StartUp):
 
     def connect(self):
         submit = self._beside.submit
-        self._opening = submit(open_runtime, self.config)
+        self._opening = submit(_open_runtime, self.config)
         self._files = submit(_open, self._path)
         self._class = submit(_import_class, self._path, self._files, self._model_class)
-        self._warming = submit(warm_up, self._opening)
+        self._warming = submit(_warm_up, self._opening)
         super().connect()
 
     def parsed_config(self):
-        config = self._opening.result().config
+        config, _ = self._opening.result()
         config.complete_batch(rank_and_world_size()[1])
         return config
 
     def place(self):
-        self.runtime = self._opening.result().runtime
+        _, self.runtime = self._opening.result()
         make_current(self.runtime.device)
         self._building = self._beside.submit(_build_flat, self._class, self._files, self.config, self._model_arguments)
         self._planning = self._beside.submit(_plan, self._building, self._strict)
@@ -170,37 +170,18 @@ def _beside():
         sys.setswitchinterval(interval)
 
 
-class OpenedRuntime(NamedTuple):
-    """A _C.Config, whose batch sizes may be incomplete, and a _C.Runtime for it."""
-
-    config: object
-    runtime: object
-
-
-def open_runtime(config):
-    """Reads the configuration and opens its device, for a model that comes from files. In any thread; Python's lock is
-    free while the device is opened, and torch's current device does not change.
-
-    Args:
-        config: as for ``read_config``.
-
-    Raises:
-        ConfigError: the configuration is wrong, or its GPU cannot be used.
-        DeviceError, OutOfMemoryError: the device cannot be opened.
-    """
+def _open_runtime(config):
+    """(_C.Config, whose batch sizes may be incomplete, _C.Runtime for it) of a model that comes from files. In any
+    thread; Python's lock is free while the device is opened, and torch's current device does not change."""
     parsed = read_config(config)
     runtime = _C.Runtime(find_device(parsed), parsed.threads, expected_world_size())
     runtime.expect_values()
-    return OpenedRuntime(parsed, runtime)
+    return parsed, runtime
 
 
-def warm_up(opening):
-    """Loads the kernels of a first step on a GPU, beside a start. Never raises: the step tries to load again, and
-    reports the error.
-
-    Args:
-        opening: a future of ``open_runtime()``.
-    """
+def _warm_up(opening):
+    """Loads the kernels of a first step on a GPU, beside a start, once ``opening``, a future of ``_open_runtime()``, is
+    done. Never raises: the step tries to load again, and reports the error."""
     if opening.exception() is not None:
         return
     config, runtime = opening.result()

@@ -10,9 +10,10 @@ from .deferred_init import DeferredInit
 from .model.constructors import ConstructorWatch, ConstructorReads, open_reads
 from .model.parameter import is_managed, owner_of
 from .model.recording import Recording
+from .model.tiles import tiles_of
 from .rank_logging import show_logs
 from .ranks.runtime import init_distributed, rank_and_world_size
-from .tiles.host_copy import HostCopies
+from .tiles.host_copy import HostCopy
 
 
 _ITS_OWN = 0  # stands for memory of the engine
@@ -46,12 +47,15 @@ class GatheredParameters:
         self._modifier_rank = modifier_rank
         self._by_core = {}
         self._managed = {}  # id -> parameter
-        self._copies = HostCopies()  # of parameters that are used in tiles
+        self._tiled, self._copies = {}, []  # parameters that are used in tiles, by id; a HostCopy of each
         if not enabled:
             return
-        _require_rank(modifier_rank)
+        world = rank_and_world_size()[1]
+        if modifier_rank is not None and not 0 <= modifier_rank < world:
+            raise _C.UsageError(f"modifier_rank must be a rank of this job, 0 to {world - 1}; got {modifier_rank}")
         for parameter in [params] if isinstance(params, torch.Tensor) else params:
-            if self._copies.add(parameter):
+            if tiles_of(parameter) is not None:
+                self._tiled[id(parameter)] = parameter
                 continue
             core, index = owner_of(parameter)
             if core is not None:
@@ -62,7 +66,9 @@ class GatheredParameters:
     def __enter__(self):
         self._held = []
         try:
-            self._copies.make()
+            for parameter in self._tiled.values():
+                if parameter.numel() == 0:
+                    self._copies.append(HostCopy(parameter))
             for core, indices in self._by_core.values():
                 indices = sorted(indices)
                 core.gather(indices)
@@ -81,7 +87,7 @@ class GatheredParameters:
             if kind is not None:
                 self._put_back()
             elif self._modifier_rank is not None:
-                self._copies.end(self._modifier_rank)
+                self._end_copies(self._modifier_rank)
                 for core, indices in self._held:
                     core.publish(indices, self._modifier_rank)
                 for parameter in self._managed.values():
@@ -101,8 +107,12 @@ class GatheredParameters:
             if core is not None and self._memory[key] == _ITS_OWN:  # else an outer context has replaced the memory
                 core.put_back([index])
 
+    def _end_copies(self, modifier_rank):
+        while self._copies:
+            self._copies.pop(0).end(modifier_rank)
+
     def _release(self):
-        self._copies.end(None)
+        self._end_copies(None)
         held, self._held = self._held, []
         for core, indices in held:
             core.release(indices, True)
@@ -127,12 +137,6 @@ class GatheredParameters:
     def _changed(self, message):
         """Called where parameters were changed though they are for reading."""
         raise _C.UsageError(message)
-
-
-def _require_rank(modifier_rank):
-    world = rank_and_world_size()[1]
-    if modifier_rank is not None and not 0 <= modifier_rank < world:
-        raise _C.UsageError(f"modifier_rank must be a rank of this job, 0 to {world - 1}; got {modifier_rank}")
 
 
 def _version(parameter):

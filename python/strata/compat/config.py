@@ -11,6 +11,7 @@ import torch
 from .. import _C
 from ..config_source import document_of, read_config
 from ..engine_settings import VALUE_NAMES, EngineSettings
+from ..engine_weights import STATES
 from ..rank_logging import log_dist
 from .names import LEAVES
 
@@ -82,19 +83,12 @@ class DeepSpeedConfig:
         self.optimizer_params, self.scheduler_params = (
             (self._param_dict.get(name) or {}).get("params") for name in ("optimizer", "scheduler")
         )
-        self._values = _Values(parsed)
+        self._values = EngineSettings(parsed)  # the methods of an engine about its configuration
 
     def __getattr__(self, name):
         if name in VALUE_NAMES and "_values" in self.__dict__:
             return getattr(self._values, name)()
         raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
-
-
-class _Values(EngineSettings):
-    """The methods of an engine about its configuration, without an engine."""
-
-    def __init__(self, config):
-        self._config = config
 
 
 # --- enumerations, with DeepSpeed's values ---
@@ -110,30 +104,15 @@ class ZeroStageEnum(int, enum.Enum):
     max_stage = 3
 
 
-class OffloadDeviceEnum(str, enum.Enum):
-    """The tiers of shards."""
-
-    none = "none"
-    cpu = "cpu"
-    nvme = "nvme"
+def _words(name, doc, words):
+    found = enum.Enum(name, [(word, word) for word in words], type=str, module=__name__)
+    found.__doc__ = doc
+    return found
 
 
-class OffloadStateTypeEnum(str, enum.Enum):
-    """The states that ``engine.offload_states`` moves."""
-
-    optim_states = "optim_states"
-    hp_params = "hp_params"
-    lp_params = "lp_params"
-    lp_grads = "lp_grads"
-    contiguous_grad_buffer = "contiguous_grad_buffer"
-
-
-class ZeroParamType(enum.Enum):
-    """The kinds of parameters under ZeRO."""
-
-    NORMAL = 1
-    PARTITIONED = 2
-    REMOTE = 3
+OffloadDeviceEnum = _words("OffloadDeviceEnum", "The tiers of shards.", ("none", "cpu", "nvme"))
+OffloadStateTypeEnum = _words("OffloadStateTypeEnum", "The states that ``engine.offload_states`` moves.", STATES)
+ZeroParamType = enum.Enum("ZeroParamType", "NORMAL PARTITIONED REMOTE", module=__name__)  # kinds of parameters
 
 
 # --- the section ``zero_optimization`` ---
@@ -158,6 +137,8 @@ class _Section:
                                      f"found {name}")
             if strict or value != "auto":
                 values[attribute] = value
+        if "device" in values:
+            values["device"] = OffloadDeviceEnum(values["device"] or "none")
         self.__dict__.update(values)
 
     def __repr__(self):
@@ -179,10 +160,6 @@ class DeepSpeedZeroOffloadParamConfig(_Section):
     DEFAULTS = {"device": "none", "nvme_path": None, "buffer_count": 5, "buffer_size": 100_000_000,
                 "max_in_cpu": 1_000_000_000, "pin_memory": True}  # fmt: skip
 
-    def __init__(self, strict=False, **settings):
-        super().__init__(strict, **settings)
-        self.device = OffloadDeviceEnum(self.device or "none")
-
 
 class DeepSpeedZeroOffloadOptimizerConfig(_Section):
     """``zero_optimization.offload_optimizer``.
@@ -197,7 +174,6 @@ class DeepSpeedZeroOffloadOptimizerConfig(_Section):
 
     def __init__(self, strict=False, **settings):
         super().__init__(strict, **settings)
-        self.device = OffloadDeviceEnum(self.device or "none")
         self.pipeline = bool(self.pipeline_read or self.pipeline_write)
 
 

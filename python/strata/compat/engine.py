@@ -114,13 +114,7 @@ def initialize(
         args: a namespace whose ``deepspeed_config``, or ``deepscale_config`` (the older name), is used when no
             configuration is given.
         distributed_port: accepted for DeepSpeed's sake; the launcher sets MASTER_PORT.
-        The others are ``strata.initialize``'s. ``config_params`` is another name of ``config``.
-
-    Returns:
-        (engine, optimizer, dataloader, lr_scheduler); the last three are None where there is none.
-
-    Raises:
-        as ``strata.initialize``.
+        The others, results and errors are ``strata.initialize``'s. ``config_params`` is another name of ``config``.
     """
     of_arguments = (getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config"))
     given = next((c for c in (config, config_params, *of_arguments) if c is not None), None)
@@ -129,8 +123,8 @@ def initialize(
     log_dist(f"DeepSpeed info: version={VERSION}; Strata's engine stands in its place", ranks=[0])
     document = document_of(given)
     result = initialize_as(
-        DeepSpeedEngine, model, settings_of(document), optimizer, model_parameters, training_data, lr_scheduler,
-        dist_init_required, collate_fn, mpu, mesh_param,
+        DeepSpeedEngine, model, mpu, mesh_param, settings_of(document), optimizer, model_parameters, training_data,
+        lr_scheduler, collate_fn, dist_init_required,
     )  # fmt: skip
     result[0].document = document
     return result

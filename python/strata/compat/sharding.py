@@ -3,6 +3,7 @@ classes of optimizers."""
 
 import logging
 import sys
+import types
 from contextlib import contextmanager
 
 import torch
@@ -103,7 +104,8 @@ class ParameterOffload:
     def __init__(self, module):
         self.module = module
         self.forward_hooks, self.backward_hooks = [], []
-        self.param_coordinator = _Coordinator()
+        self.param_coordinator = types.SimpleNamespace(  # the engine itself learns the order of gathers
+            is_invalid_trace=lambda: False, _invalidate_trace=lambda: None, reset_step=lambda: None)
         self.param_groups, self.state, self.defaults = [], {}, {}
 
     def get_param_coordinator(self):
@@ -134,19 +136,6 @@ class ParameterOffload:
     _register_deepspeed_module = destroy = setup_zero_stage3_hooks
 
 
-class _Coordinator:
-    """Stands for DeepSpeed's object that learns the order of gathers; the engine itself does this."""
-
-    def is_invalid_trace(self):
-        return False
-
-    def _invalidate_trace(self):
-        pass
-
-    def reset_step(self):
-        pass
-
-
 # --- classes of optimizers, for ``isinstance`` of the optimizer that ``deepspeed.initialize`` returned ---
 
 
@@ -165,52 +154,22 @@ class _OfStages(type):
 class DeepSpeedOptimizer(metaclass=_OfStages):
     """Any engine's."""
 
-    _precisions = None  # all
-
-    _stages = (0, 1, 2, 3)
+    _stages, _precisions = (0, 1, 2, 3), None  # None: all
 
 
-class ZeROOptimizer(DeepSpeedOptimizer):
-    """One that is sharded."""
-
-    _stages = (1, 2, 3)
-
-
-class DeepSpeedZeroOptimizer(DeepSpeedOptimizer):
-    """One of stages 1 and 2."""
-
-    _stages = (1, 2)
-
-
-class DeepSpeedZeroOptimizer_Stage3(DeepSpeedOptimizer):  # noqa: N801 - the name that scripts have
-    """One of stage 3."""
-
-    _stages = (3,)
-
-
-class FP16_Optimizer(DeepSpeedOptimizer):  # noqa: N801
-    """One of stage 0 under fp16 or bf16, fused or not."""
-
-    _stages = (0,)
-    _precisions = ("float16", "bfloat16")
-
-
-FP16_UnfusedOptimizer = FP16_Optimizer
-
-
-class BF16_Optimizer(DeepSpeedOptimizer):  # noqa: N801
-    """One of stages 1 and 2 under bf16."""
-
-    _stages = (1, 2)
-    _precisions = ("bfloat16",)
+for _name, _doc, _stages, _precisions in (
+    ("ZeROOptimizer", "One that is sharded.", (1, 2, 3), None),
+    ("DeepSpeedZeroOptimizer", "One of stages 1 and 2.", (1, 2), None),
+    ("DeepSpeedZeroOptimizer_Stage3", "One of stage 3.", (3,), None),
+    ("FP16_Optimizer", "One of stage 0 under fp16 or bf16, fused or not.", (0,), ("float16", "bfloat16")),
+    ("BF16_Optimizer", "One of stages 1 and 2 under bf16.", (1, 2), ("bfloat16",)),
+):
+    globals()[_name] = _OfStages(_name, (DeepSpeedOptimizer,), {
+        "__doc__": _doc, "__module__": __name__, "_stages": _stages, "_precisions": _precisions})  # fmt: skip
 
 
 class DummyOptim:
-    """Param groups without an optimizer.
-
-    Args:
-        params: parameters.
-    """
+    """Param groups of ``params``, parameters, without an optimizer."""
 
     def __init__(self, params):
         self.param_groups = [{"params": params}]

@@ -1,5 +1,6 @@
 """Puts the engine between a model's modules, their parameters and their calls' arguments, and removes it again."""
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -85,18 +86,15 @@ def intercept_arguments(module, device, floating):
 
     They copy tensors among the arguments, also within tuples, lists, dicts, other mappings (transformers'
     BatchEncoding) and dataclasses, to ``device``; the host does not wait for the copy of a pinned tensor. They pass on
-    tensors of that device and all other values, and do not change the caller's objects.
+    tensors of that device and all other values, do not change the caller's objects, and raise UsageError for a tensor
+    that is neither on the host nor on ``device``.
 
     Args:
-        module: the model.
-        device: torch.device of its parameters; None: tensors stay where they are.
+        device: torch.device of the model's parameters; None: tensors stay where they are.
         floating: torch.dtype to which ``module(...)`` casts floating tensors; None: they keep theirs.
 
     Returns:
         a callable without arguments that undoes this.
-
-    Raises:
-        UsageError: from those calls, for a tensor that is neither on the host nor on ``device``.
     """
 
     def before_forward(module, args, kwargs):
@@ -114,13 +112,10 @@ def intercept_arguments(module, device, floating):
         args, kwargs = moved_arguments(args, kwargs, device)
         return generate(*args, **kwargs)
 
-    undo_generate = replaced(module, "generate", generate_there)
-
-    def undo():
-        handle.remove()
-        undo_generate()
-
-    return undo
+    undo = contextlib.ExitStack()
+    undo.callback(replaced(module, "generate", generate_there))
+    undo.callback(handle.remove)
+    return undo.close
 
 
 def moved_arguments(args, kwargs, device, floating=None):

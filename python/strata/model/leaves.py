@@ -22,19 +22,11 @@ def set_z3_leaf_module(model, flag):
 
 
 def set_z3_leaf_modules(model, leaf_module_classes, raise_if_not_found=True):
-    """Marks the modules of these classes.
-
-    Args:
-        model: a ``torch.nn.Module``.
-        leaf_module_classes: a list of classes, whose subclasses count too, or of their names: "Experts", or
-            "package.module.Experts".
-        raise_if_not_found: False: there may be none.
-
-    Returns:
-        [torch.nn.Module] that were found.
+    """Marks the modules of these classes: a list of classes, whose subclasses count too, or of their names ("Experts",
+    or "package.module.Experts"). Returns [torch.nn.Module] that were found.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, and not ``raise_if_not_found=False``.
         TypeError: ``leaf_module_classes`` is no list of classes or names.
     """
     return _mark_classes(model, leaf_module_classes, True, raise_if_not_found)
@@ -46,14 +38,8 @@ def unset_z3_leaf_modules(model, leaf_module_classes, raise_if_not_found=True):
 
 
 def set_z3_leaf_modules_by_name(model, module_names, flag=True, raise_if_not_found=True):
-    """Marks modules by their names in ``model.named_modules()``.
-
-    Returns:
-        (modules, names without a module).
-
-    Raises:
-        ValueError: a name has no module.
-    """
+    """Marks modules by their names in ``model.named_modules()``. Returns (modules, names without a module); ValueError
+    for the latter, unless ``raise_if_not_found=False``."""
     return _mark_named(model, module_names, flag, raise_if_not_found, lambda path, name: path == name)
 
 

@@ -13,6 +13,7 @@ import os
 import weakref
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -171,21 +172,11 @@ def expected_world_size():
 
 
 def make_collectives(config, device, waits=None):
-    """Chooses and connects the ranks' transports; returns a _C.Collectives. Collective.
-
-    Between GPUs of one host copy engines move weights and gradients from memory to memory (peer), where all of them
-    reach each other; else NCCL does. The configuration's ``gather`` and ``reduce`` choose for each of the two.
-
-    With shard groups, the ranks of a group and the replicas of a slice each get the transport that fits them: on
-    several hosts memory inside a group, and the network between groups.
+    """Chooses and connects the ranks' transports; returns a _C.Collectives. Collective. docs/design/peers.md says which
+    transport moves what.
 
     Args:
-        config: a _C.Config. Its ``collectives``: "auto", "shm" (processes of one host, shared memory), "c10d" (torch's
-            process group, gloo), "peer" (copies between the memories of one host's ranks), "nccl" (GPUs alone) or
-            "local" (one rank). "auto" takes shm when all ranks are on one host, else c10d; and between GPUs peer or
-            nccl beside it. Ranks may share a GPU only under "peer". With shard groups, "shm" and "peer" connect the
-            ranks inside a group, and also the groups if they are on one host. Its ``timeout_s``: seconds that a rank
-            waits for another one that lives but does not arrive.
+        config: a _C.Config; its ``collectives``, ``gather``, ``reduce`` and ``timeout_s`` count (docs/CONFIG.md).
         device: torch.device of this rank's model.
         waits: ``host_waits`` of its _C.Runtime, which then counts the waits of the collectives, too; None: no count.
 
@@ -201,14 +192,12 @@ def make_collectives(config, device, waits=None):
     if world_size == 1:
         return _C.single_rank(device, waits)
     groups = UsedGroups()
-
-    def new_backend(kind, ranks):
-        return _new_backend(kind, ranks, config.timeout_s, device)
-
-    store = dist.distributed_c10d._get_default_store()
     collectives, probe, groups.backends = _C.join_ranks(
-        config, rank, world_size, device, store, new_backend, _log_choice, waits=waits, **facts
-    )
+        config, rank, world_size, device, dist.distributed_c10d._get_default_store(),
+        partial(_new_backend, timeout=timedelta(seconds=config.timeout_s), device=device),
+        lambda warning, text: choices.log(logging.WARNING if warning else logging.INFO, "%s", text),
+        waits=waits, **facts,
+    )  # fmt: skip
     collectives.probe, collectives.groups = probe, groups
     return collectives
 
@@ -223,12 +212,10 @@ def end_collectives(collectives):
 
 def _facts(device):
     """The facts about torch and this rank's device on which the choice of transports depends."""
-    return {
-        "on_gpu": device.type == "cuda",
-        "has_nccl": dist.is_nccl_available(),
-        "nccl_runs": _nccl_runs(device),
-        "identity": _device_identity(device),
-    }
+    on_cpu = device.type == "cpu"
+    identity = "cpu" if on_cpu else f"{device.type} {torch.cuda.get_device_properties(device).uuid}"
+    return {"on_gpu": device.type == "cuda", "has_nccl": dist.is_nccl_available(), "nccl_runs": _nccl_runs(device),
+            "identity": identity}  # fmt: skip
 
 
 def _nccl_runs(device):
@@ -242,18 +229,11 @@ def _nccl_runs(device):
     return False
 
 
-def _device_identity(device):
-    if device.type == "cpu":
-        return "cpu"
-    return f"{device.type} {torch.cuda.get_device_properties(device).uuid}"
-
-
-def _new_backend(kind, ranks, timeout_s, device):
+def _new_backend(kind, ranks, timeout, device):
     """A backend "gloo" or "nccl" among ``ranks``; each of them makes the same call. For NCCL among all ranks it is the
     default process group's, where that has one, since each backend takes memory of the GPU. Other NCCL backends end
     with the default group, since their kernels may still run when the host has finished. The user of a gloo backend has
     the only reference to it."""
-    timeout = timedelta(seconds=timeout_s)
     if kind == "gloo":
         return _new_gloo(ranks, timeout)
     if len(ranks) < dist.get_world_size():
@@ -273,10 +253,6 @@ def _new_gloo(ranks, timeout):
     name = f"strata/gloo/{'_'.join(map(str, ranks))}/{number}"
     store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
     return dist.ProcessGroupGloo(store, ranks.index(dist.get_rank()), len(ranks), timeout=timeout)
-
-
-def _log_choice(warning, text):
-    choices.log(logging.WARNING if warning else logging.INFO, "%s", text)
 
 
 @contextmanager

@@ -59,19 +59,10 @@ class Budget:
 
 
 def cut_parameters(tree, config, budget, from_files=None):
-    """Cuts the parameters of a model that exceed the budget: ``tree.cut`` holds them, None if there are none. After an
-    error the model is unchanged.
-
-    Args:
-        tree: a ``ModelTree``.
-        config: a _C.Config.
-        budget: a ``Budget``.
-        from_files: {id(parameter): full shape} of parameters that are empty until they are loaded, or None; it gets
-            their tiles as well.
-    """
+    """Cuts the parameters of a model that exceed the budget: ``tree.cut``, a ``Cut`` with the same arguments, holds
+    them, None if there are none."""
     if budget.largest is None or not any(_nbytes(p, from_files) > budget.largest for _, p in tree.parameters):
         return
-
     cut = Cut(tree, config, budget, from_files)
     tree.cut = cut if cut.all else None
 
@@ -262,15 +253,12 @@ class Cut:
             parameters.extend((f"{name}[{t.begin}:{t.end}]", t.parameter) for t in tiles)
         for module, rule, tiles in installing.values():
             self._undo.append(rule.install(module, tiles))
-        self._undo += self._lazy_losses(installing.values())
-        self._tree.parameters = parameters
+        from . import rules, vocabulary_loss  # not before a parameter is cut
 
-    def _lazy_losses(self, installed):
-        from . import rules, vocabulary_loss
-
-        heads = {id(module): tiles["weight"] for module, rule, tiles in installed if type(rule) is rules.LinearRule}
+        heads = {id(m): tiles["weight"] for m, rule, tiles in installing.values() if type(rule) is rules.LinearRule}
         undo = (vocabulary_loss.install(module, heads) for _, module, _ in self._tree.modules if heads)
-        return filter(None, undo)
+        self._undo += filter(None, undo)
+        self._tree.parameters = parameters
 
     def _can_be_cut(self, name, homes, hooked):
         """Whether a parameter can be cut, where the configuration does not ask for tiles; warns if not."""

@@ -87,13 +87,7 @@ class Members:
             self.ends = self.ends - first
 
     def multiply(self, rows, matrices, out):
-        """``out = rows @ matrix of the row's group``.
-
-        Args:
-            rows: [rows, k], of these groups.
-            matrices: [groups, k, n].
-            out: [rows, n].
-        """
+        """``out = rows @ matrix of the row's group``; rows [rows, k], of these groups; matrices [groups, k, n]."""
         if has_grouped_product(rows, matrices):
             out.copy_(torch.nn.functional.grouped_mm(rows, matrices, offs=self.ends))
             return
@@ -118,13 +112,9 @@ class Members:
 
 
 def has_grouped_product(rows, other):
-    """Whether torch has one kernel for the grouped product: in bf16, on some GPUs. Elsewhere torch's grouped product is
-    a loop that waits for the offsets, which the host already has here.
-
-    Args:
-        rows: [rows, k].
-        other: [groups, k, n], or [rows, n].
-    """
+    """Whether torch has one kernel for the grouped product of ``rows`` [rows, k] and ``other`` [groups, k, n] or
+    [rows, n]: in bf16, on some GPUs. Elsewhere torch's grouped product is a loop that waits for the offsets, which the
+    host already has here."""
     if not rows.is_cuda or torch.cuda.get_device_capability(rows.device)[0] not in (9, 10):
         return False
     if rows.dtype != torch.bfloat16 or other.dtype != torch.bfloat16 or not rows.is_contiguous():
@@ -151,13 +141,7 @@ def linear(x, tiles, bias=None):
 
 
 def matmul(x, tiles, bias=None):
-    """``x @ weight + bias`` for a weight [in, out] in tiles: their results are added up.
-
-    Args:
-        x: [..., in], floating.
-        tiles: ``Tiles`` of the weight.
-        bias: [out] or None.
-    """
+    """``x @ weight + bias`` for a weight [in, out] in tiles, whose results are added up; else as ``linear``."""
     x, bias, dtype = _autocast(x, bias)
     return _Product.apply(x, bias, tiles.anchor, tiles, dtype, False)
 
@@ -207,11 +191,7 @@ def apply_tile(function, tile, *tensors):
 
 
 def whole(tiles):
-    """All of the parameter as one tensor, whose gradient goes to the tiles.
-
-    Raises:
-        UsageError: the parameter is too large for that.
-    """
+    """All of the parameter as one tensor, whose gradient goes to the tiles. UsageError where it is too large."""
     tiles.require_readable()
     return _Whole.apply(tiles.anchor, tiles)
 

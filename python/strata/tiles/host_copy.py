@@ -54,31 +54,6 @@ class HostCopy:
             self._parameter.data = values.new_empty(0, device=tiles_of(self._parameter).device)
 
 
-class HostCopies:
-    """``HostCopy`` of several parameters."""
-
-    def __init__(self):
-        self._parameters, self._made = {}, []
-
-    def add(self, parameter):
-        """Adds a parameter that is used in tiles; returns False for any other one."""
-        if tiles_of(parameter) is None:
-            return False
-        self._parameters[id(parameter)] = parameter
-        return True
-
-    def make(self):
-        """Makes copies of the parameters that are not whole yet."""
-        for parameter in self._parameters.values():
-            if parameter.numel() == 0:
-                self._made.append(HostCopy(parameter))
-
-    def end(self, modifier_rank):
-        """``HostCopy.end()`` of each that was made."""
-        while self._made:
-            self._made.pop(0).end(modifier_rank)
-
-
 def set_values(parameter, values, rank):
     """Gives a parameter that is used in tiles the ``values`` [its shape] of ``rank``. Collective; those of other ranks
     have no effect."""

@@ -71,52 +71,13 @@ class _TiledForward:
         return self._rule.forward(self._module, self._tiles, *args, **kwargs)
 
     def __deepcopy__(self, memo):
-        import copy
-
         return copy.deepcopy(self.__wrapped__, memo)
 
     def __reduce__(self):
         return getattr, (self._module, "forward")
 
 
-class _Registry:
-    def __init__(self):
-        self._by_class, self._by_test = {}, []
-
-    def add(self, module_class, rule):
-        if not isinstance(rule, TilingRule):
-            raise _C.UsageError(
-                "register_tiling(ModuleClass, rule) takes an instance of a class that inherits from "
-                f"strata.tiles.TilingRule; found {rule!r}"
-            )
-        if type(rule).install is TilingRule.install and not callable(getattr(rule, "forward", None)):
-            raise _C.UsageError(
-                f"register_tiling(ModuleClass, rule): {type(rule).__name__} has no forward(module, tiles, *args, "
-                "**kwargs), which computes what the module's forward does with its parameters in tiles; "
-                "strata.tiles.TilingRule says how"
-            )
-        if isinstance(module_class, type):
-            self._by_class[module_class] = rule
-        elif callable(module_class):
-            self._by_test.insert(0, (module_class, rule))
-        else:
-            raise _C.UsageError(
-                "register_tiling(ModuleClass, rule) takes a class of modules, or a function that says whether a module "
-                f"is one; found {module_class!r}"
-            )
-
-    def find(self, module):
-        """The rule of the module's class, or of the nearest class from which it inherits its forward; else that of the
-        newest function that accepts the module; else None."""
-        for cls in type(module).__mro__:
-            if cls in self._by_class:
-                return self._by_class[cls]
-            if "forward" in cls.__dict__:  # a rule of a base class does not know this forward
-                break
-        return next((rule for test, rule in self._by_test if test(module)), None)
-
-
-_registry = _Registry()
+_by_class, _by_test = {}, []  # rules
 
 
 def register_tiling(module_class, rule):
@@ -131,16 +92,40 @@ def register_tiling(module_class, rule):
     Raises:
         UsageError: for anything else.
     """
-    _registry.add(module_class, rule)
+    if not isinstance(rule, TilingRule):
+        raise _C.UsageError(
+            "register_tiling(ModuleClass, rule) takes an instance of a class that inherits from "
+            f"strata.tiles.TilingRule; found {rule!r}"
+        )
+    if type(rule).install is TilingRule.install and not callable(getattr(rule, "forward", None)):
+        raise _C.UsageError(
+            f"register_tiling(ModuleClass, rule): {type(rule).__name__} has no forward(module, tiles, *args, "
+            "**kwargs), which computes what the module's forward does with its parameters in tiles; "
+            "strata.tiles.TilingRule says how"
+        )
+    if isinstance(module_class, type):
+        _by_class[module_class] = rule
+    elif callable(module_class):
+        _by_test.insert(0, (module_class, rule))
+    else:
+        raise _C.UsageError(
+            "register_tiling(ModuleClass, rule) takes a class of modules, or a function that says whether a module "
+            f"is one; found {module_class!r}"
+        )
 
 
 def find_rule(module):
-    """The ``TilingRule`` for this module, or None."""
-    return _registry.find(module)
+    """The rule of the module's class, or of the nearest class from which it inherits its forward; else that of the
+    newest function that accepts the module; else None."""
+    for cls in type(module).__mro__:
+        if cls in _by_class:
+            return _by_class[cls]
+        if "forward" in cls.__dict__:  # a rule of a base class does not know this forward
+            break
+    return next((rule for test, rule in _by_test if test(module)), None)
 
 
 _NAME = "strata_tiles"
-_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 
 
 def is_fused_experts(module):
@@ -153,7 +138,7 @@ class ExpertsRule(TilingRule):
     """A tile is one expert or several. Where a rank gathers without the others, it gathers only the tiles that its
     tokens use."""
 
-    parameters = _WEIGHTS
+    parameters = ("gate_up_proj", "up_proj", "down_proj")
 
     def install(self, module, tiles):
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # the module is of transformers
@@ -184,7 +169,7 @@ def _forward(self, hidden_states, top_k_index, top_k_weights):
     in_order, order = torch.sort(experts, stable=True)
     groups = Groups.of_sorted(in_order, self.num_experts)
     uses = _Uses(order, *top_k_index.shape)
-    rows = _Spread.apply(hidden_states, uses)
+    rows = _Moved.apply(hidden_states, uses.spread, uses.collect)
     in_order = in_order.clamp(max=self.num_experts - 1)
     name = "gate_up_proj" if self.has_gate else "up_proj"
     rows = _project(self, tiles, name, rows, groups, in_order)
@@ -192,7 +177,7 @@ def _forward(self, hidden_states, top_k_index, top_k_weights):
     rows = _project(self, tiles, "down_proj", rows, groups, in_order)
     weights = top_k_weights.masked_fill(top_k_index >= self.num_experts, 0.0)
     rows = rows * weights.t().reshape(-1).index_select(0, order)[:, None]
-    return _Collect.apply(rows.to(hidden_states.dtype), uses)
+    return _Moved.apply(rows.to(hidden_states.dtype), uses.collect, uses.spread)
 
 
 class _Uses:
@@ -212,28 +197,18 @@ class _Uses:
         return rows.index_select(0, self._place).view(self._chosen, self._tokens, rows.shape[1]).sum(0)
 
 
-class _Spread(torch.autograd.Function):
+class _Moved(torch.autograd.Function):
+    """``there(values)``; its gradient goes ``back``."""
+
     @staticmethod
-    def forward(ctx, values, uses):
-        ctx.uses = uses
-        return uses.spread(values)
+    def forward(ctx, values, there, back):
+        ctx.back = back
+        return there(values)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        return ctx.uses.collect(grad), None
-
-
-class _Collect(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, rows, uses):
-        ctx.uses = uses
-        return uses.collect(rows)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        return ctx.uses.spread(grad), None
+        return ctx.back(grad), None, None
 
 
 def _project(self, tiles, name, rows, groups, in_order):

@@ -8,15 +8,16 @@ the whole vocabulary, so forward cannot compute gradients on the way. This takes
 its logits takes three; the memory of the logits is saved.
 """
 
+import copy
 import weakref
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 
 import torch
 from torch.utils._pytree import tree_map
 
 from .. import _C
 from ..model.interception import replaced
-from ..model.tiles import Destination, tiles_of, write_product
+from ..model.tiles import Destination, ProductSum, tiles_of, write_product
 from .functions import linear
 
 
@@ -156,7 +157,7 @@ class _Losses(torch.autograd.Function):
         parts = blocks.of_tokens(len(flat))
         for block in reversed(blocks.vocabulary):
             with block as rows, _gradient_of(block, of_weight) if wants_weight else nullcontext() as place:
-                dw = place.sum_of(len(parts)) if wants_weight else None
+                dw = ProductSum(place, len(parts)) if wants_weight else None
                 for part in parts:
                     given = tokens.of_logits(blocks.logits(flat[part], rows, bias, block), part, block)
                     if wants_bias:
@@ -286,8 +287,6 @@ class _LazyHead:
         return LazyLogits.of(self._head, self._tiles, hidden)
 
     def __deepcopy__(self, memo):
-        import copy
-
         return copy.deepcopy(self.before, memo)
 
 
@@ -316,15 +315,9 @@ class _CausalLoss:
 
 
 def install(module, heads):
-    """Makes a model of transformers compute its causal loss in this way, where its head is one of ``heads``.
-
-    Args:
-        module: any module.
-        heads: {id(torch.nn.Linear): Tiles of its weight}.
-
-    Returns:
-        a function that undoes this, or None: the module is no such model, or has another loss.
-    """
+    """Makes a model of transformers compute its causal loss in this way, where its head is one of ``heads``,
+    {id(torch.nn.Linear): Tiles of its weight}. Returns a function that undoes this, or None where ``module`` is no such
+    model, or has another loss."""
     if not hasattr(module, "loss_function") or not hasattr(module, "get_output_embeddings"):
         return None
     from transformers.loss.loss_utils import ForCausalLMLoss  # the module is of transformers
@@ -332,11 +325,7 @@ def install(module, heads):
     head = module.get_output_embeddings()
     if id(head) not in heads or isinstance(head.forward, _LazyHead) or module.loss_function is not ForCausalLMLoss:
         return None
-    undo_forward = replaced(head, "forward", _LazyHead(head, heads[id(head)], head.__dict__["forward"]))
-    undo_loss = replaced(module, "_loss_function", _CausalLoss(ForCausalLMLoss))
-
-    def undo():
-        undo_forward()
-        undo_loss()
-
-    return undo
+    undo = ExitStack()
+    undo.callback(replaced(module, "_loss_function", _CausalLoss(ForCausalLMLoss)))
+    undo.callback(replaced(head, "forward", _LazyHead(head, heads[id(head)], head.__dict__["forward"])))
+    return undo.close
