@@ -12,14 +12,8 @@ from .optimizer_probe import needs_closure, updates_by_another, why_not_by_eleme
 
 
 def choose_parts(sharded, config, world_size, device):
-    """Decides whether ``sharded.inner`` updates parts of parameters or whole ones.
-
-    Args:
-        device: torch.device of the model.
-
-    Raises:
-        UsageError: it can do neither, or not in the tier that ``config``, a _C.Config, gives to the states.
-    """
+    """Decides whether ``sharded.inner`` updates parts of parameters or whole ones; ``device``: of the model. UsageError
+    where it can do neither, or not in the tier that ``config``, a _C.Config, gives to the states."""
     name, stage = type(sharded.inner).__name__, config.stage
     if needs_closure(sharded.inner):
         raise _C.UsageError(f"{name} computes the loss itself, several times in a step, and the engine's gradients are "
@@ -79,8 +73,7 @@ class SegmentStates:
     Args:
         inner: the user's optimizer; its param groups get the parts.
         core: a _C.ShardedModel, which keeps this object; this object does not keep it.
-        members: [[(index in ``core``, shape)]], the parameters of each param group that have elements, in the user's
-            order.
+        members: of ``members_of``.
         world: number of ranks.
     """
 
@@ -139,8 +132,6 @@ class SegmentStates:
         first, last = self._ranges[index]
         return segment.detach()[: last - first]  # what follows is padding
 
-    # --- the optimizer's states ---
-
     def entries(self):
         """[(index in the engine, the Parameter that the optimizer knows, the dict of its states)]."""
         return [(i, p, self._inner.state.get(p, {})) for i, p in self._parameters.items() if p.numel()]
@@ -191,8 +182,6 @@ class SegmentStates:
     def has(self, name):
         """Whether any part has a state of this name."""
         return any(self._state(index, name) is not None for index in self._parameters)
-
-    # --- offload_states() and reload_states() ---
 
     def _park(self, moments, masters, pin_memory):
         """Called while the engine offloads states. With ``moments`` it moves the optimizer's tensors to the host. It

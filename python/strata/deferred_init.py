@@ -20,10 +20,7 @@ _POSTPONED = 1 << 24  # elements of small parameters that stay whole until they 
 
 class DeferredInit:
     """Shards and frees parameters under ``zero.Init``. Every method that shards is collective. A home is a pair
-    (module, name of a parameter). An deferred parameter is one without memory, which has a recipe.
-
-    Args:
-        config: a _C.Config, for construction.
+    (module, name of a parameter). A deferred parameter is one without memory, which has a recipe.
 
     Attributes:
         values_come_later: whether later values replace those that constructors write: then many small parameters are
@@ -132,8 +129,13 @@ class DeferredInit:
         try:
             for group in groups:
                 self._replay([home for home in group if self._is_deferred(_at(*home))], recipes, replayed)
-        except BaseException:  # every rank has one
-            self._take_back(replayed)
+        except BaseException:  # every rank has one: makes the parameters deferred again, and frees their shards
+            for parameter, _ in replayed:
+                self._reads.drop(owner_of(parameter)[0])
+                clear_owner(parameter)
+                unmark_managed(parameter)
+            for parameter, deferred in replayed:  # the core that had their shards has ended, and left them empty
+                parameter.data = deferred.tensor.detach()
             raise
         for _, deferred in replayed:
             self._recording.forget(deferred)
@@ -188,15 +190,6 @@ class DeferredInit:
         parameters = describe_parameters(tree, {})
         self._own(self._make_core(tree, parameters), tree, parameters, homes)
 
-    def _take_back(self, replayed):
-        """Makes the parameters deferred again, and frees their shards."""
-        for parameter, _ in replayed:
-            self._reads.drop(owner_of(parameter)[0])
-            clear_owner(parameter)
-            unmark_managed(parameter)
-        for parameter, deferred in replayed:  # the core that had their shards has ended, and left them empty
-            parameter.data = deferred.tensor.detach()
-
     def _replay(self, homes, recipes, replayed):
         """Shards the parameters at ``homes`` from their recipes; adds them to ``replayed``."""
         if not homes:
@@ -207,8 +200,13 @@ class DeferredInit:
             one.recipe = recipes[key]
         if self._collectives is None:
             for _, parameter in tree.parameters:
-                replayed.append((parameter, deferred[id(parameter)]))
-                self._replay_whole(parameter, deferred[id(parameter)])
+                one = deferred[id(parameter)]
+                replayed.append((parameter, one))
+                dtype = self._config.weight_dtype(parameter.dtype)
+                values = torch.empty(parameter.shape, dtype=dtype, device=self._device)
+                write_pieces(one, values.view(-1), self._config.partition_stream_chunk, self._config.threads, 1)
+                parameter.data = values
+                mark_managed(parameter, parameter.shape)
         else:
             parameters = describe_parameters(tree, {}, {id(p): p.shape for _, p in tree.parameters})
             replayed += [(p, deferred[id(p)]) for _, p in tree.parameters]
@@ -220,13 +218,6 @@ class DeferredInit:
                 del core  # the traceback would keep it
                 raise
             self._own(core, tree, parameters, homes)
-
-    def _replay_whole(self, parameter, deferred):
-        dtype = self._config.weight_dtype(parameter.dtype)
-        values = torch.empty(parameter.shape, dtype=dtype, device=self._device)
-        write_pieces(deferred, values.view(-1), self._config.partition_stream_chunk, self._config.threads, 1)
-        parameter.data = values
-        mark_managed(parameter, parameter.shape)
 
     def _make_core(self, tree, parameters):
         name = f"init.{self._count}"
@@ -248,9 +239,7 @@ class DeferredInit:
         return _can_be_sharded(parameter) and self._recording.deferred(parameter) is not None
 
     def _has_values(self, parameter):
-        return _can_be_sharded(parameter) and (
-            self._recording is None or self._recording.deferred(parameter) is None
-        )
+        return _can_be_sharded(parameter) and (not self._recording or self._recording.deferred(parameter) is None)
 
 
 class _Flat:
@@ -294,10 +283,6 @@ def _read_constructed(module):
 
 
 def _can_be_sharded(parameter):
-    return (
-        parameter is not None
-        and owner_of(parameter)[0] is None
-        and not is_managed(parameter)
-        and not parameter.is_meta
-        and not isinstance(parameter, torch.nn.parameter.UninitializedParameter)
-    )
+    if parameter is None or parameter.is_meta or isinstance(parameter, torch.nn.parameter.UninitializedParameter):
+        return False
+    return owner_of(parameter)[0] is None and not is_managed(parameter)

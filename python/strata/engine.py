@@ -42,14 +42,7 @@ class Engine(EngineCheckpoints, torch.nn.Module):
         training_dataloader: of ``training_data``; None without it.
         collate_fn: the argument of ``initialize``.
         timers, tput_timer: ``Timers`` and ``ThroughputTimer`` of ``strata.clocks``.
-        init_report: the report of the start-up, a dict, the same on every rank: ``tier`` (the init tier of the values)
-            and ``reason``; ``reading``, None or how files were read (``way``, ``reason``, ``cached``, and a probe's
-            ``buffered_gb_per_s`` and ``direct_gb_per_s``, the least of a rank); ``seconds`` in all; ``phases``, each
-            with ``name``, ``seconds``, ``bytes``, ``gb_per_s`` and ``of_link`` (part of the link's speed);
-            ``link_gb_per_s`` where it was measured; ``device_growth_bytes``, ``host_peak_bytes``, ``pinned_bytes``.
-            Each of these numbers is that of the rank that had the most. ``collectives``: their ``name`` (that of
-            gathers / that of reductions, where these differ) and ``probe``, None or the seconds of each candidate.
-            ``placement``: None where everything is on the device, or the tier of each part (docs/OBSERVING.md).
+        init_report: the report of the start-up, a dict, the same on every rank (docs/OBSERVING.md).
     """
 
     coalesces = is_compiled = False
@@ -99,8 +92,6 @@ class Engine(EngineCheckpoints, torch.nn.Module):
         self._watching = None  # a StepWatch, where this rank shows something of its steps
         self.core.free_originals()
         watch(self.core, weakref.ref(self))
-
-    # --- the pass ---
 
     def forward(self, *args, **kwargs):
         """The model's forward; ``engine.module(...)`` trains as well. It copies tensors of the host among its
@@ -172,10 +163,7 @@ class Engine(EngineCheckpoints, torch.nn.Module):
                                 "yet; call it after the block")
         if self.core.ends_step():
             self._settle_schedule()
-            if getattr(self.optimizer, "owed_masters", None):
-                from .local_states import settle_masters  # not before the first use
-
-                settle_masters(self.optimizer, self.core)
+            self._settle_masters()
             if self._watching is not None:
                 self._watching.step_begins()
         try:
@@ -205,6 +193,13 @@ class Engine(EngineCheckpoints, torch.nn.Module):
             self._advance = Advance(self.lr_scheduler, self.optimizer, lr_kwargs or {}, can_be_undone=applied is None)
         if self._watching is not None:
             self._watching.step_ended(applied)
+
+    def _settle_masters(self):
+        """Called before masters change or are saved: takes over the masters of a state that the script has loaded."""
+        if getattr(self.optimizer, "owed_masters", None):
+            from .local_states import settle_masters  # not before the first use
+
+            settle_masters(self.optimizer, self.core)
 
     def step_by_optimizer(self):
         """The work of ``optimizer.step()``."""
@@ -251,8 +246,6 @@ class Engine(EngineCheckpoints, torch.nn.Module):
         for parameter in self._left_out:
             parameter.grad = None
 
-    # --- what scripts read ---
-
     @functools.cached_property
     def monitor(self):
         """The ``Monitor`` of ``strata.monitoring.monitor``; one that is off where the configuration names none."""
@@ -298,8 +291,6 @@ class Engine(EngineCheckpoints, torch.nn.Module):
         from .checkpoint.saving import save_pretrained  # not before the first save
 
         save_pretrained(self, save_directory, max_shard_size)
-
-    # --- the end ---
 
     def destroy(self, keep_values=False):
         """Removes every hook and frees the engine's memory.

@@ -25,12 +25,8 @@ logger = logging.getLogger("strata")
 
 
 def parse_config(config, world_size=None):
-    """A _C.Config with complete batch sizes.
-
-    Args:
-        config: as for ``read_config``.
-        world_size: None: that of the default process group.
-    """
+    """A _C.Config with complete batch sizes, of what ``read_config`` takes. ``world_size`` None: that of the default
+    process group."""
     if config is None:
         raise _C.ConfigError("initialize() needs a configuration: pass config=<dict, path or JSON text>")
     parsed = read_config(config)
@@ -108,13 +104,8 @@ def initialize_as(engine_class, model, mpu, mesh_param, config, *others):
 
 
 class StartUp:
-    """One start of an engine on this rank. ``run()`` is the list of its phases. ``load_pretrained`` has a subclass.
-
-    Args:
-        config: as for ``read_config``.
-        model: a ``torch.nn.Module`` whose parameters have their values; None in a subclass that builds one.
-        engine_class: of the engine.
-        The others are ``initialize``'s.
+    """One start of an engine on this rank, with ``initialize``'s arguments. ``run()`` is the list of its phases.
+    ``load_pretrained`` has a subclass, which builds the model.
 
     Attributes:
         clock: the ``StartUpClock`` that counts the phases.
@@ -167,8 +158,6 @@ class StartUp:
             _log_hints(self.config, self.engine)
             self.finish()
         return self.engine, self.sharded_optimizer, self.engine.training_dataloader, self.engine.lr_scheduler
-
-    # --- the phases ---
 
     def connect(self):
         """Makes, or requires, torch's default process group."""

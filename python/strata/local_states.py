@@ -40,17 +40,13 @@ class _Member:
         return shaped(self.core, self.indices[0], joined) if len(parts) == 1 else joined.view(self.shape)
 
     def parts_of(self, name, value, place, by_element):
-        """This rank's elements of ``value``, one tensor for each parameter of the engine; None: ``value`` has not one
-        entry for each element.
+        """This rank's elements of the state ``name``, one tensor for each parameter of the engine; None: ``value`` has
+        not one entry for each element. UsageError for a part with other ranges than this rank's.
 
         Args:
-            name: of the state.
             value: the whole state, or a result of ``shaped`` on a rank that had the ranges ``place``.
             place: the ``ranges`` of that rank; None: only whole states are accepted.
             by_element: names of the states with one entry an element; None: the shape tells.
-
-        Raises:
-            UsageError: a part with other ranges than this rank's.
         """
         if not isinstance(value, torch.Tensor):
             return None
@@ -78,9 +74,6 @@ def _members(optimizer, engine):
         [_Member(engine.core, known[id(p)]) if id(p) in known and p.requires_grad else None for p in group]
         for group in optimizer.members
     ]
-
-
-# --- giving ---
 
 
 def state_dict(optimizer, engine):
@@ -142,9 +135,6 @@ def _of_client(member, states):
         kept[key] = member.shaped([by_index.get(index, empty) for index in member.indices])
         parts.append(key)
     return kept, parts
-
-
-# --- taking ---
 
 
 def load_state_dict(optimizer, engine, saved):
@@ -245,9 +235,6 @@ def _load_client(optimizer, core, pairs):
                 else:
                     values[key] = copy.deepcopy(value)
             states.put(index, values)
-
-
-# --- masters ---
 
 
 def _keep_owed_masters(optimizer, core):

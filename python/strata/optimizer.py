@@ -247,15 +247,9 @@ def groups_of(optimizer):
 
 
 def log_left_out(parameters, groups, rank):
-    """Warns on rank 0 of trainable ``parameters`` (``describe_parameters``) that are in none of ``groups``: no step
-    changes them, and autograd makes their ``.grad``, as in torch.
-
-    Returns:
-        [torch.nn.Parameter]: these.
-
-    Raises:
-        UsageError: all trainable parameters are in none.
-    """
+    """[torch.nn.Parameter]: trainable ones of ``parameters`` (``describe_parameters``) that are in none of ``groups``:
+    no step changes them, and autograd makes their ``.grad``, as in torch. Warns on rank 0 of them. UsageError where all
+    trainable ones are in none."""
     trainable = [(name, parameter) for name, parameter, *_ in parameters if parameter.requires_grad]
     left_out = [(name, parameter) for name, parameter in trainable if id(known_as(parameter)) not in groups]
     if not left_out:
@@ -272,12 +266,8 @@ def log_left_out(parameters, groups, rank):
 
 
 def optimizer_from_config(config, parameters):
-    """(ShardedOptimizer, rule) for the configuration's ``optimizer`` section, or (None, "none").
-
-    Args:
-        config: a _C.Config.
-        parameters: parameters or dicts of param groups, as torch.optim takes them.
-    """
+    """(ShardedOptimizer, rule) for the ``optimizer`` section of a _C.Config, or (None, "none"). ``parameters``:
+    parameters or dicts of param groups, as torch.optim takes them."""
     if config.optimizer is None:
         return None, "none"
     kind, torch_class, torch_params, adam = config.optimizer

@@ -139,8 +139,6 @@ def _wait_for(core):
         torch.cuda.synchronize(core.device)
 
 
-# --- the functions ---
-
 # By the end of a name: the state, None where the argument ``optim_state_key`` names it, and the docstring.
 _KINDS = {
     "fp32_param": ("master", "The master weight of ``param``; or None. Collective, if whole. A setter sets the weight, "

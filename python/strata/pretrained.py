@@ -156,11 +156,9 @@ class _PretrainedStartUp(StartUp):
 
 @contextmanager
 def _beside():
-    """An executor for work that needs no other ranks, while the main thread waits for the ranks. All of the work has
-    ended when the context ends, also after an exception. Only importing and building the model hold Python's lock;
-    reading headers, opening the device and loading kernels release it. Threads switch more often meanwhile, since those
-    that wait need the lock only briefly. Each piece of work has a thread, since some wait for others.
-    """
+    """An executor for work that needs no other ranks; all of it has ended when the context ends. Only importing and
+    building the model hold Python's lock for long. Threads switch more often meanwhile, since those that wait need the
+    lock only briefly. Each piece of work has a thread, since some wait for others."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(min(interval, 5e-4))
     try:
@@ -194,7 +192,7 @@ def _warm_up(opening):
 
 
 class _Files(NamedTuple):
-    """One checkpoint: its path, a _C.Checkpoint, its contents."""
+    """One checkpoint."""
 
     path: str
     checkpoint: object

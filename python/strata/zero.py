@@ -170,13 +170,11 @@ class Init:
     one's constructor, or of the context. The context leaves parameters on torch's device "meta", and lazy ones, alone.
     On one rank parameters stay whole; they are cast and moved to the device that the model trains on.
 
-    A floating parameter of more elements than ``strata.init.replay_above`` has deferred initialization: its constructor
-    makes it without memory. ``Init`` records the element-wise operators of its own and its parents' constructors
-    (``normal_``, ``uniform_``, ``trunc_normal_``, ``fill_``, and the functions of ``torch.nn.init`` and transformers
-    that use these). It replays them when the outermost constructor is over: each rank computes the values of its own
-    shards, ``stage3_partition_stream_chunk_size`` bytes at a time. The random numbers are not plain torch's; they
-    follow from ``torch.manual_seed`` and are the same at any number of ranks. An operator that cannot be replayed
-    (``orthogonal_``, or one that reads a value) makes the parameter whole on the host; a warning says so once.
+    A floating parameter of more elements than ``strata.init.replay_above`` has deferred initialization
+    (docs/design/deferred_initialization.md): its constructor makes it without memory, and each rank computes the values
+    of its own shards when the outermost constructor is over. The random numbers are not plain torch's; they follow from
+    ``torch.manual_seed`` and are the same at any number of ranks. An operator that is not element-wise
+    (``orthogonal_``), or that reads a value, makes the parameter whole on the host; a warning says so once.
 
     Collective: every rank builds the same modules, whose constructors read the same parameters. Modules that are built
     in the context live until its end. A context within another one does nothing: the outer one's settings hold.
@@ -191,9 +189,8 @@ class Init:
 
     Raises:
         UsageError: for another ``dtype``, and for a ``module`` that is no ``torch.nn.Module``.
-        OutOfMemoryError: from a constructor, or at its end, where there is no room for shards or pieces, or for
-            parameters that must be whole. A constructor that fails, with any exception, leaves no values behind:
-            parameters to which the script still refers are empty.
+        OutOfMemoryError: from a constructor, or at its end, where there is no room. A constructor that fails, with any
+            exception, leaves no values behind: parameters to which the script still refers are empty.
     """
 
     def __init__(
@@ -255,9 +252,10 @@ class Init:
         with ExitStack() as ends:  # each of them runs, also when another one raises
             ends.callback(self._deferred.close)
             ends.callback(lambda: reads.close(failed))
-            with ExitStack() as patches:
-                patches.callback(self._watch.remove)
+            try:
                 self._recording.close(failed=kind is not None)
+            finally:
+                self._watch.remove()
             for root in roots if kind is None else []:
                 self._deferred.shard_all(root)
             failed = kind is not None

@@ -139,6 +139,6 @@ def test_groups_know_their_rows_from_sorted_members():
     members = torch.tensor([0, 0, 2, 2, 2, 5, 7, 7], device=test_device())  # 7 stands for none of seven
     groups = functions.Groups.of_sorted(members, 7)
     assert groups.bounds == [0, 2, 2, 5, 5, 5, 6, 6] and groups.rows == 6
-    part = groups.of(2, 6)
+    part = functions.Members(groups, 2, 6)
     assert part.rows == slice(2, 6) and part.each == [(0, slice(0, 3)), (3, slice(3, 4))]
     assert part.ends.tolist() == [3, 3, 3, 4]

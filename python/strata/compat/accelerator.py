@@ -139,8 +139,6 @@ def get_accelerator():
     return Accelerator()
 
 
-# --- memory ---
-
 _GIB = 2**30
 
 
@@ -171,9 +169,6 @@ def empty_cache():
         torch.cuda.empty_cache()
 
 
-# --- torch ---
-
-
 def _cut(version):
     return ".".join(version.split(".")[:2]) if version else "0.0"
 
@@ -188,11 +183,7 @@ TORCH_INFO = {
 
 
 def required_torch_version(min_version=None, max_version=None):
-    """bool: whether torch is at least the one and at most the other.
-
-    Raises:
-        ValueError: neither is given.
-    """
+    """bool: whether torch is at least the one and at most the other. ValueError where neither is given."""
     if min_version is None and max_version is None:
         raise ValueError("required_torch_version: give min_version, max_version, or both")
     found = Version(torch.__version__)
@@ -211,13 +202,8 @@ def is_functorch_transforming():
 
 
 class OnDevice:
-    """Context in which torch makes tensors on a device, floating ones in a dtype.
-
-    Args:
-        dtype: torch.dtype.
-        device: a device, or "meta": without memory.
-        enabled: False makes the context do nothing.
-    """
+    """Context in which torch makes tensors on a device ("meta": without memory), floating ones in a torch.dtype.
+    ``enabled=False`` makes it do nothing."""
 
     def __init__(self, dtype, device="meta", enabled=True):
         self._dtype, self._device, self._enabled = dtype, torch.device(device), enabled
@@ -235,8 +221,6 @@ class OnDevice:
             torch.set_default_dtype(self._before)
         return False
 
-
-# --- builders of operators ---
 
 # By builder: DeepSpeed's name of the operator, the operator's work, and whether Strata does this work.
 _OPERATORS = {

@@ -28,8 +28,7 @@ def init_distributed(
     """Opens torch's default process group where there is none, from the environment of torchrun.
 
     Args:
-        dist_backend: of torch.distributed; None: gloo, and NCCL beside it where GPUs can be used.
-        timeout: a ``datetime.timedelta``; torch's default when None.
+        dist_backend, timeout: as of ``strata.init_distributed``.
         init_method, rank, world_size: as ``torch.distributed.init_process_group`` takes them; a rank or world size of
             -1 comes from the environment.
         dist_init_required: False: there must be a group already.
@@ -80,9 +79,6 @@ def get_all_ranks_from_group(group=None):
 def yes():
     """True: this torch has the operation."""
     return True
-
-
-# --- groups ---
 
 
 def get_model_parallel_rank():

@@ -23,19 +23,15 @@ def settings_of(document):
     settings = _whole({key: value for key, value in document.items() if "." not in str(key)})
     if settings.get("steps_per_print") == math.inf:
         del settings["steps_per_print"]
-    _warm_up_for_a_step(settings)
-    return settings
-
-
-def _warm_up_for_a_step(settings):
-    """Replaces a warm-up of 0 steps, which Trainer and Accelerate write for "auto" where the user sets none. DeepSpeed
-    took 0 as 2 steps, as it does 1, up to version 0.19.5, and has refused it since."""
+    # Trainer and Accelerate write a warm-up of 0 steps for "auto" where the user sets none. DeepSpeed took 0 as 2 steps,
+    # as it does 1, up to version 0.19.5, and has refused it since.
     scheduler = settings.get("scheduler")
     params = scheduler.get("params") if isinstance(scheduler, dict) else None
     if isinstance(params, dict) and params.get("warmup_num_steps") == 0:
         params["warmup_num_steps"] = 1
         log_dist("scheduler.params.warmup_num_steps is 0, and counts as 2 steps; leave the scheduler out of the "
                  "configuration for Trainer's own without a warm-up", [0], logging.WARNING)
+    return settings
 
 
 def _whole(value):
@@ -91,9 +87,6 @@ class DeepSpeedConfig:
         raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
 
 
-# --- enumerations, with DeepSpeed's values ---
-
-
 class ZeroStageEnum(int, enum.Enum):
     """The stages of ZeRO."""
 
@@ -119,11 +112,7 @@ ZeroParamType = enum.Enum("ZeroParamType", "NORMAL PARTITIONED REMOTE", module=_
 
 
 class _Section:
-    """A section of a configuration, whose settings are attributes.
-
-    Raises:
-        ConfigError: an unknown setting. A misspelt attribute is an AttributeError.
-    """
+    """A section of a configuration, whose settings are attributes. ConfigError for an unknown setting."""
 
     DEFAULTS = {}  # by attribute
     SECOND_NAMES = {}  # {name in the configuration: attribute}
@@ -248,9 +237,6 @@ def get_zero_config(param_dict):
     return DeepSpeedZeroConfig(**given) if isinstance(given, dict) else DeepSpeedZeroConfig(stage=int(given))
 
 
-# --- single settings of the dict of a configuration ---
-
-
 def get_gradient_clipping(param_dict):
     """float: ``gradient_clipping``, 1.0 where it is not given."""
     return param_dict.get("gradient_clipping", 1.0)
@@ -271,11 +257,8 @@ def get_lr_from_config(config):
 
 
 def get_torch_optimizer(optimizer):
-    """``optimizer`` itself where it is a torch optimizer, else the torch optimizer in its attribute ``optimizer``.
-
-    Raises:
-        TypeError: neither is one.
-    """
+    """``optimizer`` itself where it is a torch optimizer, else the torch optimizer in its attribute ``optimizer``, or
+    TypeError."""
     for found in (optimizer, getattr(optimizer, "optimizer", None)):
         if isinstance(found, torch.optim.Optimizer):
             return found

@@ -40,21 +40,13 @@ class Host(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """The machine on which the command runs.
-
-    Attributes:
-        environment: dict of its variables.
-        gpus: int, GPUs that it has.
-        folder: str, the working folder, which the job has on other hosts, too.
-        hostfile: str, the text of the hostfile; empty: there is none.
-        passed_on: dict of further variables for other hosts (DeepSpeed's ``.deepspeed_env``).
-    """
+    """The machine on which the command runs."""
 
     environment: dict
     gpus: int = 0
-    folder: str = ""
-    hostfile: str = ""
-    passed_on: dict = {}
+    folder: str = ""  # the working folder, which the job has on other hosts, too
+    hostfile: str = ""  # the text of the hostfile; empty: there is none
+    passed_on: dict = {}  # further variables for other hosts (DeepSpeed's ``.deepspeed_env``)
 
 
 class Start(NamedTuple):
@@ -63,9 +55,6 @@ class Start(NamedTuple):
     host: str
     arguments: list
     environment: dict
-
-
-# --- hosts and slots ---
 
 
 def parse_hostfile(text, path):
@@ -153,9 +142,6 @@ def _hosts_of(request, machine):
     return [Host(host.name, host.slots[: request.num_gpus or None]) for host in hosts]
 
 
-# --- the command of each host ---
-
-
 def _require_meaningful(request):
     if not request.command:
         raise UsageError("name the script that is to run: strata run SCRIPT")
@@ -192,12 +178,8 @@ def _start_of(request, machine, hosts, index, alone):
 
 
 def plan_job(request, machine):
-    """[Start], one for each host, all of which together are the job. Starts nothing.
-
-    Args:
-        request: the argparse.Namespace of ``parser()``.
-        machine: a Machine.
-    """
+    """[Start], one for each host, all of which together are the job: ``request``, of ``parser()``, on a ``Machine``.
+    Starts nothing."""
     _require_meaningful(request)
     hosts = _hosts_of(request, machine)
     alone = len(hosts) == 1 and not request.force_multi
@@ -215,8 +197,7 @@ def ssh_command(start, request, machine):
     """The ssh command that makes one of several starts, in the same folder and with the same Python."""
     environment = {name: value for name, value in machine.environment.items()
                    if name.startswith(PASSED_ON) and name not in (DEVICES, VARIABLE)}  # fmt: skip
-    environment.update(machine.passed_on)
-    environment.update(start.environment)
+    environment |= machine.passed_on | start.environment
     words = [*(f"{name}={value}" for name, value in environment.items()), sys.executable, *start.arguments]
     port = ["-p", str(request.ssh_port)] if request.ssh_port else []
     # With a terminal the remote ranks end when the connection ends.
@@ -225,11 +206,8 @@ def ssh_command(start, request, machine):
 
 
 def run_together(commands):
-    """Runs the commands as one job: when one fails, or a signal comes, it ends the others, too.
-
-    Returns:
-        int, the exit code of the first that failed, 0 if none did.
-    """
+    """Runs the commands as one job: when one fails, or a signal comes, it ends the others, too. Returns the exit code
+    of the first that failed, 0 if none did."""
     running, result = {}, 0
 
     def end(code):
@@ -256,9 +234,6 @@ def run_together(commands):
         if code != 0:
             end(code if code > 0 else 128 - code)
     return result
-
-
-# --- the command line ---
 
 
 def _between(least, most):

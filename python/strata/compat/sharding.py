@@ -69,11 +69,7 @@ def zero_wrapper_for_fp_tensor_constructor(function, dtype):
 
 @contextmanager
 def unwrap_model_for_generation(model):
-    """Context in which the module of an engine is whole on every rank; its value is the module.
-
-    Args:
-        model: an engine.
-    """
+    """Context in which the module of ``model``, an engine, is whole on every rank; its value is the module."""
     with GatheredParameters(model.module.parameters(), enabled=model.zero_optimization_partition_weights()):
         yield model.module
 
@@ -88,9 +84,6 @@ class ParameterOffload:
 
     Libraries remove DeepSpeed's hooks from it before they generate with gathered parameters, and put them back
     afterwards. Strata's hooks need not be removed: a forward uses parameters that are gathered already.
-
-    Args:
-        module: the engine's.
 
     Attributes:
         forward_hooks, backward_hooks: []; may be assigned.

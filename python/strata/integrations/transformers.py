@@ -45,8 +45,6 @@ class StrataTrainerMixin:
         self._strata_config = strata_config
         super().__init__(*args, **kwargs)
 
-    # --- the start ---
-
     def _build_accelerator_args(self, **kwargs):
         """Trainer's, without autocast: the engine controls the precision."""
         return super()._build_accelerator_args(**{**kwargs, "mixed_precision": "no"})
@@ -88,8 +86,6 @@ class StrataTrainerMixin:
             self.engine.destroy()
         self.engine = None
 
-    # --- the step ---
-
     def _backward(self, loss, **kwargs):
         """Trainer calls this for ``accelerator.backward``. At an accumulation boundary it makes the step, too."""
         boundary = self.accelerator.sync_gradients
@@ -105,8 +101,6 @@ class StrataTrainerMixin:
 
     def _get_grad_norm(self, model, grad_norm=None):
         return self.engine.get_global_grad_norm() if grad_norm is None else grad_norm
-
-    # --- saving and loading ---
 
     def save_model(self, output_dir=None, _internal_call=False):
         """Writes files for ``from_pretrained`` of transformers, or of PEFT, unit by unit. Collective."""

@@ -24,14 +24,13 @@ _DENSE = (None, torch.contiguous_format, torch.preserve_format)
 
 
 class Made(NamedTuple):
-    """A tensor that an operator makes: its shape, dtype and device, the step that fills it, (operation, a, b) or None,
-    and the generator of its random numbers."""
+    """A tensor that an operator makes."""
 
     shape: tuple
     dtype: torch.dtype
     device: torch.device
-    step: tuple | None
-    generator: torch.Generator | None
+    step: tuple | None  # that fills it: (operation, a, b)
+    generator: torch.Generator | None  # of its random numbers
 
 
 # operator: (where its shape is: "size", "like" or "new"; step, or how many of the arguments after the shape fill it)
@@ -182,12 +181,7 @@ _DIRECT_READS = {
 
 
 class DeferredTensor:
-    """A tensor without memory, and the recipe of its values.
-
-    Attributes:
-        tensor: of the shape that it was made with; others may be views of it.
-        recipe: a _C.Recipe.
-    """
+    """A ``tensor`` without memory, of which others may be views, and the ``recipe`` of its values, a _C.Recipe."""
 
     def __init__(self, shape, dtype, device):
         self.tensor = _C.deferred_tensor(list(shape), dtype, device)
@@ -210,8 +204,7 @@ class Recording(TorchDispatchMode):
     Args:
         larger_than: elements.
         running: [torch.nn.Module] whose constructors run, the innermost last; none: nothing is recorded.
-        threads, world_size: ``strata.threads`` (or None) and the job's world size; they decide on the number of threads
-            that compute values.
+        threads, world_size: ``strata.threads`` (or None) and the job's; they decide how many threads compute values.
         piece: bytes of one copy to a GPU.
         warns: whether to warn of tensors that are materialized.
     """
@@ -267,11 +260,8 @@ class Recording(TorchDispatchMode):
             self._held.clear()
 
     def materialize(self, deferred, func):
-        """Materializes it. ``func``: the operator that needs the values, for the message; None: there is none.
-
-        Raises:
-            OutOfMemoryError: the host has too little free memory. The tensor has not changed.
-        """
+        """Materializes it. ``func``: the operator that needs the values, for the message; None: there is none. After an
+        OutOfMemoryError, where the host has too little free memory, the tensor has not changed."""
         tensor = deferred.tensor
         what = f"a tensor of {'x'.join(map(str, tensor.shape))} ({tensor.dtype}) of {self._maker()}"
         if func is not None:

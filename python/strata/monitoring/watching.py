@@ -213,8 +213,6 @@ class StepWatch:
             return self._on["flops_profiler.profile_step"]
         return 1 if self._speed and "timers.throughput.enabled" in config.shown_given else None
 
-    # --- calls of the engine ---
-
     def forward(self, call, args, kwargs):
         """The result of ``call(*args, **kwargs)``, a forward."""
         if self._speed and self._engine.module.training:
@@ -272,8 +270,6 @@ class StepWatch:
         self._write_metrics(wait)
         self._monitor.close()
 
-    # --- progress ---
-
     def _show_progress(self, step):
         engine = self._engine
         skipped = engine.core.skipped_steps(wait=False)
@@ -281,8 +277,6 @@ class StepWatch:
         speed = self._speed.line() if self._speed else ""
         if speed:
             logger.info("step %d: %s, %s", step, speed, memory_text(engine.device))
-
-    # --- metrics ---
 
     def _record_metrics(self, samples, applied):
         engine = self._engine
@@ -297,8 +291,6 @@ class StepWatch:
     def _write_metrics(self, wait):
         while self._pending and (wait or self._pending[0].ready()):
             self._monitor.write_events(self._pending.pop(0).all_events())
-
-    # --- times ---
 
     def _take_times(self, wait):
         for report in self._engine.core.take_step_reports(wait):
@@ -323,8 +315,6 @@ class StepWatch:
             (f"Train/Samples/elapsed_time_ms_{name}", milliseconds, samples)
             for name, milliseconds in zip(_NAMES, times)
         ])
-
-    # --- the profile ---
 
     def _end_profile(self):
         profile, self._profile = self._profile, None

@@ -165,9 +165,6 @@ def write_back(targets, values):
             target.copy_(value)
 
 
-# --- param groups ---
-
-
 def set_value(group, key, value):
     """Sets a value of a param group. A tensor is filled in place, as torch's schedulers do, since compiled and captured
     steps hold it."""

@@ -109,10 +109,8 @@ def _notify_peers(kind, value):
 
 
 def _last_words(core):
-    steps = getattr(core, "global_steps", 0)
-    words = f"its program ended after {steps} steps"
-    failures = [f" by {hook.failure}" for hook in _hooks if isinstance(hook, _ExitHook) and hook.failure]
-    words += "".join(failures)
+    words = f"its program ended after {getattr(core, 'global_steps', 0)} steps"
+    words += "".join(f" by {hook.failure}" for hook in _hooks if isinstance(hook, _ExitHook) and hook.failure)
     return (words if _last_error is None else f"{words}; its last error was {_last_error}")[:_REASON_MOST]
 
 

@@ -29,10 +29,7 @@ _defaults = []  # [(a weak reference to a default process group, whether Strata 
 
 class UsedGroups:
     """The process groups behind some collectives. Those of gloo were made for these collectives, and end with them.
-
-    Attributes:
-        backends: the _C.UsedBackends of these collectives; None before they are there.
-    """
+    ``backends``: the _C.UsedBackends of these collectives; None before they are there."""
 
     def __init__(self):
         for earlier in list(_used):  # some belong to engines without any reference

@@ -6,6 +6,7 @@ computation with it outside the module gets a whole copy, if that is not too lar
 
 import logging
 import math
+import re
 
 import torch
 from torch.utils._pytree import tree_map
@@ -107,7 +108,8 @@ class TiledParameter(ShardedParameter):
                 return func(*args, **kwargs)
             if name in _HOOKS:
                 raise _C.UsageError(no_hooks(tiles_of(args[0]).name))
-            if args and isinstance(args[0], TiledParameter) and _changes(name) and args[0].numel() == 0:
+            changes = re.search("[^_]_$", name) or name in ("__setitem__", "__iadd__", "__imul__")
+            if args and isinstance(args[0], TiledParameter) and changes and args[0].numel() == 0:
                 raise _C.UsageError(
                     f"'{tiles_of(args[0]).name}' is used in tiles, and {name}() would change a copy of it; change it "
                     "within strata.zero.GatheredParameters(parameter, modifier_rank=<rank>), or by "
@@ -157,10 +159,6 @@ def no_hooks(name):
     )
 
 
-def _changes(name):
-    return (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__iadd__", "__imul__")
-
-
 def _with_values(item):
     if not isinstance(item, TiledParameter) or item.numel():
         return item
@@ -204,8 +202,7 @@ class Cut:
 
     Args:
         tree: the ``ModelTree``; it gets the tiles in place of the parameters that are cut.
-        config: a _C.Config.
-        budget: a ``Budget``.
+        config, budget: a _C.Config and a ``Budget``.
         from_files: {id(parameter): full shape} of parameters that are empty until they are loaded, or None; it gets
             their tiles as well.
 
@@ -301,25 +298,24 @@ class Cut:
         tiles = Tiles(name, parameter, shape, ranges, [(module, own) for _, module, own in homes], self._budget.read)
         tiles.owner = owner_of(parameter)
         clear_owner(parameter)
-        for tile in tiles:
-            if id(parameter) in self._from_files:
-                self._from_files[id(tile.parameter)] = (tile.rows, *shape[1:])
+        if id(parameter) in self._from_files:
+            self._from_files.update((id(tile.parameter), (tile.rows, *shape[1:])) for tile in tiles)
         mark_tiled(parameter, tiles)
         self.all.append(tiles)
         return tiles
 
     def _no_rule(self, name, shape, row_bytes, path, module, rule, own):
         nbytes = shape[0] * row_bytes
-        why = f"no tiling rule for {type(module).__name__}"
+        kind = type(module).__name__
+        why = f"no tiling rule for {kind}"
         if rule is not None and own not in rule.parameters:
-            why = f"the tiling rule of {type(module).__name__} does not know its '{own}'"
+            why = f"the tiling rule of {kind} does not know its '{own}'"
         elif rule is not None:
-            why = f"that module has a forward of its own in place of {type(module).__name__}'s"
+            why = f"that module has a forward of its own in place of {kind}'s"
         return (
             f"'{name}' takes {nbytes} bytes, more than the {self._budget.largest} of one parameter that may be "
             f"gathered at once (strata.tiles.max_gather), and there is {why} ('{path}'). Register one, "
-            "strata.register_tiling("
-            f"{type(module).__name__}, rule) with an instance of strata.tiles.TilingRule, or give "
+            f"strata.register_tiling({kind}, rule) with an instance of strata.tiles.TilingRule, or give "
             "strata.tiles.max_gather more, or leave it out by strata.tiles.match"
         )
 
@@ -332,11 +328,8 @@ class Cut:
             tiles.owner = None, 0
 
     def undo(self):
-        """Gives the modules whole parameters again, with the values of the tiles.
-
-        Returns:
-            [Parameter] without values, since their tiles are empty.
-        """
+        """Gives the modules whole parameters again, with the values of the tiles. Returns [Parameter] without values,
+        since their tiles are empty."""
         for take_back in reversed(self._undo):
             take_back()
         empty = []

@@ -21,11 +21,7 @@ _MOST_GROUPS = 1023  # of one grouped product of torch
 
 class Groups:
     """Which rows belong to which group: those up to ``ends[0]`` to the first, those up to ``ends[1]`` to the next; rows
-    behind the last end to none.
-
-    Attributes:
-        ends: int32 tensor [groups], on the rows' device.
-    """
+    behind the last end to none. ``ends``: int32 tensor [groups], on the rows' device."""
 
     def __init__(self, ends):
         self.ends = ends.int()
@@ -62,13 +58,9 @@ class Groups:
         """int: the number of rows that belong to a group."""
         return self.bounds[-1]
 
-    def of(self, begin, end):
-        """``Members`` of the groups [begin, end)."""
-        return Members(self, begin, end)
-
 
 class Members:
-    """The rows of neighbouring groups.
+    """The rows of the ``groups`` [begin, end).
 
     Attributes:
         rows: slice of all rows.
@@ -329,7 +321,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.save_for_backward(x)
         out = x.new_empty(x.shape[0], tiles.shape[2 if transposed else 1])
         for run in tiles.runs(dtype):
-            members = groups.of(run.begin, run.end)
+            members = Members(groups, run.begin, run.end)
             if not members.each and run.left_out():
                 continue
             with run as weight:
@@ -346,7 +338,7 @@ class _GroupedLinear(torch.autograd.Function):
         grad = grad.contiguous()
         dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         for run in reversed(ctx.tiles.runs(ctx.dtype)):
-            members = ctx.groups.of(run.begin, run.end)
+            members = Members(ctx.groups, run.begin, run.end)
             if dx is not None and (members.each or not run.left_out()):
                 with run as weight:
                     if members.each:
@@ -355,7 +347,7 @@ class _GroupedLinear(torch.autograd.Function):
                         members.multiply(grad[members.rows], matrices, dx[members.rows])
             for tile in reversed(run.tiles):
                 if tile.trainable:
-                    members = ctx.groups.of(tile.begin, tile.end)
+                    members = Members(ctx.groups, tile.begin, tile.end)
                     ends = x[members.rows], grad[members.rows]
                     with tile.gradient() as place:
                         members.multiply_transposed(*(ends if ctx.transposed else reversed(ends)), place)

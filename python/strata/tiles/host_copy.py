@@ -11,16 +11,15 @@ from ..model.tiles import tiles_of
 
 
 def values_on_host(parameter, keep=True):
-    """A copy of a parameter's values on the host, in its dtype and shape. Collective where gathers are. The device has
-    at most one whole tile at a time.
-
-    Args:
-        parameter: one that is used in tiles.
-        keep: False: take part in the gathers, and return None.
-    """
+    """A copy on the host, in its dtype and shape, of the values of a parameter that is used in tiles. Collective where
+    gathers are. The device has at most one whole tile at a time. ``keep=False``: take part, and return None."""
     tiles = tiles_of(parameter)
-    if keep:
-        _require_room(tiles)
+    free = available_host_memory() if keep else None
+    if free is not None and tiles.nbytes > free:
+        raise _C.UsageError(
+            f"'{tiles.name}' takes {tiles.nbytes} bytes, and the host has {free} available for it; use "
+            "strata.iter_pieces(parameter), which makes one tile of it whole at a time"
+        )
     values = torch.empty(tiles.shape, dtype=tiles.anchor.dtype) if keep else None
     for tile in tiles:
         with tile as rows:
@@ -30,14 +29,8 @@ def values_on_host(parameter, keep=True):
 
 
 class HostCopy:
-    """A parameter that is used in tiles, made whole on the host, for reading and changing, until ``end()``.
-
-    Args:
-        parameter: it holds the values meanwhile.
-
-    Raises:
-        UsageError: the host has no room for it.
-    """
+    """A parameter that is used in tiles, made whole on the host, for reading and changing, until ``end()``. UsageError
+    where the host has no room for it."""
 
     def __init__(self, parameter):
         self._parameter = parameter
@@ -103,15 +96,6 @@ def iter_pieces(parameter, modifier_rank=None):
             continue
         with _gathered(core, index, modifier_rank):
             yield begin, end, piece.detach()
-
-
-def _require_room(tiles):
-    free = available_host_memory()
-    if free is not None and tiles.nbytes > free:
-        raise _C.UsageError(
-            f"'{tiles.name}' takes {tiles.nbytes} bytes, and the host has {free} available for it; use "
-            "strata.iter_pieces(parameter), which makes one tile of it whole at a time"
-        )
 
 
 def available_host_memory():

@@ -12,7 +12,7 @@ import torch
 from .. import _C
 from ..model.interception import replaced
 from . import functions
-from .functions import Groups, has_grouped_product
+from .functions import Groups, Members, has_grouped_product
 
 
 class TilingRule:
@@ -157,13 +157,8 @@ class ExpertsRule(TilingRule):
 
 
 def _forward(self, hidden_states, top_k_index, top_k_weights):
-    """As transformers' eager implementation, with each expert's tokens in consecutive rows.
-
-    Args:
-        self: the module of experts.
-        hidden_states: [tokens, width].
-        top_k_index, top_k_weights: [tokens, k]; an index that is the number of experts stands for none.
-    """
+    """As transformers' eager implementation, with each expert's tokens in consecutive rows. ``self``: the module of
+    experts; hidden_states [tokens, width]; top_k_* [tokens, k], where the number of experts stands for none."""
     tiles = self.__dict__["_strata_experts"]
     experts = top_k_index.t().reshape(-1)  # an expert's tokens in the order of the eager implementation
     in_order, order = torch.sort(experts, stable=True)
@@ -226,7 +221,7 @@ def _of_whole(rows, matrices, groups):
     if has_grouped_product(used, matrices):
         parts = [torch.nn.functional.grouped_mm(used, matrices, offs=groups.ends)]
     else:
-        parts = [used[here] @ matrices[expert] for expert, here in groups.of(0, len(matrices)).each]
+        parts = [used[here] @ matrices[expert] for expert, here in Members(groups, 0, len(matrices)).each]
     return torch.cat([*parts, rest]) if len(rest) or len(parts) != 1 else parts[0]
 
 
@@ -258,8 +253,7 @@ class EmbeddingRule(TilingRule):
 
 
 def _is_conv1d(module):
-    return any(cls.__module__ == "transformers.pytorch_utils" and cls.__name__ == "Conv1D"
-               for cls in type(module).__mro__)  # fmt: skip
+    return ("transformers.pytorch_utils", "Conv1D") in ((c.__module__, c.__name__) for c in type(module).__mro__)
 
 
 register_tiling(torch.nn.Linear, LinearRule())

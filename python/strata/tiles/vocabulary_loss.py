@@ -214,11 +214,7 @@ _VIEWS = {getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH",
 class LazyLogits(torch.Tensor):
     """The output of a head in tiles within a transformers model: a tensor whose values are computed once, when an
     operation needs them. Its shape, dtype and device are known without. An operation that needs the values after the
-    weights have changed raises UsageError.
-
-    Attributes:
-        hidden: tensor [..., width], the head's input.
-    """
+    weights have changed raises UsageError. ``hidden``: tensor [..., width], the head's input."""
 
     @staticmethod
     def of(head, tiles, hidden):
@@ -252,7 +248,7 @@ class LazyLogits(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if getattr(func, "__name__", "") in _PLAIN and func not in _VIEWS:
                 return func(*args, **(kwargs or {}))
-        args, kwargs = tree_map(_valued, (args, kwargs or {}))
+        args, kwargs = tree_map(lambda x: x.values() if isinstance(x, LazyLogits) else x, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def __repr__(self):
@@ -268,10 +264,6 @@ class LazyLogits(torch.Tensor):
 def _dtype_of(hidden):
     kind = hidden.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-
-
-def _valued(item):
-    return item.values() if isinstance(item, LazyLogits) else item
 
 
 class _LazyHead:

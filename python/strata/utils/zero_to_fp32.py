@@ -119,9 +119,6 @@ def main(arguments=None):
     return 0
 
 
-# --- steps of that ---
-
-
 def _read(folder, tag):
     folder = os.fspath(folder)
     if not os.path.isdir(folder):
