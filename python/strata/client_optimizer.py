@@ -128,10 +128,6 @@ class SegmentStates:
             for segment in self._in_order:
                 segment.grad = None  # the engine uses the memory again
 
-    def _own_master(self, index, segment):
-        first, last = self._ranges[index]
-        return segment.detach()[: last - first]  # what follows is padding
-
     def entries(self):
         """[(index in the engine, the Parameter that the optimizer knows, the dict of its states)]."""
         return [(i, p, self._inner.state.get(p, {})) for i, p in self._parameters.items() if p.numel()]
@@ -239,7 +235,7 @@ class WholeStates(SegmentStates):
         segments = core.segments()
         self._in_order = [weight for _, _, weight in segments]
         self._indices = [index for _, index, _ in segments]
-        self._masters = {index: self._own_master(index, weight) for _, index, weight in segments}
+        self._masters = {index: SegmentStates.own(self, index, weight) for _, index, weight in segments}
 
     def _update(self, gradients):
         core = self._core()

@@ -6,13 +6,9 @@ import torch
 
 
 class Timers:
-    """``engine.timers``: host clocks by name, for a script's own use; ``engine.step_report()`` has the times of a step.
-    With ``wall_clock_breakdown`` there are "fwd", "bwd", "bwd_inner", "bwd_allreduce" and "step" of the steps so far,
-    by the device's clock.
-
-    Args:
-        device: torch.device that starts and stops wait for.
-    """
+    """``engine.timers``: host clocks by name, for a script's own use, whose starts and stops wait for a torch.device;
+    ``engine.step_report()`` has the times of a step. With ``wall_clock_breakdown`` there are "fwd", "bwd", "bwd_inner",
+    "bwd_allreduce" and "step" of the steps so far, by the device's clock."""
 
     def __init__(self, device):
         self._device = device
@@ -40,10 +36,7 @@ class Timers:
 
     def log(self, names, normalizer=1.0, reset=True, memory_breakdown=False, ranks=None):
         """Logs milliseconds, divided by ``normalizer``, of the timers that ran, on ``ranks``; None: on rank 0.
-
-        Args:
-            memory_breakdown: log torch's memory of the device, too.
-        """
+        ``memory_breakdown``: log torch's memory of the device, too."""
         from .monitoring.watching import memory_text  # not in every script
         from .rank_logging import log_dist
 

@@ -25,13 +25,13 @@ class DeferredInit:
     Attributes:
         values_come_later: whether later values replace those that constructors write: then many small parameters are
             sharded at once.
+        waiting: modules with parameters that have no memory yet, each once.
     """
 
     def __init__(self, config):
         self._config = config
-        self.values_come_later = False
+        self.values_come_later, self.waiting = False, []
         self._reads = self._recording = None
-        self._waiting = []  # modules with parameters that have no memory yet, each once
         self._postponed, self._postponed_numel = [], 0  # modules with parameters that have values
         self._count = 0
         self._numbers, self._next = {}, itertools.count()  # id(module) -> when its constructor began, in this context
@@ -104,22 +104,14 @@ class DeferredInit:
             if deferred is not None and not deferred.is_all_of(parameter):
                 self._recording.materialize(deferred, None)  # a part, which another parameter may share
         if any(self._recording.deferred(p) is not None for p in own):
-            self._waiting.append(module)
+            self.waiting.append(module)
             _read_constructed(module)
-
-    def waiting(self):
-        """The homes of all parameters of the modules that wait, also of those that have values by now."""
-        return [(m, name) for m in self._waiting for name in m._parameters]
-
-    def drop_waiting(self):
-        """Forgets the modules that wait."""
-        self._waiting = []
 
     def shard_waiting(self, root):
         """Shards the deferred parameters below ``root``, and those of waiting modules that a rank still refers to."""
         known = {id(m) for m in root.modules()}
         modules = list(root.modules())
-        others, self._waiting = [m for m in self._waiting if id(m) not in known], []
+        others, self.waiting = [m for m in self.waiting if id(m) not in known], []
         dropped = self.of_all([is_alone(others, place) for place in range(len(others))])
         modules += [m for m, is_dropped in zip(others, dropped) if not is_dropped]
         each = [[(m, name) for name in m._parameters if self._is_deferred(_at(m, name))] for m in modules]

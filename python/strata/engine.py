@@ -1,7 +1,6 @@
 """The engine object that a training script calls. C++ takes all of its decisions."""
 
 import functools
-import logging
 import weakref
 from contextlib import nullcontext
 from operator import attrgetter
@@ -20,11 +19,10 @@ from .model.model_input import describe_modules, describe_parameters, move_buffe
 from .model.parameter import release_ownership, discard_values, take_ownership
 from .model.tiles import owned_parameters, tile_of, tiles_of
 from .optimizer import groups_of, log_left_out
+from .rank_logging import logger
 from .ranks.departure import record_error, unwatch, watch
 from .ranks.runtime import end_collectives
 from .schedule import Advance
-
-logger = logging.getLogger("strata")
 
 
 class Engine(EngineCheckpoints, torch.nn.Module):
@@ -97,10 +95,7 @@ class Engine(EngineCheckpoints, torch.nn.Module):
         """The model's forward; ``engine.module(...)`` trains as well. It copies tensors of the host among its
         arguments, also within tuples, lists, dicts and dataclasses, to ``device`` (``strata.move_inputs``);
         ``engine.module(...)`` and ``generate`` do the same. Under ``fp16.auto_cast`` it casts floating ones to fp16.
-
-        Raises:
-            UsageError: for a tensor on another GPU.
-        """
+        UsageError for a tensor on another GPU."""
         self.core.begin_forward()
         try:
             if self._watching is None:
@@ -111,16 +106,13 @@ class Engine(EngineCheckpoints, torch.nn.Module):
             raise
 
     def backward(self, loss, retain_graph=False, scale_wrt_gas=True):
-        """Runs autograd from ``loss`` and reduces gradients, as ``loss.backward()`` does.
+        """Runs autograd from ``loss`` and reduces gradients, as ``loss.backward()`` does. Returns the loss, divided by
+        the accumulation steps where ``scale_wrt_gas`` is True; not multiplied by the loss scale.
 
         Args:
             loss: floating tensor of one element, shape [], from this engine's forward.
             retain_graph: as in ``torch.autograd.backward``.
             scale_wrt_gas: divide by the accumulation steps.
-
-        Returns:
-            The loss, divided by the accumulation steps where ``scale_wrt_gas`` is True; not multiplied by the loss
-            scale.
 
         Raises:
             UsageError: without a forward before; for a loss that depends on no parameter.
@@ -142,11 +134,8 @@ class Engine(EngineCheckpoints, torch.nn.Module):
 
     def scale(self, loss):
         """The tensor to call ``backward()`` on: ``loss`` times the loss scale in fp16, else ``loss`` itself. Gradients
-        are divided by the accumulation steps as they come, so the loss is not.
-
-        Raises:
-            UsageError: in fp16, for a loss that requires no gradient.
-        """
+        are divided by the accumulation steps as they come, so the loss is not. UsageError in fp16 for a loss that
+        requires no gradient."""
         return self.core.scale(loss)
 
     def step(self, lr_kwargs=None):
@@ -234,14 +223,9 @@ class Engine(EngineCheckpoints, torch.nn.Module):
 
     def zero_grad(self, set_to_none=True):
         """Drops the gradients of all micro-steps of this step, as in torch: reduced or not, in every tier. After
-        ``step()`` there are none. The call acts on this rank; every rank must drop gradients that were reduced.
-
-        Args:
-            set_to_none: False: the gradients become zeroes, and ``step()`` still updates with them.
-
-        Raises:
-            UsageError: within a backward pass. ``step()`` raises it where ranks have dropped different gradients.
-        """
+        ``step()`` there are none. The call acts on this rank; every rank must drop gradients that were reduced. With
+        ``set_to_none=False`` the gradients become zeroes, and ``step()`` still updates with them. UsageError within a
+        backward pass. ``step()`` raises it where ranks have dropped different gradients."""
         _C.zero_gradients(self.core, not set_to_none)
         for parameter in self._left_out:
             parameter.grad = None

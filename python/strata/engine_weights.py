@@ -1,13 +1,11 @@
 """An engine's weights as whole state dicts, under DeepSpeed's names, and states that leave the device for a while."""
 
 import importlib
-import logging
 from collections import OrderedDict
 from collections.abc import Mapping
 
 from . import _C
-
-logger = logging.getLogger("strata")
+from .rank_logging import logger
 
 STATES = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
 
@@ -41,18 +39,15 @@ class EngineWeights:
 
     def load_module_state_dict(self, checkpoint, strict=True, custom_load_fn=None, fetch_z3_params=False,
                                z3_params_to_fetch=None, allowed_missing_keys=None):  # fmt: skip
-        """``load_state_dict`` with DeepSpeed's arguments.
+        """``load_state_dict`` with DeepSpeed's arguments. Returns (missing keys, unexpected keys); None with
+        ``custom_load_fn``.
 
         Args:
             checkpoint: the state dict of whole tensors; or a dict whose "module" is the state dict.
-            custom_load_fn: ``custom_load_fn(src=state dict, dst=model)`` sets values instead, while all of the model
-                is whole; the device needs room for it.
-            fetch_z3_params, z3_params_to_fetch: accepted for DeepSpeed's sake; the engine gathers the parameters that
-                it sets.
+            custom_load_fn: ``custom_load_fn(src=state dict, dst=model)`` sets values instead, while all of the model is
+                whole; the device needs room for it.
+            fetch_z3_params, z3_params_to_fetch: no effect; the engine gathers the parameters that it sets.
             allowed_missing_keys: names that may be missing though ``strict``.
-
-        Returns:
-            (missing keys, unexpected keys); None with ``custom_load_fn``.
         """
         inner = checkpoint.get("module")
         state_dict = inner if isinstance(inner, Mapping) else checkpoint
@@ -88,10 +83,7 @@ class EngineWeights:
     def load_state_dict(self, state_dict, strict=True, assign=False):
         """Gives the model the values of ``state_dict()``, of ``engine.module``'s, or of a wrapper that calls the model
         "module". Collective; rank 0's names and values count, other ranks may pass {}. The masters get the same values;
-        the optimizer's states do not change.
-
-        Returns:
-            (missing keys, unexpected keys).
+        the optimizer's states do not change. Returns (missing keys, unexpected keys).
 
         Raises:
             UsageError: on every rank, with ``strict``, where names do not fit; where shapes do not fit; for ``assign``.
@@ -112,15 +104,9 @@ class EngineWeights:
     def save_16bit_model(self, save_dir, save_filename="pytorch_model.bin", exclude_frozen_parameters=False):
         """Writes the weights as one file of ``torch.save``, in the model's precision. Collective. Rank 0's host needs
         room for all of them; ``save_pretrained`` needs none. Under the default name the file replaces all weights in
-        the folder, also safetensors, since transformers would load those instead.
-
-        Returns:
-            bool: False at stage 3 where the configuration does not allow it
-            (``stage3_gather_16bit_weights_on_model_save``); it has written no file then.
-
-        Raises:
-            IoError: on every rank, where rank 0 cannot write.
-        """
+        the folder, also safetensors, since transformers would load those instead. Returns False, and writes no file, at
+        stage 3 where the configuration does not allow it (``stage3_gather_16bit_weights_on_model_save``); else True.
+        IoError on every rank where rank 0 cannot write."""
         if self._engine._config.stage >= 3 and not self._engine._config.gather_16bit_weights_on_model_save:
             return False
         _whole_weights().save_whole(self._engine, save_dir, save_filename, not exclude_frozen_parameters)
@@ -187,12 +173,8 @@ class StateOffload:
 
     def reload_states(self, non_blocking=False):
         """Brings back all states that ``offload_states()`` moved: they are back when this returns, whatever
-        ``non_blocking`` is. Collective. Does nothing where none is away.
-
-        Raises:
-            OutOfMemoryError: on every rank, where a device has no room. States that are not back stay on the host;
-                free memory, and call it again.
-        """
+        ``non_blocking`` is. Collective. Does nothing where none is away. OutOfMemoryError on every rank where a device
+        has no room: states that are not back stay on the host; free memory, and call it again."""
         core = self._engine.core
         core.reload_states()
         outside = getattr(core, "segment_states", None)  # where an optimizer of the user's updates the shards

@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import logging
 import types
 import weakref
 
@@ -12,8 +11,7 @@ from . import _C
 from .model.tiles import known_as
 from .ops.elementwise import add_group_without_compiler
 from .optimizer_names import OptimizerNames
-
-logger = logging.getLogger("strata")
+from .rank_logging import logger
 
 
 def send_calls_to(sharded, client):
@@ -91,11 +89,8 @@ class ShardedOptimizer(OptimizerNames, _WithoutCompiler):
 
     def add_param_group(self, param_group):
         """As torch's, also while an engine trains: parameters of its model that were in no group train with the values
-        of this group from the next forward on, if they require gradients. The same on every rank.
-
-        Raises:
-            UsageError: for a parameter that is in a group already, or is not the model's.
-        """
+        of this group from the next forward on, if they require gradients. The same on every rank. UsageError for a
+        parameter that is in a group already, or is not the model's."""
         if self._model is None:
             super().add_param_group(param_group)
             return
@@ -158,16 +153,11 @@ class ShardedOptimizer(OptimizerNames, _WithoutCompiler):
         """``engine.step()``, for scripts that step the optimizer: it ends a micro-step, and at an accumulation boundary
         it updates the weights and steps the engine's scheduler. Where a script calls both this and ``engine.step()``
         after a backward pass, the second call does nothing. A call before the first backward pass does nothing, as in
-        torch's optimizers without gradients. Collective.
+        torch's optimizers without gradients. Collective. UsageError where it is called again without a backward pass
+        since its last call; and as ``engine.step()``.
 
-        Args:
-            closure: None, or a callable that runs forward and backward and returns the loss; it is called once, first.
-
-        Returns:
-            The result of ``closure``, else None.
-
-        Raises:
-            UsageError: called again without a backward pass since its last call; and as ``engine.step()``.
+        Returns the result of ``closure``, None or a callable that runs forward and backward and returns the loss; it is
+        called once, first.
         """
         loss = None
         if closure is not None:
@@ -193,12 +183,8 @@ class ShardedOptimizer(OptimizerNames, _WithoutCompiler):
         """Loads a result of ``state_dict()`` from this rank of a job with the same number of ranks, or whole states, of
         a torch optimizer or of one rank. Collective only with a user's optimizer over whole parameters. The weights do
         not change. Where weights in 16 bits equal the state's rounded masters before the next step, the engine's fp32
-        masters get the state's exact values.
-
-        Raises:
-            UsageError: parts of another rank, or of another number of ranks.
-            ValueError: other param groups.
-        """
+        masters get the state's exact values. UsageError for parts of another rank, or of another number of ranks;
+        ValueError for other param groups."""
         if not self.trains():
             super().load_state_dict(state_dict)
             return
@@ -307,12 +293,10 @@ def _class_named(name):
 
 
 def wrap_torch_optimizer(inner):
-    """(ShardedOptimizer, rule) for a torch.optim optimizer of the user.
-
-    The engine's own one-pass kernel computes AdamW and Adam without amsgrad or maximize, and those of
-    ``strata.ops.adam``, with the hyper-parameters of the optimizer's param groups. Any other optimizer runs itself: on
-    the fp32 shards where it works element by element, else on whole parameters.
-    """
+    """(ShardedOptimizer, rule) for a torch.optim optimizer of the user. The engine's own one-pass kernel computes AdamW
+    and Adam without amsgrad or maximize, and those of ``strata.ops.adam``, with the hyper-parameters of the optimizer's
+    param groups. Any other optimizer runs itself: on the fp32 shards where it works element by element, else on whole
+    parameters."""
     from .ops.adam import adam_mode  # not at `import strata`
 
     if any(float(state.get("step", 1)) > 0 for state in inner.state.values()):

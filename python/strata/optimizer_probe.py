@@ -41,13 +41,9 @@ def updates_by_another(optimizer):
 
 
 def why_not_by_element(optimizer, device):
-    """None where ``optimizer``, which has taken no step, updates element by element; else a text with the reason why it
-    does not. Takes milliseconds; the optimizer and the state of torch's random numbers do not change.
-
-    Args:
-        optimizer: a torch.optim.Optimizer.
-        device: torch.device on which it is to run.
-    """
+    """None where ``optimizer``, which has taken no step, updates element by element on ``device``, a torch.device; else
+    a text with the reason why it does not. Takes milliseconds; the optimizer and the state of torch's random numbers do
+    not change."""
     if _is_known(optimizer):
         return None
     drawn, everything = _drawn(optimizer)

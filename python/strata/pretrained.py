@@ -1,6 +1,5 @@
 """``load_pretrained``, ``load_weights`` and ``save_pretrained``: checkpoints of Hugging Face and sharded weights."""
 
-import logging
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -19,10 +18,9 @@ from .checkpoint.supported_transformers import require_supported
 from .config_source import read_config
 from .initialize import StartUp
 from .model.model_input import ModelTree, find_device, make_current
+from .rank_logging import logger
 from .ranks.runtime import agree_after, expected_world_size, rank_and_world_size
 from .views.start_up import StartUpClock
-
-logger = logging.getLogger("strata")
 
 __all__ = ["load_pretrained", "load_weights", "save_pretrained"]
 
@@ -74,15 +72,11 @@ def load_pretrained(
 
 
 def load_weights(engine, path, strict=False):
-    """Fills the engine's weights from a checkpoint. Collective, between steps.
+    """Fills the engine's weights from a checkpoint, a folder or one .safetensors file. Collective, between steps.
 
-    The model's names find the tensors; for transformers models transformers' rules do. Each rank reads
-    the ranges of the files that its shards hold. The optimizer's state does not change.
-
-    Args:
-        engine: of ``strata.initialize`` or ``load_pretrained``.
-        path: a folder, or one .safetensors file.
-        strict: tensors that the model does not use are an error; else a warning.
+    The model's names find the tensors; for transformers models transformers' rules do. Each rank reads the ranges of
+    the files that its shards hold. The optimizer's state does not change. Tensors that the model does not use are a
+    warning, with ``strict`` an error.
 
     Raises:
         FormatError: the checkpoint contradicts itself or does not fit the model; the weights are unchanged then.
@@ -128,7 +122,8 @@ class _PretrainedStartUp(StartUp):
         _, self.runtime = self._opening.result()
         make_current(self.runtime.device)
         self._building = self._beside.submit(_build_flat, self._class, self._files, self.config, self._model_arguments)
-        self._planning = self._beside.submit(_plan, self._building, self._strict)
+        self._planning = self._beside.submit(
+            lambda: LoadPlans(plan(strict=self._strict) for plan in self._building.result()[2]))
 
     def build(self):
         with self.agreed(self._what):
@@ -253,11 +248,6 @@ def _build_flat(importing, opening, config, model_arguments):
         homes = homes_of(model, adapter_buffers)
         plans.append(opened.adapter.plan(model, _entries(parameters, of_adapter, config), homes, {}))
     return model.eval(), shapes, plans
-
-
-def _plan(building, strict):
-    _, _, plans = building.result()
-    return LoadPlans(plan(strict=strict) for plan in plans)
 
 
 def _import_class(path, opening, model_class):

@@ -140,15 +140,12 @@ def _set_betas(group, values):
 
 
 class Advance:
-    """One step of a scheduler, which can be taken back.
-
-    On a GPU the engine steps the scheduler before the host knows whether the device skipped the update, since the
-    script reads the new rates at once.
+    """One step of a scheduler, which can be taken back. On a GPU the engine steps the scheduler before the host knows
+    whether the device skipped the update, since the script reads the new rates at once.
 
     Args:
-        scheduler: an object with ``step()``; without a ``state_dict()`` only its rates are taken back.
+        scheduler: an object with ``step(**arguments)``; without a ``state_dict()`` only its rates are taken back.
         optimizer: the scheduler writes into its param groups.
-        arguments: of the scheduler's ``step()``, a dict.
         can_be_undone: False: ``undo()`` will not be called.
     """
 

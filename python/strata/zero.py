@@ -215,7 +215,11 @@ class Init:
             raise _C.UsageError(f"zero.Init(module=...) takes a torch.nn.Module; found {type(module).__name__}")
         show_logs()
         init_distributed()
-        self._config = _parse(config_dict_or_path if config_dict_or_path is not None else config, dtype)
+        config = config_dict_or_path if config_dict_or_path is not None else config
+        if config is None and dtype not in (None, *_DTYPES):
+            raise _C.UsageError(f"zero.Init(dtype=...) takes torch.float32, bfloat16 or float16; found {dtype}")
+        config = _DTYPES[dtype or torch.float32] if config is None else config
+        self._config = read_config(config).for_construction()
         self._deferred = DeferredInit(self._config)
         if module is not None:
             self._deferred.shard_all(module)
@@ -286,19 +290,12 @@ class Init:
                 if not is_complete:
                     self._deferred.discard(module)
                 if is_root:
-                    self._deferred.drop_waiting()
+                    self._deferred.waiting = []
                     self._recording.finish(not is_complete)
 
     def _tidy(self):
         """Shards parameters that were materialized and are not used any more, before another one is materialized."""
         if self._recording.materialized and self._watch.running:
             with self._recording.paused():
-                self._recording.materialized = not self._deferred.shard_unused(self._deferred.waiting())
-
-
-def _parse(config, dtype):
-    if config is None:
-        if dtype not in (None, *_DTYPES):
-            raise _C.UsageError(f"zero.Init(dtype=...) takes torch.float32, bfloat16 or float16; found {dtype}")
-        config = _DTYPES[dtype or torch.float32]
-    return read_config(config).for_construction()
+                homes = [(m, name) for m in self._deferred.waiting for name in m._parameters]
+                self._recording.materialized = not self._deferred.shard_unused(homes)  # some have values by now

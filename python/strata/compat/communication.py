@@ -25,7 +25,8 @@ def init_distributed(
     rank=-1,
     world_size=-1,
 ):
-    """Opens torch's default process group where there is none, from the environment of torchrun.
+    """Opens torch's default process group where there is none, from the environment of torchrun. RuntimeError where
+    there must be a group already and is none, and for a group of other ranks than the launcher's.
 
     Args:
         dist_backend, timeout: as of ``strata.init_distributed``.
@@ -34,9 +35,6 @@ def init_distributed(
         dist_init_required: False: there must be a group already.
         distributed_port: of rank 0, where the environment names none.
         auto_mpi_discovery, verbose, config: accepted for DeepSpeed's sake; Strata does not use MPI.
-
-    Raises:
-        RuntimeError: ``dist_init_required=False`` and no group; or a group of other ranks than the launcher's.
     """
     if is_initialized() or dist_init_required is False:
         runtime.require_group()

@@ -23,7 +23,7 @@ def settings_of(document):
     settings = _whole({key: value for key, value in document.items() if "." not in str(key)})
     if settings.get("steps_per_print") == math.inf:
         del settings["steps_per_print"]
-    # Trainer and Accelerate write a warm-up of 0 steps for "auto" where the user sets none. DeepSpeed took 0 as 2 steps,
+    # Trainer and Accelerate write a warm-up of 0 steps for "auto" where the user sets none. DeepSpeed took 0 as 2,
     # as it does 1, up to version 0.19.5, and has refused it since.
     scheduler = settings.get("scheduler")
     params = scheduler.get("params") if isinstance(scheduler, dict) else None
@@ -43,11 +43,8 @@ def _whole(value):
 
 
 class DeepSpeedConfig:
-    """A configuration, checked, with complete batch sizes.
-
-    Args:
-        config: dict, path or JSON text.
-        mpu, mesh_device: must be None.
+    """A configuration (dict, path or JSON text), checked, with complete batch sizes. ``mpu`` and ``mesh_device`` must
+    be None. ConfigError where it is wrong.
 
     Attributes:
         train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps: int.
@@ -56,9 +53,6 @@ class DeepSpeedConfig:
         optimizer_params, scheduler_params: the dict ``params`` of the section as given, or None.
         gradient_clipping, gradient_allreduce_op, optimizer_name, ...: results of the engine's methods of these names.
         _param_dict: the dict.
-
-    Raises:
-        ConfigError: the configuration is wrong.
     """
 
     def __init__(self, config, mpu=None, mesh_device=None):
@@ -151,11 +145,7 @@ class DeepSpeedZeroOffloadParamConfig(_Section):
 
 
 class DeepSpeedZeroOffloadOptimizerConfig(_Section):
-    """``zero_optimization.offload_optimizer``.
-
-    Attributes:
-        pipeline: bool, ``pipeline_read`` or ``pipeline_write``.
-    """
+    """``zero_optimization.offload_optimizer``. ``pipeline``: bool, ``pipeline_read`` or ``pipeline_write``."""
 
     DEFAULTS = {"device": "none", "nvme_path": None, "buffer_count": 4, "pin_memory": True, "pipeline_read": False,
                 "pipeline_write": False, "fast_init": False, "ratio": 1.0, "super_offload": False,
@@ -183,12 +173,8 @@ _STAGE3 = ("prefetch_bucket_size", "param_persistence_threshold", "model_persist
 
 
 class DeepSpeedZeroConfig(_Section):
-    """``zero_optimization``.
-
-    Attributes:
-        stage: ``ZeroStageEnum``.
-        offload_param, offload_optimizer: of the two classes above, or None.
-    """
+    """``zero_optimization``: ``stage`` is a ``ZeroStageEnum``, ``offload_param`` and ``offload_optimizer`` are of the
+    two classes above, or None."""
 
     DEFAULTS = {
         "stage": 0, "contiguous_gradients": True, "reduce_scatter": True, "reduce_bucket_size": 500_000_000,

@@ -62,22 +62,15 @@ class DeepSpeedEngine(Engine):
 
     def save_checkpoint(self, save_dir, tag=None, client_state=None, save_latest=True,
                         exclude_frozen_parameters=False):  # fmt: skip
-        """As Strata's.
-
-        Raises:
-            ValueError: ``save_dir`` is None or empty.
-        """
+        """As Strata's. ValueError where ``save_dir`` is None or empty."""
         if not save_dir:
             raise ValueError(f"save_checkpoint: pass the folder for checkpoints; found {save_dir!r}")
         return super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
 
     def destroy(self, keep_values=False):
         """Ends the engine; a second call does nothing. Sharded parameters stay with the model, as under DeepSpeed:
-        another ``initialize`` of the same model takes them over. They end with the last reference to the model.
-
-        Args:
-            keep_values: leave the model with whole parameters of its own. Collective then.
-        """
+        another ``initialize`` of the same model takes them over. They end with the last reference to the model. With
+        ``keep_values``, collective then, the model gets whole parameters of its own."""
         if not self.core.alive:
             return
         sharded = self._config.stage == 3 and self.world_size > 1

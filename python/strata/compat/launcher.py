@@ -142,18 +142,6 @@ def _hosts_of(request, machine):
     return [Host(host.name, host.slots[: request.num_gpus or None]) for host in hosts]
 
 
-def _require_meaningful(request):
-    if not request.command:
-        raise UsageError("name the script that is to run: strata run SCRIPT")
-    if request.module and request.no_python:
-        raise UsageError("--module and --no_python: give one of the two")
-    if request.launcher not in ("ssh", "pdsh"):
-        raise UsageError(f"--launcher {request.launcher}: hosts are reached by ssh alone; leave it out, or give "
-                         "--no_ssh and start the command on each host yourself")  # fmt: skip
-    if request.node_rank is not None and not request.no_ssh:
-        raise UsageError("--node_rank: only with --no_ssh, where you start the command on each host")
-
-
 def _start_of(request, machine, hosts, index, alone):
     arguments = ["-m", "torch.distributed.run", f"--nproc-per-node={len(hosts[index].slots)}"]
     if alone and not request.master_port and not request.master_addr:
@@ -180,7 +168,15 @@ def _start_of(request, machine, hosts, index, alone):
 def plan_job(request, machine):
     """[Start], one for each host, all of which together are the job: ``request``, of ``parser()``, on a ``Machine``.
     Starts nothing."""
-    _require_meaningful(request)
+    if not request.command:
+        raise UsageError("name the script that is to run: strata run SCRIPT")
+    if request.module and request.no_python:
+        raise UsageError("--module and --no_python: give one of the two")
+    if request.launcher not in ("ssh", "pdsh"):
+        raise UsageError(f"--launcher {request.launcher}: hosts are reached by ssh alone; leave it out, or give "
+                         "--no_ssh and start the command on each host yourself")  # fmt: skip
+    if request.node_rank is not None and not request.no_ssh:
+        raise UsageError("--node_rank: only with --no_ssh, where you start the command on each host")
     hosts = _hosts_of(request, machine)
     alone = len(hosts) == 1 and not request.force_multi
     starts = [_start_of(request, machine, hosts, index, alone) for index in range(len(hosts))]

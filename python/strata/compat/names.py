@@ -17,11 +17,7 @@ class Refusal(NamedTuple):
 
 
 def refused(name, refusal):
-    """A class that stands for ``name``; calls as a function raise, too.
-
-    Args:
-        name: the full name, "deepspeed.pipe.PipelineModule".
-        refusal: a ``Refusal``.
+    """A class that stands for ``name``, a full name ("deepspeed.pipe.PipelineModule"); calls as a function raise, too.
     """
     return _Refused(name.rpartition(".")[2], (), {"_refused": (name, refusal), "__doc__": _text(name, refusal)})
 
@@ -43,11 +39,8 @@ def _text(name, refusal):
 
 
 class _Refused(type):
-    """The class of such classes. They have no instances, and ``isinstance`` is always False.
-
-    Raises:
-        NotImplementedError: at a call, and at a read of a method or another attribute.
-    """
+    """The class of such classes. They have no instances, and ``isinstance`` is always False. A call, and a read of a
+    method or another attribute, raises NotImplementedError."""
 
     def __call__(cls, *args, **kwargs):
         raise NotImplementedError(_text(*cls._refused))

@@ -6,7 +6,6 @@ between ranks. Otherwise it takes transformers' way, and logs the reason once.
 """
 
 import functools
-import logging
 import os
 import sys
 from contextlib import contextmanager
@@ -20,8 +19,7 @@ from ..checkpoint.load_plan import Contents, LoadPlan
 from ..checkpoint.names import model_tensors, state_names
 from ..checkpoint.supported_transformers import private, unsupported
 from ..model.parameter import owner_of
-
-logger = logging.getLogger("strata")
+from ..rank_logging import logger
 
 _told = set()  # reasons
 

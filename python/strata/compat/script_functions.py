@@ -130,13 +130,8 @@ def is_moe_param_group(param_group):
 
 
 def split_params_into_different_moe_groups_for_optimizer(param_groups, max_group_size=178956971):
-    """[param group]: the same groups, since no parameter belongs to DeepSpeed's experts; NotImplementedError for one
-    that does.
-
-    Args:
-        param_groups: a param group, or several.
-        max_group_size: accepted for DeepSpeed's sake.
-    """
+    """[param group]: the same groups, one or several, since no parameter belongs to DeepSpeed's experts;
+    NotImplementedError for one that does. ``max_group_size`` has no effect."""
     groups = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
     if any(is_moe_param(p) for group in groups for p in group["params"] if hasattr(p, "allreduce")):
         raise NotImplementedError("Strata does not offer expert parallelism; models' own experts are trained")

@@ -17,11 +17,8 @@ logger = logging.getLogger("strata")
 
 class GatheredParameters(zero.GatheredParameters):
     """As ``strata.zero.GatheredParameters``, but a change with ``modifier_rank=None`` is lost with a warning, as under
-    DeepSpeed. Libraries merge adapters in such a context, read the weights, and remove the adapters again.
-
-    Raises:
-        UsageError: for such a change, where the configuration has ``zero_optimization.enable_sanity_checks``.
-    """
+    DeepSpeed; UsageError where the configuration has ``zero_optimization.enable_sanity_checks``. Libraries merge
+    adapters in such a context, read the weights, and remove the adapters again."""
 
     _told = False
 
@@ -80,15 +77,12 @@ def no_external_parameters():
 
 
 class ParameterOffload:
-    """``engine.optimizer.parameter_offload`` at stage 3, and ``engine.optimizer`` of an engine without an optimizer.
+    """``engine.optimizer.parameter_offload`` at stage 3, and ``engine.optimizer`` of an engine without an optimizer:
+    ``param_groups``, ``state`` and ``defaults`` are empty.
 
-    Libraries remove DeepSpeed's hooks from it before they generate with gathered parameters, and put them back
-    afterwards. Strata's hooks need not be removed: a forward uses parameters that are gathered already.
-
-    Attributes:
-        forward_hooks, backward_hooks: []; may be assigned.
-        param_coordinator: has ``is_invalid_trace()`` and ``_invalidate_trace()``.
-        param_groups, state, defaults: empty, as of an optimizer of nothing.
+    Libraries remove DeepSpeed's hooks from it (``forward_hooks``, ``backward_hooks``: [], may be assigned) before they
+    generate with gathered parameters, and put them back afterwards. Strata's hooks need not be removed: a forward uses
+    parameters that are gathered already.
     """
 
     inner = None

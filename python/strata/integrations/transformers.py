@@ -164,12 +164,11 @@ def engine_settings(config, args):
 
     Args:
         config: dict, path or JSON text, whose batch sizes, ``gradient_clipping``, ``bf16`` and ``fp16`` are left out,
-            "auto", or equal to those of ``args``; None: stage 3.
-        args: a ``TrainingArguments``.
+            "auto", or equal to those of ``args``, a ``TrainingArguments``; None: stage 3.
 
     Raises:
-        ConfigError: ``config`` and ``args`` have different values of a setting; ``config`` has a section ``optimizer``
-            or ``scheduler``.
+        ConfigError: the two have different values of a setting; ``config`` has a section ``optimizer`` or
+            ``scheduler``.
         UsageError: ``args`` have a setting that the engine does not support.
     """
     _require_possible(args)

@@ -23,12 +23,8 @@ def set_z3_leaf_module(model, flag):
 
 def set_z3_leaf_modules(model, leaf_module_classes, raise_if_not_found=True):
     """Marks the modules of these classes: a list of classes, whose subclasses count too, or of their names ("Experts",
-    or "package.module.Experts"). Returns [torch.nn.Module] that were found.
-
-    Raises:
-        ValueError: there is none, and not ``raise_if_not_found=False``.
-        TypeError: ``leaf_module_classes`` is no list of classes or names.
-    """
+    or "package.module.Experts"); TypeError for anything else. Returns [torch.nn.Module] that were found; ValueError
+    where there is none, unless ``raise_if_not_found=False``."""
     return _mark_classes(model, leaf_module_classes, True, raise_if_not_found)
 
 

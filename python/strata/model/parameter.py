@@ -58,8 +58,7 @@ class ShardedParameter(torch.nn.Parameter):
 
     Attributes:
         ds_id: int, unique to the parameter; equal on all ranks.
-        ds_shape: torch.Size, the full shape, gathered or not.
-        ds_numel: int, elements of the full shape.
+        ds_shape, ds_numel: torch.Size and int, the full shape, gathered or not.
         ds_status: ``ParameterStatus``, live.
         ds_tensor: a copy of this rank's part, of one dimension, with ``ds_numel`` and ``status``. A part may be empty.
         ds_persist: bool, whether it stays whole.
@@ -113,12 +112,9 @@ class ShardedParameter(torch.nn.Parameter):
         }
 
     def all_gather(self, param_list=None, async_op=False, hierarchy=0):
-        """Makes the parameters whole until ``partition()``. Collective where gathers are.
-
-        Args:
-            param_list: of ShardedParameters; None: this one.
-            async_op, hierarchy: accepted for DeepSpeed's sake; the parameters are whole when this returns.
-        """
+        """Makes the parameters (``param_list``, of ShardedParameters; None: this one) whole until ``partition()``.
+        Collective where gathers are. ``async_op`` and ``hierarchy`` have no effect: the parameters are whole when this
+        returns."""
         for parameter in _listed(self, param_list):
             core, index = owner_of(parameter)
             if core is not None and not parameter.__dict__.get("_strata_gathered"):
@@ -132,13 +128,9 @@ class ShardedParameter(torch.nn.Parameter):
         return types.SimpleNamespace(wait=lambda **_: None)
 
     def partition(self, param_list=None, hierarchy=0, has_been_updated=False):
-        """Releases the parameters, unless a running scope uses them; values that were written to them are lost.
-
-        Args:
-            param_list: of ShardedParameters; None: this one.
-            hierarchy: accepted for DeepSpeed's sake.
-            has_been_updated: every rank gets the values that rank 0 has written. Collective then.
-        """
+        """Releases the parameters, as ``all_gather`` takes them, unless a running scope uses them; values that were
+        written to them are lost. With ``has_been_updated`` every rank gets the values that rank 0 has written;
+        collective then."""
         for parameter in _listed(self, param_list):
             core, index = owner_of(parameter)
             if core is None or parameter.ds_status is not ParameterStatus.AVAILABLE:

@@ -17,18 +17,12 @@ from .. import _C
 
 
 def write_product(target, one, other, holds=False, factor=1.0):
-    """``target = factor * (one @ other)``, or with ``holds`` ``target += factor * (one @ other)``.
+    """``target = factor * (one @ other)``, or with ``holds`` ``target += factor * (one @ other)``; target [m, n], one
+    [m, k] and other [k, n] of its dtype. Without ``holds`` target's present values, also NaN, have no effect.
 
     The BLAS does it all where the three have one dtype, and on GPUs where the target is fp32 and the others have 16
     bits; the product is not rounded before the addition then. Elsewhere the product is first rounded to the dtype of
     ``one``.
-
-    Args:
-        target: [m, n]; without ``holds`` its present values, also NaN, have no effect.
-        one: [m, k].
-        other: [k, n], of its dtype.
-        holds: bool.
-        factor: float.
     """
     scale = factor if holds else 1.0
     if one.dtype == target.dtype:
@@ -50,13 +44,8 @@ def is_widened_by_blas(one, target):
 
 
 class Destination:
-    """The memory for a gradient; an operation writes all of ``values``.
-
-    Attributes:
-        values: tensor.
-        holds: bool, whether the gradient is added to the present values; else these are undefined.
-        factor: float, a factor of the gradient.
-    """
+    """The memory for a gradient; an operation writes all of ``values``, a tensor, multiplied by ``factor``, a float.
+    ``holds``: bool, whether it adds to the present values; else these are undefined."""
 
     def __init__(self, values=None, holds=False, factor=1.0):
         self.values, self.holds, self.factor = values, holds, factor
@@ -196,13 +185,8 @@ class Tile:
 
 
 class TileRun:
-    """Tiles whose values are always side by side in this rank's memory: a context, as a tile is, in which the values of
-    all are one tensor.
-
-    Attributes:
-        tiles: [``Tile``], in order; neighbours.
-        begin, end: ints, rows of the whole parameter.
-    """
+    """``tiles``, [``Tile``], neighbours in order, whose values are always side by side in this rank's memory: a
+    context, as a tile is, in which the values of all are one tensor, of rows [begin, end) of the whole parameter."""
 
     def __init__(self, tiles):
         self.tiles, self.begin, self.end = tiles, tiles[0].begin, tiles[-1].end
@@ -341,11 +325,8 @@ class OwnedParameter(NamedTuple):
 
 
 def owned_parameters(described):
-    """[``OwnedParameter``] in the order of the model's parameters.
-
-    Args:
-        described: the result of ``describe_parameters`` from which an engine was made.
-    """
+    """[``OwnedParameter``] in the order of the model's parameters; ``described``: the result of ``describe_parameters``
+    from which an engine was made."""
     found = {}
     for index, (_, parameter, shape, *_rest) in enumerate(described):
         whole = known_as(parameter)

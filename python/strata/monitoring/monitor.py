@@ -139,12 +139,8 @@ def enabled_monitors(config):
 
 
 class Monitor:
-    """Writes metrics on rank 0, to every monitor that is on.
-
-    Attributes:
-        enabled: bool, the same on every rank.
-        tb_monitor, wandb_monitor, csv_monitor, comet_monitor: the writer, or None.
-    """
+    """Writes metrics on rank 0, to every monitor that is on. ``enabled``: bool, the same on every rank; ``tb_monitor``,
+    ``wandb_monitor``, ``csv_monitor``, ``comet_monitor``: the writer, or None."""
 
     def __init__(self, config=None, rank=0):
         sections = {} if config is None else enabled_monitors(config)
@@ -157,13 +153,9 @@ class Monitor:
         self._failed = set()
 
     def write_events(self, event_list, flush=True):
-        """Writes metrics; does nothing on other ranks. A writer that fails warns once, and training goes on.
-
-        Args:
-            event_list: [(name, value, samples)]: the number of samples so far is the x-axis; a value is a number or a
-                tensor of one element.
-            flush: accepted for DeepSpeed's sake.
-        """
+        """Writes metrics, [(name, value, samples)]: the number of samples so far is the x-axis; a value is a number or
+        a tensor of one element. Does nothing on other ranks. A writer that fails warns once, and training goes on.
+        ``flush`` has no effect."""
         if not self._writers or not event_list:
             return
         events = [(name, float(value), int(samples)) for name, value, samples in event_list]

@@ -22,8 +22,8 @@ def watch(core, engine=None, group=None):
 
     Args:
         core: a _C.ShardedModel; this function keeps neither it nor its collectives alive.
-        engine: a weak reference to the engine. At the end of the process its ``end_watching()`` and, collectively,
-            its ``wait_for_checkpoint()`` are called. Their exceptions are logged.
+        engine: a weak reference to the engine, whose ``end_watching()`` and, collectively, ``wait_for_checkpoint()``
+            are called at the end of the process. Their exceptions are logged.
         group: the same object for cores of the same collectives, which share one sync point; None: a core alone.
     """
     global _hooks

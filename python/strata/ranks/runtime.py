@@ -58,19 +58,6 @@ def record_default(group, made):
         _defaults.append((weakref.ref(group), made))
 
 
-def _is_registered(group):
-    return group in dist.distributed_c10d._world.pg_map
-
-
-def _destroy(group):
-    try:
-        if _is_registered(group):
-            dist.destroy_process_group(group)
-        _C.release_group(group)
-    except Exception as error:  # peers that died, or a GPU that is lost: an earlier message has reported it
-        logger.debug("a process group could not be destroyed: %s", error)
-
-
 @atexit.register  # with this module, before there are engines: so after they have left, for the last hook runs first
 def _end():
     for used in reversed(list(_used)):
@@ -79,10 +66,17 @@ def _end():
         group = known()
         if group is None:
             continue
-        if made or not _is_registered(group):
-            _destroy(group)
-        elif "nccl" not in dist.get_backend_config(group):  # the script must destroy a group with NCCL itself
+        is_registered = group in dist.distributed_c10d._world.pg_map
+        if is_registered and not made:
+            if "nccl" not in dist.get_backend_config(group):  # the script must destroy a group with NCCL itself
+                _C.release_group(group)
+            continue
+        try:
+            if is_registered:
+                dist.destroy_process_group(group)
             _C.release_group(group)
+        except Exception as error:  # peers that died, or a GPU that is lost: an earlier message has reported it
+            logger.debug("a process group could not be destroyed: %s", error)
 
 
 choices = logging.getLogger(__name__)  # logs the chosen transport
@@ -94,14 +88,12 @@ _FAREWELL_S = 5.0  # how long a rank that failed waits for the others to hear of
 def init_distributed(dist_backend=None, timeout=None, **_ignored):
     """Opens torch's default process group from the environment (torchrun's RANK, WORLD_SIZE, ...). Without a launcher
     the group has this process alone, so that scripts may use torch.distributed either way. The end of the program
-    destroys the group, unless the script has done so. Does nothing where there is a group.
+    destroys the group, unless the script has done so. Does nothing where there is a group; UsageError where it has
+    other ranks than the launcher's.
 
     Args:
         dist_backend: of torch.distributed; None: gloo, and NCCL beside it where GPUs can be used.
         timeout: a ``datetime.timedelta``; torch's default when None.
-
-    Raises:
-        UsageError: there is a group of other ranks than the launcher's.
     """
     if dist.is_initialized():
         _require_launchers_group()
@@ -232,7 +224,12 @@ def _new_backend(kind, ranks, timeout, device):
     with the default group, since their kernels may still run when the host has finished. The user of a gloo backend has
     the only reference to it."""
     if kind == "gloo":
-        return _new_gloo(ranks, timeout)
+        # Not by new_group(): torch names groups by their present number. Groups end with their users here, so a name
+        # would recur, and the store would have the addresses of earlier ranks under it.
+        number = next(_gloo_numbers.setdefault(tuple(ranks), itertools.count()))
+        name = f"strata/gloo/{'_'.join(map(str, ranks))}/{number}"
+        store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        return dist.ProcessGroupGloo(store, ranks.index(dist.get_rank()), len(ranks), timeout=timeout)
     if len(ranks) < dist.get_world_size():
         group = dist.new_group(ranks, backend=kind, timeout=timeout, use_local_synchronization=True)
         return group._get_backend(device)
@@ -241,15 +238,6 @@ def _new_backend(kind, ranks, timeout, device):
         if backend.name() == kind:
             return backend
     return dist.new_group(backend=kind, timeout=timeout)._get_backend(device)
-
-
-def _new_gloo(ranks, timeout):
-    """A gloo backend that does not come from ``new_group``. Torch names groups by their present number. Groups end
-    with their users here, so a name would recur, and the store would have the addresses of earlier ranks under it."""
-    number = next(_gloo_numbers.setdefault(tuple(ranks), itertools.count()))
-    name = f"strata/gloo/{'_'.join(map(str, ranks))}/{number}"
-    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
-    return dist.ProcessGroupGloo(store, ranks.index(dist.get_rank()), len(ranks), timeout=timeout)
 
 
 @contextmanager
@@ -271,13 +259,8 @@ def agree_after(collectives, what):
     """Context. Collective. An exception inside, on any rank, becomes an error on every rank that names the first
     rank that failed, so that none waits for a rank that has left. The work inside must call no collective.
 
-    Args:
-        collectives: a _C.Collectives.
-        what: names the work in messages: "opening the checkpoint".
-
-    Raises:
-        strata.Error: of the class that the first failed rank had; a rank that failed otherwise (a
-            TypeError) raises its own exception.
+    The error is a strata.Error of the class that the first failed rank had; a rank that failed otherwise (a TypeError)
+    raises its own exception. ``what`` names the work in messages: "opening the checkpoint".
     """
     kind = message = ""
     own = None

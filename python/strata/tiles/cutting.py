@@ -62,15 +62,12 @@ class Budget:
 def cut_parameters(tree, config, budget, from_files=None):
     """Cuts the parameters of a model that exceed the budget: ``tree.cut``, a ``Cut`` with the same arguments, holds
     them, None if there are none."""
-    if budget.largest is None or not any(_nbytes(p, from_files) > budget.largest for _, p in tree.parameters):
+    # An upper bound; the configuration's precision may need fewer bytes.
+    sizes = (math.prod(_full_shape(p, from_files)) * max(p.dtype.itemsize, 4) for _, p in tree.parameters)
+    if budget.largest is None or max(sizes, default=0) <= budget.largest:
         return
     cut = Cut(tree, config, budget, from_files)
     tree.cut = cut if cut.all else None
-
-
-def _nbytes(parameter, from_files):
-    """int: an upper bound; the configuration's precision may need fewer bytes."""
-    return math.prod(_full_shape(parameter, from_files)) * max(parameter.dtype.itemsize, 4)
 
 
 def _full_shape(parameter, from_files):

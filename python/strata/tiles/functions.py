@@ -118,16 +118,8 @@ def has_grouped_product(rows, other):
 
 
 def linear(x, tiles, bias=None):
-    """``torch.nn.functional.linear(x, weight, bias)`` for a weight [out, in] in tiles.
-
-    Args:
-        x: [..., in], floating.
-        tiles: ``Tiles`` of the weight.
-        bias: [out] or None.
-
-    Returns:
-        [..., out] of x's dtype; under autocast of autocast's.
-    """
+    """``torch.nn.functional.linear(x, weight, bias)``: x [..., in], floating, ``Tiles`` of a weight [out, in], bias
+    [out] or None to [..., out] of x's dtype; under autocast of autocast's."""
     x, bias, dtype = _autocast(x, bias)
     return _Product.apply(x, bias, tiles.anchor, tiles, dtype, True)
 
@@ -139,31 +131,19 @@ def matmul(x, tiles, bias=None):
 
 
 def embedding(ids, tiles, padding_idx=None, scale_grad_by_freq=False):
-    """``torch.nn.functional.embedding`` for a weight [ids, width] in tiles: each serves the ids in its range.
-
-    Args:
-        ids: [...], of integers.
-        tiles: ``Tiles`` of the weight.
-        padding_idx, scale_grad_by_freq: as torch's.
-
-    Raises:
-        UsageError: an id is not below the number of rows.
-    """
+    """``torch.nn.functional.embedding``, whose other arguments are torch's: ids [...], of integers, ``Tiles`` of a
+    weight [ids, width], each of which serves the ids in its range. UsageError where an id is not below the number of
+    rows."""
     return _Embedding.apply(ids, tiles.anchor, tiles, padding_idx, scale_grad_by_freq)
 
 
 def grouped_linear(x, tiles, counts, transposed=False):
-    """One linear layer a group of rows: the first ``counts[0]`` rows of ``x`` go through the first matrix of the
-    weight, and so on.
+    """One linear layer a group of rows: the first ``counts[0]`` rows of ``x`` [rows, in], floating, go through the
+    first matrix of the weight, and so on. Returns [rows, out]; zeroes for rows that belong to no group.
 
     Args:
-        x: [rows, in], floating.
-        tiles: ``Tiles`` of a weight [groups, out, in].
+        tiles: ``Tiles`` of a weight [groups, out, in], or [groups, in, out] if ``transposed``.
         counts: [int], rows of each group, or ``Groups``, which has them on the device.
-        transposed: the weight is [groups, in, out].
-
-    Returns:
-        [rows, out]; zeroes for rows that belong to no group.
     """
     x, _, dtype = _autocast(x, None)
     groups = counts if isinstance(counts, Groups) else Groups.of_counts(counts, x.device)
@@ -171,14 +151,9 @@ def grouped_linear(x, tiles, counts, transposed=False):
 
 
 def apply_tile(function, tile, *tensors):
-    """``function(values of the tile, *tensors)``, a tensor or a tuple of them, which may depend on all of these.
-    Backward runs the function again, so that nothing of the tile is kept.
-
-    Args:
-        function: the same when it is called again; keeps nothing of the tile's values.
-        tile: a ``Tile``.
-        tensors: what it depends on; other arguments it may have bound.
-    """
+    """``function(values of the tile, *tensors)``, a tensor or a tuple of them, which may depend on all of these; other
+    arguments the function may have bound. Backward runs it again, so that nothing of the tile is kept; it must do the
+    same then, and keep nothing of the tile's values."""
     return _Again.apply(function, tile, tile.parameter, *tensors)
 
 

@@ -72,16 +72,14 @@ def _gathered(core, index, modifier_rank):
 
 def iter_pieces(parameter, modifier_rank=None):
     """Iterates over the rows of a parameter of any size, a piece at a time: tile by tile where it is used in tiles,
-    else all of it at once. Collective where gathers are; each piece is whole on every rank until the next one.
+    else all of it at once. Collective where gathers are; each piece is whole on every rank until the next one. Yields
+    (first row, behind the last row, Tensor [rows, ...] in the parameter's dtype, on the model's device). A parameter
+    without dimensions is one piece of it, rows 0 to 1.
 
     Args:
         parameter: a Parameter, under an engine or not.
         modifier_rank: the rank whose changes count: every rank gets the values that it has written to a piece, in the
             weights and the fp32 master weights. None: read only.
-
-    Yields:
-        (first row, behind the last row, Tensor [rows, ...] in the parameter's dtype, on the model's device). A
-        parameter without dimensions is one piece of it, rows 0 to 1.
     """
     tiles = tiles_of(parameter)
     if tiles is None:

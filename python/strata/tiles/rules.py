@@ -38,25 +38,14 @@ class TilingRule:
         """Raises UsageError, with the reason, for a module that cannot be used in tiles at all."""
 
     def cut(self, module, name, full_name, rows, row_bytes, most):
-        """[(first row, behind the last row)]: the tiles, which hold every row once, in order. The result must be the
-        same on every rank.
-
-        Args:
-            module: the module.
-            name: of its parameter, one of ``parameters``.
-            full_name: in the model, for messages.
-            rows: int, of the parameter's first dimension.
-            row_bytes: int, of one row.
-            most: int, bytes of a tile at most.
-        """
+        """[(first row, behind the last row)]: tiles of at most ``most`` bytes, which hold every row of the module's
+        parameter ``name``, one of ``parameters``, once, in order. The same on every rank. ``full_name``: in the model,
+        for messages; ``rows``, ``row_bytes``: of its first dimension, and of one of them."""
         return _C.cut_rows(full_name, rows, row_bytes, most)
 
     def install(self, module, tiles):
-        """Makes the module compute with ``tiles``: puts ``forward`` in place of its own.
-
-        Returns:
-            a function that undoes this.
-        """
+        """Makes the module compute with ``tiles``: puts ``forward`` in place of its own. Returns a function that undoes
+        this."""
         return replaced(module, "forward", _TiledForward(self, module, tiles))
 
 
@@ -82,15 +71,12 @@ _by_class, _by_test = {}, []  # rules
 
 def register_tiling(module_class, rule):
     """Lets modules of this class use their parameters in tiles. A rule for the same class replaces the earlier one.
-    Call it before ``strata.initialize``, on every rank.
+    Call it before ``strata.initialize``, on every rank. UsageError for anything else than:
 
     Args:
         module_class: a class of ``torch.nn.Module``. It serves classes that inherit from it as well, unless they have a
             ``forward`` of their own. Or a function: module -> bool.
         rule: an instance of ``strata.tiles.TilingRule``.
-
-    Raises:
-        UsageError: for anything else.
     """
     if not isinstance(rule, TilingRule):
         raise _C.UsageError(
@@ -252,11 +238,8 @@ class EmbeddingRule(TilingRule):
         return functions.embedding(ids, tiles["weight"], module.padding_idx, module.scale_grad_by_freq)
 
 
-def _is_conv1d(module):
-    return ("transformers.pytorch_utils", "Conv1D") in ((c.__module__, c.__name__) for c in type(module).__mro__)
-
-
 register_tiling(torch.nn.Linear, LinearRule())
 register_tiling(torch.nn.Embedding, EmbeddingRule())
-register_tiling(_is_conv1d, Conv1DRule())
+register_tiling(lambda module: ("transformers.pytorch_utils", "Conv1D") in
+                ((cls.__module__, cls.__name__) for cls in type(module).__mro__), Conv1DRule())  # fmt: skip
 register_tiling(is_fused_experts, ExpertsRule())
