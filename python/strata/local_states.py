@@ -89,7 +89,12 @@ def state_dict(optimizer, engine):
     for number, member in enumerate(numbered):
         if member is None:
             continue
-        kept, parts = _of_adam(member, steps) if steps is not None else _of_client(member, core.segment_states)
+        if steps is None:
+            kept, parts = _of_client(member, core.segment_states)
+        else:
+            count, parts = max(steps[1][index] for index in member.indices), list(_MOMENTS)
+            moments = {name: member.shaped(_read(member, name)) for name in _MOMENTS} if count else None
+            kept = moments and {"step": torch.tensor(float(count)), **moments}
         if not kept:
             continue
         state[number], by_element[number] = kept, parts
@@ -110,14 +115,6 @@ def state_dict(optimizer, engine):
 def _read(member, name):
     """Copies on the host, by part."""
     return [_C.read_state(member.core, index, name, False).cpu() for index in member.indices]
-
-
-def _of_adam(member, steps):
-    count = max(steps[1][index] for index in member.indices)
-    if count == 0:
-        return None, []
-    moments = {name: member.shaped(_read(member, name)) for name in _MOMENTS}
-    return {"step": torch.tensor(float(count)), **moments}, list(_MOMENTS)
 
 
 def _of_client(member, states):

@@ -34,32 +34,34 @@ _OURS = ("master", "gradient", "exp_avg", "exp_avg_sq")
 
 
 def _read(param, optim_state_key, whole):
-    name = optim_state_key
-    if tiles_of(param) is not None:
-        return _read_tiles(tiles_of(param), name, whole)
+    name, tiles = optim_state_key, tiles_of(param)
+    if tiles is not None:
+        values = torch.empty(tiles.shape) if whole else []
+        for tile in tiles:
+            part = _read(tile.parameter, name, whole)
+            if part is None:  # so no parameter has one, on any rank
+                return None
+            if whole:
+                values[tile.begin : tile.end] = part
+            else:
+                values.append(part)
+        return values if whole else torch.cat(values)
     core, index = owner_of(param)
     if core is None:
         return None
     outside = _kept_outside(core, name)
     if outside is not None:
-        values = _part_kept_outside(core, index, name, outside)
+        _wait_for(core)
+        first, last = _C.state_range(core, index)
+        values = outside.part(index, name)
+        if values is not None:
+            values = values.to(core.device, torch.float32, copy=True)
+        elif first == last and outside.has(name):  # this rank owns no element of it
+            values = torch.empty(0, device=core.device)
         values = _C.join_state(core, index, values) if whole else values
     else:
         values = _C.read_state(core, index, name, whole)
     return shaped(core, index, values) if values is not None and whole else values
-
-
-def _read_tiles(tiles, name, whole):
-    values = torch.empty(tiles.shape) if whole else []
-    for tile in tiles:
-        part = _read(tile.parameter, name, whole)
-        if part is None:  # so no parameter has one, on any rank
-            return None
-        if whole:
-            values[tile.begin : tile.end] = part
-        else:
-            values.append(part)
-    return values if whole else torch.cat(values)
 
 
 def _write_tiles(tiles, name, value, whole):
@@ -108,16 +110,6 @@ def _kept_outside(core, name):
     return None
 
 
-def _part_kept_outside(core, index, name, outside):
-    """A copy of this rank's part, empty where it owns none; None where there is no such state."""
-    _wait_for(core)
-    first, last = _C.state_range(core, index)
-    part = outside.part(index, name)
-    if part is not None:
-        return part.to(core.device, torch.float32, copy=True)
-    return torch.empty(0, device=core.device) if first == last and outside.has(name) else None
-
-
 def _set_outside(core, index, name, outside, whole, flat):
     """False where there is no such state."""
     first, last = _C.state_range(core, index)
@@ -158,3 +150,5 @@ for _kind, (_state, _doc) in _KINDS.items():
             _made = functools.partial(_function, **_named, whole=_scope == "full")
             _made.__doc__ = _doc
             globals()[f"safe_{_verb}_{_scope}_{_kind}"] = _made
+
+__all__ = [name for name in globals() if name.startswith("safe_")]

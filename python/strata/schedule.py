@@ -156,7 +156,7 @@ class Advance:
             return
         self._scheduler = scheduler
         self._state = copy.deepcopy(scheduler.state_dict()) if hasattr(scheduler, "state_dict") else None
-        before = [_settings(group) for group in optimizer.param_groups]
+        before = [{k: _kept(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         scheduler.step(**arguments)
         self._written = []  # (group, key, before, after)
         for group, old in zip(optimizer.param_groups, before, strict=True):
@@ -170,10 +170,6 @@ class Advance:
         for group, key, before, after in self._written:
             if _same(group[key], after):
                 set_value(group, key, before)
-
-
-def _settings(group):
-    return {key: _kept(value) for key, value in group.items() if key != "params"}
 
 
 def _kept(value):

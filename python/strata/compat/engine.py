@@ -1,5 +1,7 @@
 """``deepspeed.initialize``, and the class of its engines: Strata's, with further names that frameworks use."""
 
+from operator import attrgetter
+
 from .. import _C
 from ..config_source import document_of
 from ..engine import Engine
@@ -9,7 +11,7 @@ from ..rank_logging import log_dist
 from . import VERSION
 from .config import settings_of
 from .names import REFUSED_METHODS, refused_method
-from .sharding import ParameterOffload, no_external_parameters
+from .sharding import ParameterOffload
 
 
 class DeepSpeedEngine(Engine):
@@ -30,16 +32,13 @@ class DeepSpeedEngine(Engine):
             optimizer.zero_stage, optimizer.zero_precision = config.stage, config.dtype
         if config.stage == 3:
             offload = ParameterOffload(self.module)
-            self.module.__dict__["ds_external_parameters"] = no_external_parameters
+            self.module.__dict__["ds_external_parameters"] = tuple  # a call returns (): Strata keeps no list of these
             if optimizer is None:
                 self.optimizer = offload
             else:
                 optimizer.parameter_offload = offload
 
-    @property
-    def config(self):
-        """The dict of the configuration."""
-        return self.document
+    config = property(attrgetter("document"), doc="The dict of the configuration.")
 
     def log_level(self):
         """str or None: ``log_level`` as the configuration has it."""

@@ -277,18 +277,6 @@ Examples:
     return result
 
 
-def _lines_for_other_hosts(folders):
-    """{name: value} of the lines NAME=VALUE of ``.deepspeed_env`` in these folders."""
-    found = {}
-    for folder in folders:
-        path = Path(folder, DEEPSPEED_ENVIRONMENT_NAME)
-        for line in path.read_text().splitlines() if path.is_file() else ():
-            name, equals, value = line.partition("=")
-            if equals and not line.startswith("#"):
-                found[name] = value
-    return found
-
-
 def _this_machine(request):
     if not request.hostfile and os.path.exists(DEFAULT_HOSTFILE):
         request.hostfile = DEFAULT_HOSTFILE
@@ -297,8 +285,14 @@ def _this_machine(request):
     except OSError:
         raise UsageError(f"--hostfile: '{request.hostfile}' cannot be read") from None
     gpus = sum(path.name[6:].isdecimal() for path in Path("/dev").glob("nvidia*"))
-    folder = os.getcwd()
-    return Machine(dict(os.environ), gpus, folder, hostfile, _lines_for_other_hosts([folder, os.path.expanduser("~")]))
+    passed_on = {}  # the lines NAME=VALUE of ``.deepspeed_env``
+    for folder in (os.getcwd(), os.path.expanduser("~")):
+        path = Path(folder, DEEPSPEED_ENVIRONMENT_NAME)
+        for line in path.read_text().splitlines() if path.is_file() else ():
+            name, equals, value = line.partition("=")
+            if equals and not line.startswith("#"):
+                passed_on[name] = value
+    return Machine(dict(os.environ), gpus, os.getcwd(), hostfile, passed_on)
 
 
 def main(arguments=None):

@@ -48,14 +48,11 @@ def _mark_loaded_modules(model):
     """Marks modules whose tensors all have their values. Transformers would else read each tensor, only to find that it
     needs no initialization, and a read gathers."""
     for module in model.modules():
-        own = [t for t in (*dict.values(module._parameters), *module._buffers.values()) if t is not None]
-        lasting = [t for t in own if isinstance(t, torch.nn.Parameter) or _is_saved(module, t)]
+        passing = module._non_persistent_buffers_set
+        saved = [buffer for name, buffer in module._buffers.items() if name not in passing]
+        lasting = [t for t in (*dict.values(module._parameters), *saved) if t is not None]
         if lasting and all(getattr(t, "_is_hf_initialized", False) for t in lasting):
             module._is_hf_initialized = True
-
-
-def _is_saved(module, tensor):
-    return any(b is tensor and name not in module._non_persistent_buffers_set for name, b in module._buffers.items())
 
 
 def is_sharded(model):

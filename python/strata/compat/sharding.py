@@ -43,13 +43,10 @@ class Init(zero.Init):
     def __enter__(self):
         super().__enter__()
         if self._reads is not None:
-            self._deferred.values_come_later = _initializes_nothing()
+            # Where it fills the model later, transformers has replaced torch's initializers by ones that do nothing.
+            initializer = getattr(torch.nn.init.normal_, "__qualname__", "")
+            self._deferred.values_come_later = initializer.startswith("no_init_weights.")
         return self
-
-
-def _initializes_nothing():
-    """Whether transformers has replaced torch's initializers by functions that do nothing, to fill the model later."""
-    return getattr(torch.nn.init.normal_, "__qualname__", "").startswith("no_init_weights.")
 
 
 def register_external_parameter(module, parameter):
@@ -69,11 +66,6 @@ def unwrap_model_for_generation(model):
     """Context in which the module of ``model``, an engine, is whole on every rank; its value is the module."""
     with GatheredParameters(model.module.parameters(), enabled=model.zero_optimization_partition_weights()):
         yield model.module
-
-
-def no_external_parameters():
-    """(): Strata keeps no list of external parameters. Modules of an engine have this as ``ds_external_parameters``."""
-    return ()
 
 
 class ParameterOffload:

@@ -61,7 +61,10 @@ class StrataTrainerMixin:
     def _wrap_model(self, model, training=True, dataloader=None):
         """Puts the model under the engine, and returns the same module."""
         if self.engine is not None and training and self.engine.optimizer is None:
-            self._end_evaluating_engine()
+            # The model was evaluated before it trains. Its shards stay with it; the next engine takes them over.
+            if self.engine.zero_optimization_stage() < 3 or self.engine.world_size == 1:
+                self.engine.destroy()
+            self.engine = None
         if self.engine is None:
             self._begin_engine(training)
         return self.model
@@ -78,13 +81,6 @@ class StrataTrainerMixin:
             for module in self.model.modules():  # with this mark every rank generates until the last one is done
                 if hasattr(module, "generate"):
                     module._is_fsdp_managed_module = True
-
-    def _end_evaluating_engine(self):
-        """Ends the engine of a model that was evaluated before it trains. Its shards stay with the model; the next
-        engine takes them over."""
-        if self.engine.zero_optimization_stage() < 3 or self.engine.world_size == 1:
-            self.engine.destroy()
-        self.engine = None
 
     def _backward(self, loss, **kwargs):
         """Trainer calls this for ``accelerator.backward``. At an accumulation boundary it makes the step, too."""

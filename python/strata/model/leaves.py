@@ -6,6 +6,10 @@ configuration names more. The engine gathers the blocks that it finds by itself 
 """
 
 
+__all__ = ["get_z3_leaf_modules", "set_z3_leaf_module", "set_z3_leaf_modules", "set_z3_leaf_modules_by_name",
+           "set_z3_leaf_modules_by_suffix", "unset_z3_leaf_modules", "z3_leaf_module"]  # fmt: skip
+
+
 def z3_leaf_module(model):
     """bool: whether the module is marked."""
     return bool(getattr(model, "_z3_leaf", False))

@@ -115,13 +115,7 @@ class TiledParameter(ShardedParameter):
             args, kwargs = tree_map(_with_values, (args, kwargs))
             return func(*args, **kwargs)
 
-    @property
-    def ds_persist(self):
-        return False
-
-    @property
-    def ds_status(self):
-        return ParameterStatus.NOT_AVAILABLE if self.numel() == 0 else ParameterStatus.AVAILABLE
+    ds_persist = False
 
     @property
     def ds_tensor(self):

@@ -33,11 +33,6 @@ class Groups:
             self._copied.record()
 
     @staticmethod
-    def of_counts(counts, device):
-        """Groups by ``counts``, [int]: the rows of each."""
-        return Groups(torch.tensor(counts, dtype=torch.int32, device=device).cumsum(0))
-
-    @staticmethod
     def of_sorted(members, groups):
         """Groups by ``members``: each row's group, ascending; a number of ``groups`` or more belongs to none."""
         return Groups(torch.searchsorted(members, torch.arange(groups, device=members.device), right=True))
@@ -146,8 +141,9 @@ def grouped_linear(x, tiles, counts, transposed=False):
         counts: [int], rows of each group, or ``Groups``, which has them on the device.
     """
     x, _, dtype = _autocast(x, None)
-    groups = counts if isinstance(counts, Groups) else Groups.of_counts(counts, x.device)
-    return _GroupedLinear.apply(x, tiles.anchor, tiles, groups, transposed, dtype)
+    if not isinstance(counts, Groups):
+        counts = Groups(torch.tensor(counts, dtype=torch.int32, device=x.device).cumsum(0))
+    return _GroupedLinear.apply(x, tiles.anchor, tiles, counts, transposed, dtype)
 
 
 def apply_tile(function, tile, *tensors):

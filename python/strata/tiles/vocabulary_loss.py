@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from .. import _C
 from ..model.interception import replaced
-from ..model.tiles import Destination, ProductSum, tiles_of, write_product
+from ..model.tiles import Destination, ProductSum, Tile, tiles_of, write_product
 from .functions import linear
 
 
@@ -59,9 +59,7 @@ def linear_cross_entropy(hidden, weight, labels, bias=None, ignore_index=-100, r
     if reduction not in ("mean", "sum", "none"):
         raise _C.UsageError(f"linear_cross_entropy: reduction is 'mean', 'sum' or 'none'; found {reduction!r}")
     flat, classes = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
-    kind = hidden.device.type
-    if torch.is_autocast_enabled(kind):
-        flat = flat.to(torch.get_autocast_dtype(kind))
+    flat = flat.to(_dtype_of(flat))
     blocks = _Blocks(weight, tiles, flat, block_bytes or _BLOCK_BYTES)
     anchor = weight if tiles is None else tiles.anchor
     losses = _Losses.apply(flat, anchor, bias, classes, ignore_index, blocks)
@@ -80,7 +78,7 @@ class _Blocks:
         rows = max((tile.rows for tile in tiles), default=1) if tiles is not None else min(_BLOCK_ROWS, len(weight))
         self.tokens = max(1, min(len(flat) or 1, block_bytes // (4 * max(1, rows))))
         if tiles is None:
-            self.vocabulary = [_Rows(weight, begin, min(begin + rows, len(weight)))
+            self.vocabulary = [Tile(weight.detach()[begin : begin + rows], begin, min(begin + rows, len(weight)))
                                for begin in range(0, len(weight), max(1, rows))]  # fmt: skip
         else:
             self.vocabulary = list(tiles)
@@ -93,19 +91,6 @@ class _Blocks:
         """[tokens, rows of the block], fp32 with a bias, else of hidden's dtype."""
         found = x @ weight.to(self.dtype).t()
         return found if bias is None else found.float().add_(bias[block.begin : block.end].float())
-
-
-class _Rows:
-    """A block of a weight that is not in tiles, with the interface of a tile."""
-
-    def __init__(self, weight, begin, end):
-        self._weight, self.begin, self.end = weight, begin, end
-
-    def __enter__(self):
-        return self._weight.detach()[self.begin : self.end]
-
-    def __exit__(self, kind, value, traceback):
-        return False
 
 
 def _gradient_of(block, of_weight):

@@ -149,19 +149,15 @@ def _write_pickles(state_dict, folder, most):
             files.add({member: values[id(state_dict[member])] for member in members}, name)
             index["weight_map"].update(dict.fromkeys(members, name))
         if len(shards) > 1 and any(os.path.lexists(os.path.join(folder, name)) for name in names):
-            _remove(folder, index_name)  # an incomplete folder must not mix two checkpoints
+            path = os.path.join(folder, index_name)  # an incomplete folder must not mix two checkpoints
+            try:
+                Path(path).unlink(missing_ok=True)
+            except OSError as error:
+                raise _C.IoError(f"cannot remove '{path}' of an earlier checkpoint: {error}") from error
         files.publish()
     if len(shards) > 1:
         _C.write_file_atomically(os.path.join(folder, index_name), json.dumps(index, indent=2) + "\n")
     _C.remove_other_weights(folder, {*names, index_name} if len(shards) > 1 else {*names})
-
-
-def _remove(folder, name):
-    path = os.path.join(folder, name)
-    try:
-        Path(path).unlink(missing_ok=True)
-    except OSError as error:
-        raise _C.IoError(f"cannot remove '{path}' of an earlier checkpoint: {error}") from error
 
 
 def _shards(state_dict, most):
