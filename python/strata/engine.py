@@ -277,13 +277,10 @@ class Engine(EngineCheckpoints, torch.nn.Module):
         save_pretrained(self, save_directory, max_shard_size)
 
     def destroy(self, keep_values=False):
-        """Removes every hook and frees the engine's memory.
-
-        Args:
-            keep_values: leave the model with full parameters of its own (collective at stage 3). Else sharded
-                parameters end empty; parameters that are whole anyway (all at stages 0 to 2, and on one rank) keep
-                their values, unless the device has no room for a copy of them beside the engine.
-        """
+        """Removes every hook and frees the engine's memory. With ``keep_values`` the model has full parameters of its
+        own afterwards (collective at stage 3). Else sharded parameters end empty; parameters that are whole anyway (all
+        at stages 0 to 2, and on one rank) keep their values, unless the device has no room for a copy of them beside
+        the engine."""
         self.core.end_trace()
         if self._trace is not None:
             self._log_trace()

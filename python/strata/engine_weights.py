@@ -24,8 +24,7 @@ class EngineWeights:
         """{name: tensor}: the model's state dict; at stage 3 whole copies on the host, on every rank (collective).
 
         Args:
-            destination: a dict to fill and return; None: a new one.
-            prefix: a text before every name.
+            destination, prefix: a dict to fill and return, or None; a text before every name.
             keep_vars: return tensors that autograd knows; without effect at stage 3.
             exclude_frozen_parameters: leave out parameters that need no gradient.
         """
@@ -125,8 +124,9 @@ class StateOffload:
 
     def offload_states(self, include=None, device="cpu", pin_memory=True, non_blocking=False):
         """Moves states of training from the device to host memory. Their memory on the device is free when this
-        returns. ``reload_states()`` brings them back, bit for bit. Collective; between passes, also in a step that
-        already has gradients. States that are offloaded already, to the host or to a drive, do not move.
+        returns, whatever ``non_blocking`` is. ``reload_states()`` brings them back, bit for bit. Collective; between
+        passes, also in a step that already has gradients. States that are offloaded already, to the host or to a drive,
+        do not move.
 
         Until the reload ``step()``, checkpoints, and reading or setting states of parameters raise UsageError. So do
         ``backward()`` while gradient memory is away, and a forward or a read of a parameter while weights are away.
@@ -134,25 +134,24 @@ class StateOffload:
         (``p.data``) then. While the weights are on the device, the model may be evaluated, gathered and saved
         (``save_pretrained``).
 
-        The weights stay, with one warning, where the ranks' transport cannot free their memory (gloo, drivers
-        without virtual memory management). Weights in fp32 are their own masters: nothing moves as "hp_params" then.
-        Where an optimizer of the script's updates the shards, "optim_states" moves the tensors of its ``state`` that
-        are on the device; the parameters in its groups are empty while masters or weights are away, and have other
-        memory afterwards.
+        The weights stay, with one warning, where the ranks' transport cannot free their memory (gloo, drivers without
+        virtual memory management). Weights in fp32 are their own masters: nothing moves as "hp_params" then. Where an
+        optimizer of the script's updates the shards, "optim_states" moves the tensors of its ``state`` that are on the
+        device; the parameters in its groups are empty while masters or weights are away, and have other memory
+        afterwards.
 
         Args:
-            include: which states, by DeepSpeed's names or ``OffloadStateTypeEnum``: "optim_states" (``exp_avg``,
+            include: the states, by DeepSpeed's names or ``OffloadStateTypeEnum``: "optim_states" (``exp_avg``,
                 ``exp_avg_sq``), "hp_params" (masters, or their remainders), "lp_params" (the weights), "lp_grads"
-                (reduced gradients) and "contiguous_grad_buffer" (gradients that are not reduced yet).
-                None: all. The same on every rank.
+                (reduced gradients) and "contiguous_grad_buffer" (gradients that are not reduced yet). None: all. The
+                same on every rank.
             device: "cpu", or DeepSpeed's ``OffloadDeviceEnum.cpu``; "none" does nothing but warn.
             pin_memory: into pinned host memory, as far as the system lets this process pin some.
-            non_blocking: has no effect: memory is free only when the copies are complete.
 
         Raises:
             UsageError: for other states and devices; within a backward pass or ``GatheredParameters``.
-            OutOfMemoryError: on every rank, where a host has no room. The engine then counts all states but the
-                weights as away: ``reload_states()`` brings back those that have moved.
+            OutOfMemoryError: on every rank, where a host has no room. The engine then counts all states but the weights
+                as away: ``reload_states()`` brings back those that have moved.
         """
         where = _text(device)
         if where == "none":

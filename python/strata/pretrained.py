@@ -38,7 +38,8 @@ def load_pretrained(
     strict=False,
     **model_arguments,
 ):
-    """Loads a transformers checkpoint as a model under the engine, never whole on any rank. Collective.
+    """Loads a transformers checkpoint as a model under the engine, never whole on any rank. Collective. Returns
+    (engine, optimizer, dataloader, lr_scheduler) as ``strata.initialize`` does.
 
     Strata builds the model without parameter memory; each rank reads its shards' ranges of the files. The files may
     have any floating dtype. The weights get the dtype of the configuration's precision, or without one that of
@@ -48,16 +49,12 @@ def load_pretrained(
     Args:
         path: a folder with config.json and model.safetensors or model.safetensors.index.json; or one that PEFT wrote,
             whose adapter_config.json names the folder of the base model: a PeftModel then, with its adapter trainable.
-        config: as ``strata.initialize`` takes it.
+        config, optimizer, training_data, lr_scheduler, collate_fn: as ``strata.initialize`` takes them.
         model_class: a class of transformers; None: the one that config.json names in ``architectures``.
-        optimizer, training_data, lr_scheduler, collate_fn: as ``strata.initialize`` takes them.
-        model_parameters: None, or a callable that makes parameters or param groups from the model. All
-            parameters are empty then: choose them by their names.
+        model_parameters: None, or a callable that makes parameters or param groups from the model. All parameters are
+            empty then: choose them by their names.
         strict: tensors that the model does not use are an error; else a warning.
         model_arguments: as ``from_pretrained`` takes them: ``attn_implementation``, ``dtype``.
-
-    Returns:
-        (engine, optimizer, dataloader, lr_scheduler) as ``strata.initialize`` does.
 
     Raises:
         FormatError: the checkpoint contradicts itself or does not fit the model; lists missing and misshapen tensors.

@@ -20,19 +20,19 @@ _ITS_OWN = 0  # stands for memory of the engine
 
 
 class GatheredParameters:
-    """Context in which parameters are whole on every rank. At its end they are released, unless a running forward or
-    an outer context holds them.
+    """Context in which parameters are whole on every rank. At its end they are released, unless a running forward or an
+    outer context holds them.
 
-    Collective when ``modifier_rank`` is given, or when ranks gather through a process group; every rank
-    must then enter with the same parameters. Contexts nest; duplicates, None and parameters that no engine
-    owns are ignored. A parameter that is used in tiles is whole on the host, not on the model's device;
-    ``strata.iter_pieces`` gives it piece by piece.
+    Collective when ``modifier_rank`` is given, or when ranks gather through a process group; every rank must then enter
+    with the same parameters. Contexts nest; duplicates, None and parameters that no engine owns are ignored. A
+    parameter that is used in tiles is whole on the host, not on the model's device; ``strata.iter_pieces`` gives it
+    piece by piece.
 
     Args:
         params: a Parameter, or an iterable of Parameters.
-        modifier_rank: the rank whose changes count: at the end every rank gets this rank's values, in the weights
-            and in the fp32 master weights. None: read only.
-        fwd_module: accepted for DeepSpeed's sake; the engine gathers parameters of other modules when they are read.
+        modifier_rank: the rank whose changes count: at the end every rank gets this rank's values, in the weights and
+            in the fp32 master weights. None: read only.
+        fwd_module: no effect; the engine gathers parameters of other modules when they are read.
         enabled: False makes the context do nothing.
 
     Raises:

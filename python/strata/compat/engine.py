@@ -15,13 +15,9 @@ from .sharding import ParameterOffload
 
 
 class DeepSpeedEngine(Engine):
-    """``strata.Engine`` under the name that frameworks ask for.
-
-    Attributes:
-        config: dict, the configuration as the script gave it; not the model's, which is ``engine.module.config``.
-        optimizer: as Strata's. At stage 3 it has ``parameter_offload``; an engine without an optimizer has that object
-            as ``optimizer``.
-    """
+    """``strata.Engine`` under the name that frameworks ask for. ``config`` is the configuration's dict as the script
+    gave it, not the model's, which is ``engine.module.config``. At stage 3 ``optimizer`` has ``parameter_offload``; an
+    engine without an optimizer has that object as ``optimizer``."""
 
     document = {}  # of the configuration
     sparse_tensor_module_names = frozenset()  # gradients are dense
@@ -100,13 +96,13 @@ def initialize(
     config_params=None,
 ):
     """``strata.initialize`` in the form that frameworks expect: the engine is a ``DeepSpeedEngine``, and its ``config``
-    is the given dict.
+    is the given dict. Other arguments, results and errors are ``strata.initialize``'s.
 
     Args:
         args: a namespace whose ``deepspeed_config``, or ``deepscale_config`` (the older name), is used when no
             configuration is given.
         distributed_port: accepted for DeepSpeed's sake; the launcher sets MASTER_PORT.
-        The others, results and errors are ``strata.initialize``'s. ``config_params`` is another name of ``config``.
+        config_params: another name of ``config``.
     """
     of_arguments = (getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config"))
     given = next((c for c in (config, config_params, *of_arguments) if c is not None), None)

@@ -24,15 +24,13 @@ _ARGUMENTS = "training_args.bin"
 
 class StrataTrainerMixin:
     """A Trainer whose model trains sharded. Trainer makes optimizer and scheduler; the engine computes the update on
-    shards. A method that Trainer calls on every rank is collective.
+    shards. A method that Trainer calls on every rank is collective. ``engine`` is the ``strata.Engine``; None before
+    ``train()``, ``evaluate()`` or ``predict()`` is called.
 
     Args:
         strata_config: dict, path or JSON text (docs/CONFIG.md) without the settings of ``TrainingArguments``: batch
             sizes, clipping, precision, optimizer and scheduler. None: stage 3.
         The others are Trainer's.
-
-    Attributes:
-        engine: the ``strata.Engine``; None before ``train()``, ``evaluate()`` or ``predict()`` is called.
 
     Raises:
         ConfigError: ``strata_config`` is wrong, or differs from ``TrainingArguments``.

@@ -194,19 +194,17 @@ class DeferredTensor:
 
 class Recording(TorchDispatchMode):
     """While it is open, floating tensors of more than ``larger_than`` elements that constructors make get no memory.
-    Operations on them that work element by element, with numbers, become their recipe (``steps_of``). Random
-    numbers are drawn later, counted by element; each operation draws one number, its key, from torch's generator, so
-    that ``torch.manual_seed`` decides and an operation's values depend on nothing but its place in the program.
+    Operations on them that work element by element, with numbers, become their recipe (``steps_of``). Random numbers
+    are drawn later, counted by element; each operation draws one number, its key, from torch's generator, so that
+    ``torch.manual_seed`` decides and an operation's values depend on nothing but its place in the program.
 
     Any other operation, or one that reads a value, materializes the tensor first, on the host (on a GPU if a
-    constructor made it there). A warning says so once for each kind of constructor and operator.
+    constructor made it there). A warning says so once for each kind of constructor and operator, if ``warns``.
 
     Args:
-        larger_than: elements.
         running: [torch.nn.Module] whose constructors run, the innermost last; none: nothing is recorded.
         threads, world_size: ``strata.threads`` (or None) and the job's; they decide how many threads compute values.
         piece: bytes of one copy to a GPU.
-        warns: whether to warn of tensors that are materialized.
     """
 
     def __init__(self, larger_than, running, threads, world_size, piece, warns):

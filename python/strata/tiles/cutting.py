@@ -89,12 +89,9 @@ _VIEWS = {getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH")
 
 class TiledParameter(ShardedParameter):
     """A parameter that is used in tiles. It is empty (``numel() == 0``), except within ``GatheredParameters``, where it
-    is whole on the host. ``ds_shape`` and ``ds_numel`` are those of the whole.
-
-    Reading ``module.weight`` gives this object. An operation on it gathers a whole copy, which autograd knows, and
-    raises UsageError where the parameter is too large for that. An operation that would change it, or that registers a
-    hook of its gradient, raises UsageError.
-    """
+    is whole on the host. ``ds_shape`` and ``ds_numel`` are those of the whole. Reading ``module.weight`` gives this
+    object. An operation on it gathers a whole copy, which autograd knows. UsageError where it is too large for that,
+    for an operation that would change it, and for one that registers a hook of its gradient."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):

@@ -17,19 +17,12 @@ from .functions import Groups, Members, has_grouped_product
 
 class TilingRule:
     """The way in which modules of a class use their parameters in tiles. Inherit from it, and call
-    ``strata.register_tiling(Class, Rule())``.
+    ``strata.register_tiling(Class, Rule())``. One rule serves many modules and keeps no reference to them.
 
-    One rule serves many modules and keeps no reference to them. It has a ``forward(module, tiles, *args, **kwargs)``,
-    which computes the module's forward with its parameters in tiles.
-
-        module: the module; its other parameters are whole.
-        tiles: {name: strata.model.tiles.Tiles} of those of ``parameters`` that are cut. The operations of
-            ``strata.tiles.functions`` take such a Tiles: linear, matmul, embedding, grouped_linear; ``apply_tile`` runs
-            a function of your own with one tile.
-        args, kwargs: of the module's forward.
-
-    Attributes:
-        parameters: names of the module's parameters that it can use in tiles.
+    It names those of the module's parameters that it can use in tiles, ``parameters``. Its ``forward(module, tiles,
+    *args, **kwargs)`` computes the module's forward with ``tiles``, {name: strata.model.tiles.Tiles} of the parameters
+    that are cut; the module's others are whole. The operations of ``strata.tiles.functions`` take such a Tiles: linear,
+    matmul, embedding, grouped_linear; ``apply_tile`` runs a function of your own with one tile.
     """
 
     parameters = ("weight",)
