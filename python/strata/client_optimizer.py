@@ -304,12 +304,10 @@ def _copy_at(device, value, **more):
 @contextmanager
 def _same_random_numbers(core, alone):
     """Context in which an optimizer draws the same random numbers on every rank; the script's numbers do not change."""
-    if alone:
-        yield
-        return
     device = torch.device(core.device)
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(core.global_steps)
+    with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=not alone):
+        if not alone:
+            torch.manual_seed(core.global_steps)
         yield
 
 

@@ -23,32 +23,17 @@ from .. import _C
 logger = logging.getLogger("strata")
 
 
-_used = []  # [UsedGroups], oldest first
+# [_C.UsedBackends], each of some collectives, oldest first. Those of gloo were made for these, and end with them.
+_used = []
 _defaults = []  # [(a weak reference to a default process group, whether Strata has made it)]
 
 
-class UsedGroups:
-    """The process groups behind some collectives. Those of gloo were made for these collectives, and end with them.
-    ``backends``: the _C.UsedBackends of these collectives; None before they are there."""
-
-    def __init__(self):
-        for earlier in list(_used):  # some belong to engines without any reference
-            if not earlier.in_use():
-                earlier.end()
-        self.backends = None
-        _used.append(self)
-
-    def in_use(self):
-        """Whether the collectives still exist."""
-        return self.backends is not None and self.backends.in_use()
-
-    def end(self):
-        """Ends the threads that work for the collectives, which raise CommError from then on. Waits for operations that
-        this rank has started. A second call does nothing."""
-        if self in _used:
-            _used.remove(self)
-        if self.backends is not None:
-            self.backends.let_go()
+def _end_backends(used):
+    """Ends the threads that work for collectives, which raise CommError from then on. Waits for operations that this
+    rank has started. A second call does nothing."""
+    if used in _used:
+        _used.remove(used)
+    used.let_go()
 
 
 def record_default(group, made):
@@ -61,7 +46,7 @@ def record_default(group, made):
 @atexit.register  # with this module, before there are engines: so after they have left, for the last hook runs first
 def _end():
     for used in reversed(list(_used)):
-        used.end()
+        _end_backends(used)
     for known, made in _defaults:
         group = known()
         if group is None:
@@ -180,23 +165,26 @@ def make_collectives(config, device, waits=None):
         record_default(dist.group.WORLD, made=False)
     if world_size == 1:
         return _C.single_rank(device, waits)
-    groups = UsedGroups()
-    collectives, probe, groups.backends = _C.join_ranks(
+    for earlier in list(_used):  # some belong to engines without any reference
+        if not earlier.in_use():
+            _end_backends(earlier)
+    collectives, probe, backends = _C.join_ranks(
         config, rank, world_size, device, dist.distributed_c10d._get_default_store(),
         partial(_new_backend, timeout=timedelta(seconds=config.timeout_s), device=device),
         lambda warning, text: choices.log(logging.WARNING if warning else logging.INFO, "%s", text),
         waits=waits, **facts,
     )  # fmt: skip
-    collectives.probe, collectives.groups = probe, groups
+    _used.append(backends)
+    collectives.probe, collectives.backends = probe, backends
     return collectives
 
 
 def end_collectives(collectives):
     """Ends the threads that work for collectives of ``make_collectives`` that are no longer used. Local."""
     collectives.all_left()
-    groups = getattr(collectives, "groups", None)  # one rank has none
-    if groups is not None:
-        groups.end()
+    backends = getattr(collectives, "backends", None)  # one rank has none
+    if backends is not None:
+        _end_backends(backends)
 
 
 def _facts(device):
