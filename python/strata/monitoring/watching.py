@@ -14,7 +14,7 @@ import torch
 from .. import _C
 from ..ranks.departure import engines
 from ..views.tables import TRANSFERS, transfer_tables
-from .flops import profile_text
+from .flops import PassProfile, profile_text
 
 logger = logging.getLogger("strata")
 
@@ -161,8 +161,10 @@ def transfers_line(transfers):
     return "; ".join(parts) or "no transfers"
 
 
-_TIMERS = {"fwd": "forward", "bwd": "backward", "bwd_inner": "backward_inner", "bwd_allreduce": "backward_allreduce",
-           "step": "step"}  # fmt: skip  {timer: metric}
+_TIMERS = {  # {timer: metric}
+    "fwd": "forward", "bwd": "backward", "bwd_inner": "backward_inner", "bwd_allreduce": "backward_allreduce",
+    "step": "step",
+}  # fmt: skip
 
 
 def watch_steps(engine, config, monitor):
@@ -208,8 +210,6 @@ class StepWatch:
         due = self._engine.global_steps == self._profiles_at and self._engine.module.training
         if not due or self._profile is not None or not torch.is_grad_enabled():
             return call(*args, **kwargs)
-        from .flops import PassProfile  # not before a step is profiled
-
         self._profile = PassProfile(self._engine.module, self._engine.device)
         with self._profile.forward():
             return call(*args, **kwargs)
