@@ -134,7 +134,11 @@ class StartUp:
                 self.collectives = make_collectives(self.config, self.runtime.device, self.runtime.host_waits)
             self.build()
             try:
-                self.measure_budget()
+                self.budget = None
+                if self.config.stage == 3 or self.runtime.device.type == "cuda":
+                    from .tiles.cutting import Budget  # not at `import strata`
+
+                    self.budget = Budget.of_rank(self.config, self.runtime.device, self.collectives, self.tree)
                 with self.agreed("making the optimizer"), self.clock.phase("make optimizer"):
                     self.make_optimizer()
                     self.monitor = None
@@ -197,14 +201,6 @@ class StartUp:
         """Context, in the phase "meet", of this rank's work ``what``, whose outcome the ranks agree on."""
         with self.clock.phase("meet"), agree_after(self.collectives, what):
             yield
-
-    def measure_budget(self):
-        """Finds the bound on the bytes of one parameter that may be gathered at once. Collective on GPUs."""
-        self.budget = None
-        if self.config.stage == 3 or self.runtime.device.type == "cuda":
-            from .tiles.cutting import Budget  # not at `import strata`
-
-            self.budget = Budget.of_rank(self.config, self.runtime.device, self.collectives, self.tree)
 
     def make_optimizer(self):
         """Takes over the script's optimizer, or the configuration's."""

@@ -31,14 +31,10 @@ def show_logs(level=None):
         _shown = _RankHandler()
     if _shown in logger.handlers:
         wanted = os.environ.get(_VARIABLE) or level
+        if wanted and wanted.lower() not in _LEVELS:
+            raise _C.ConfigError(f"{_VARIABLE}: wanted one of {', '.join(_LEVELS)}; found '{wanted}'")
         if wanted is not None or logger.level == logging.NOTSET:
-            _shown.set_threshold(_level_of(wanted or "info"))
-
-
-def _level_of(name):
-    if name.lower() not in _LEVELS:
-        raise _C.ConfigError(f"{_VARIABLE}: wanted one of {', '.join(_LEVELS)}; found '{name}'")
-    return getattr(logging, name.upper())
+            _shown.set_threshold(getattr(logging, (wanted or "info").upper()))
 
 
 def _program_listens():

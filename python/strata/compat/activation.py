@@ -62,7 +62,8 @@ _ADVICE = (
 
 
 class Finder:
-    """An entry of ``sys.meta_path`` for the modules below ``deepspeed`` and the metadata of that distribution."""
+    """An entry of ``sys.meta_path`` for the modules below ``deepspeed``, which it makes, too, and the metadata of that
+    distribution. Two names of one module give the same object."""
 
     def find_spec(self, name, path=None, target=None):
         """The spec of a module of the stand-in; None for names that are not below ``deepspeed``. ModuleNotFoundError
@@ -75,7 +76,7 @@ class Finder:
                 f"has. Unset {VARIABLE} to use DeepSpeed itself",
                 name=name,
             )
-        return ModuleSpec(name, Loader(), origin=__file__, is_package=True)
+        return ModuleSpec(name, self, origin=__file__, is_package=True)
 
     def find_distributions(self, context=None):
         """[the distribution "deepspeed"], where ``context`` asks for it or for all."""
@@ -85,6 +86,23 @@ class Finder:
 
     def invalidate_caches(self):
         """Does nothing: this finder has no caches."""
+
+    def create_module(self, spec):
+        """The module that ``spec`` is another name of; None: make a new one."""
+        path = _path_of(spec.name)
+        full = f"{NAME}.{path}" if path else NAME
+        return None if spec.name == full else importlib.import_module(full)
+
+    def exec_module(self, module):
+        """Gives a new module its names."""
+        if "__getattr__" not in module.__dict__:
+            names = _tables().MODULES[_path_of(module.__name__)]
+            module.__doc__ = "Strata, under the names of DeepSpeed: docs/MIGRATING.md says what differs."
+            module.__file__ = _tables().__file__
+            refusal = _tables().Refusal
+            module.__all__ = [n for n, target in names.items() if n[0] != "_" and not isinstance(target, refusal)]
+            module.__getattr__ = lambda name: _find(module, names, name)
+            module.__dir__ = lambda: sorted({*module.__dict__, *names, *_children(module.__name__)})
 
 
 def _distribution():
@@ -127,30 +145,6 @@ def _path_of(name):
         if path == alias or path.startswith(alias + "."):
             return target + path[len(alias) :]
     return path
-
-
-class Loader:
-    """Makes one module. Two names of one module give the same object."""
-
-    def create_module(self, spec):
-        """The module that ``spec`` is another name of; None: make a new one."""
-        path = _path_of(spec.name)
-        return None if spec.name == _full(path) else importlib.import_module(_full(path))
-
-    def exec_module(self, module):
-        """Gives a new module its names."""
-        if "__getattr__" not in module.__dict__:
-            names = _tables().MODULES[_path_of(module.__name__)]
-            module.__doc__ = "Strata, under the names of DeepSpeed: docs/MIGRATING.md says what differs."
-            module.__file__ = _tables().__file__
-            refusal = _tables().Refusal
-            module.__all__ = [n for n, target in names.items() if n[0] != "_" and not isinstance(target, refusal)]
-            module.__getattr__ = lambda name: _find(module, names, name)
-            module.__dir__ = lambda: sorted({*module.__dict__, *names, *_children(module.__name__)})
-
-
-def _full(path):
-    return f"{NAME}.{path}" if path else NAME
 
 
 def _children(name):
