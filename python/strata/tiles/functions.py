@@ -10,11 +10,12 @@ Rows that are ordered by group, each group with its own matrix, go through one g
 kernel for it, else through one product for each group. Both ways give the same bits where their kernels do.
 """
 
+import functools
+
 import torch
 
 from .. import _C
 from ..model.tiles import write_product
-
 
 _MOST_GROUPS = 1023  # of one grouped product of torch
 
@@ -24,8 +25,8 @@ class Groups:
     behind the last end to none. ``ends``: int32 tensor [groups], on the rows' device."""
 
     def __init__(self, ends):
-        self.ends = ends.int()
-        self._host, self._copied, self._bounds = None, None, None
+        self.ends = self._host = ends.int()
+        self._copied = None
         if ends.is_cuda:  # the copy runs while the host queues more work
             self._host = torch.empty(ends.shape, dtype=torch.int32, pin_memory=True)
             self._host.copy_(self.ends, non_blocking=True)
@@ -37,16 +38,13 @@ class Groups:
         """Groups by ``members``: each row's group, ascending; a number of ``groups`` or more belongs to none."""
         return Groups(torch.searchsorted(members, torch.arange(groups, device=members.device), right=True))
 
-    @property
+    @functools.cached_property
     def bounds(self):
         """[int]: 0 and ``ends``. The first call waits for the device, since the host decides on the rows of a tile's
         product, and whether the rank needs the tile at all."""
-        if self._bounds is None:
-            if self._copied is not None:
-                self._copied.synchronize()
-            ends = self.ends if self._host is None else self._host
-            self._bounds = [0, *ends.tolist()]
-        return self._bounds
+        if self._copied is not None:
+            self._copied.synchronize()
+        return [0, *self._host.tolist()]
 
     @property
     def rows(self):
