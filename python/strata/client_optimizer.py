@@ -12,14 +12,8 @@ from .optimizer_probe import needs_closure, updates_by_another, why_not_by_eleme
 
 
 def choose_parts(sharded, config, world_size, device):
-    """Decides whether ``sharded.inner`` updates parts of parameters or whole ones.
-
-    Args:
-        device: torch.device of the model.
-
-    Raises:
-        UsageError: it can do neither, or not in the tier that ``config``, a _C.Config, gives to the states.
-    """
+    """Decides whether ``sharded.inner`` updates parts of parameters or whole ones; ``device``: of the model. UsageError
+    where it can do neither, or not in the tier that ``config``, a _C.Config, gives to the states."""
     name, stage = type(sharded.inner).__name__, config.stage
     if needs_closure(sharded.inner):
         raise _C.UsageError(f"{name} computes the loss itself, several times in a step, and the engine's gradients are "
@@ -79,8 +73,7 @@ class SegmentStates:
     Args:
         inner: the user's optimizer; its param groups get the parts.
         core: a _C.ShardedModel, which keeps this object; this object does not keep it.
-        members: [[(index in ``core``, shape)]], the parameters of each param group that have elements, in the user's
-            order.
+        members: of ``members_of``.
         world: number of ranks.
     """
 
@@ -135,16 +128,6 @@ class SegmentStates:
             for segment in self._in_order:
                 segment.grad = None  # the engine uses the memory again
 
-    def _own_master(self, index, segment):
-        first, last = self._ranges[index]
-        return segment.detach()[: last - first]  # what follows is padding
-
-    # --- the optimizer's states ---
-
-    def parts(self):
-        """[(index in the engine, the Parameter that the optimizer knows)]."""
-        return list(self._parameters.items())
-
     def entries(self):
         """[(index in the engine, the Parameter that the optimizer knows, the dict of its states)]."""
         return [(i, p, self._inner.state.get(p, {})) for i, p in self._parameters.items() if p.numel()]
@@ -196,8 +179,6 @@ class SegmentStates:
         """Whether any part has a state of this name."""
         return any(self._state(index, name) is not None for index in self._parameters)
 
-    # --- offload_states() and reload_states() ---
-
     def _park(self, moments, masters, pin_memory):
         """Called while the engine offloads states. With ``moments`` it moves the optimizer's tensors to the host. It
         releases the masters, whose memory the engine moves; the parts are empty then."""
@@ -224,9 +205,6 @@ class SegmentStates:
 
     def take_back(self, core):
         """Lends the optimizer the masters again, after the engine has reloaded its states."""
-        self._return_masters(core)
-
-    def _return_masters(self, core):
         for segment, (_, _, weight) in zip(self._in_order, core.segments(), strict=True):
             segment.data = weight
 
@@ -257,7 +235,7 @@ class WholeStates(SegmentStates):
         segments = core.segments()
         self._in_order = [weight for _, _, weight in segments]
         self._indices = [index for _, index, _ in segments]
-        self._masters = {index: self._own_master(index, weight) for _, index, weight in segments}
+        self._masters = {index: SegmentStates.own(self, index, weight) for _, index, weight in segments}
 
     def _update(self, gradients):
         core = self._core()
@@ -294,7 +272,6 @@ class WholeStates(SegmentStates):
         state.copy_(shaped(self._core(), index, flat))
 
     def from_own(self, index, part):
-        parameter = self._parameters[index]
         if self._alone:
             return None if part is None else shaped(self._core(), index, part.clone())
         whole = _C.join_state(self._core(), index, None if part is None else part.reshape(-1).float())
@@ -308,7 +285,7 @@ class WholeStates(SegmentStates):
             if self._alone:
                 parameter.data = parameter.data.new_empty(0)
 
-    def _return_masters(self, core):
+    def take_back(self, core):
         self._take_masters(core)
         for group in self._members if self._alone else ():
             for index, _ in group:
@@ -327,12 +304,10 @@ def _copy_at(device, value, **more):
 @contextmanager
 def _same_random_numbers(core, alone):
     """Context in which an optimizer draws the same random numbers on every rank; the script's numbers do not change."""
-    if alone:
-        yield
-        return
     device = torch.device(core.device)
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(core.global_steps)
+    with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=not alone):
+        if not alone:
+            torch.manual_seed(core.global_steps)
         yield
 
 
@@ -376,7 +351,7 @@ class LentPart(torch.nn.Parameter):
 
 def lend_parts(states, engine):
     """Marks the parts that ``states``, a ``SegmentStates``, lends to the optimizer, each with the model's parameter."""
-    for index, part in states.parts():
+    for index, part in states._parameters.items():
         part.__class__ = LentPart
         part._of = weakref.ref(known_as(engine._described[index][1]))
 

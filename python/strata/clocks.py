@@ -5,15 +5,10 @@ import time
 import torch
 
 
-
 class Timers:
-    """``engine.timers``: host clocks by name, for a script's own use; ``engine.step_report()`` has the times of a step.
-    With ``wall_clock_breakdown`` there are "fwd", "bwd", "bwd_inner", "bwd_allreduce" and "step" of the steps so far,
-    by the device's clock.
-
-    Args:
-        device: torch.device that starts and stops wait for.
-    """
+    """``engine.timers``: host clocks by name, for a script's own use, whose starts and stops wait for a torch.device;
+    ``engine.step_report()`` has the times of a step. With ``wall_clock_breakdown`` there are "fwd", "bwd", "bwd_inner",
+    "bwd_allreduce" and "step" of the steps so far, by the device's clock."""
 
     def __init__(self, device):
         self._device = device
@@ -41,10 +36,7 @@ class Timers:
 
     def log(self, names, normalizer=1.0, reset=True, memory_breakdown=False, ranks=None):
         """Logs milliseconds, divided by ``normalizer``, of the timers that ran, on ``ranks``; None: on rank 0.
-
-        Args:
-            memory_breakdown: log torch's memory of the device, too.
-        """
+        ``memory_breakdown``: log torch's memory of the device, too."""
         from .monitoring.watching import memory_text  # not in every script
         from .rank_logging import log_dist
 
@@ -134,11 +126,7 @@ class ThroughputTimer:
         """float: of all ranks; ``-inf`` before the third step, as DeepSpeed's."""
         return self._samples / self.total_elapsed_time if self.total_elapsed_time else float("-inf")
 
-    def start(self):
-        """Does nothing: the engine counts."""
-
     def stop(self, global_step=False, report_speed=True):
-        """Does nothing: the engine counts."""
+        """Does nothing: the engine counts, and epochs do not matter for the mean."""
 
-    def update_epoch_count(self):
-        """Does nothing: epochs do not matter for the mean."""
+    start = update_epoch_count = stop

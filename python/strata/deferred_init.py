@@ -20,21 +20,18 @@ _POSTPONED = 1 << 24  # elements of small parameters that stay whole until they 
 
 class DeferredInit:
     """Shards and frees parameters under ``zero.Init``. Every method that shards is collective. A home is a pair
-    (module, name of a parameter). An deferred parameter is one without memory, which has a recipe.
-
-    Args:
-        config: a _C.Config, for construction.
+    (module, name of a parameter). A deferred parameter is one without memory, which has a recipe.
 
     Attributes:
         values_come_later: whether later values replace those that constructors write: then many small parameters are
             sharded at once.
+        waiting: modules with parameters that have no memory yet, each once.
     """
 
     def __init__(self, config):
         self._config = config
-        self.values_come_later = False
+        self.values_come_later, self.waiting = False, []
         self._reads = self._recording = None
-        self._waiting = []  # modules with parameters that have no memory yet, each once
         self._postponed, self._postponed_numel = [], 0  # modules with parameters that have values
         self._count = 0
         self._numbers, self._next = {}, itertools.count()  # id(module) -> when its constructor began, in this context
@@ -107,22 +104,14 @@ class DeferredInit:
             if deferred is not None and not deferred.is_all_of(parameter):
                 self._recording.materialize(deferred, None)  # a part, which another parameter may share
         if any(self._recording.deferred(p) is not None for p in own):
-            self._waiting.append(module)
+            self.waiting.append(module)
             _read_constructed(module)
-
-    def waiting(self):
-        """The homes of all parameters of the modules that wait, also of those that have values by now."""
-        return [(m, name) for m in self._waiting for name in m._parameters]
-
-    def drop_waiting(self):
-        """Forgets the modules that wait."""
-        self._waiting = []
 
     def shard_waiting(self, root):
         """Shards the deferred parameters below ``root``, and those of waiting modules that a rank still refers to."""
         known = {id(m) for m in root.modules()}
         modules = list(root.modules())
-        others, self._waiting = [m for m in self._waiting if id(m) not in known], []
+        others, self.waiting = [m for m in self.waiting if id(m) not in known], []
         dropped = self.of_all([is_alone(others, place) for place in range(len(others))])
         modules += [m for m, is_dropped in zip(others, dropped) if not is_dropped]
         each = [[(m, name) for name in m._parameters if self._is_deferred(_at(m, name))] for m in modules]
@@ -132,8 +121,13 @@ class DeferredInit:
         try:
             for group in groups:
                 self._replay([home for home in group if self._is_deferred(_at(*home))], recipes, replayed)
-        except BaseException:  # every rank has one
-            self._take_back(replayed)
+        except BaseException:  # every rank has one: makes the parameters deferred again, and frees their shards
+            for parameter, _ in replayed:
+                self._reads.drop(owner_of(parameter)[0])
+                clear_owner(parameter)
+                unmark_managed(parameter)
+            for parameter, deferred in replayed:  # the core that had their shards has ended, and left them empty
+                parameter.data = deferred.tensor.detach()
             raise
         for _, deferred in replayed:
             self._recording.forget(deferred)
@@ -188,15 +182,6 @@ class DeferredInit:
         parameters = describe_parameters(tree, {})
         self._own(self._make_core(tree, parameters), tree, parameters, homes)
 
-    def _take_back(self, replayed):
-        """Makes the parameters deferred again, and frees their shards."""
-        for parameter, _ in replayed:
-            self._reads.drop(owner_of(parameter)[0])
-            clear_owner(parameter)
-            unmark_managed(parameter)
-        for parameter, deferred in replayed:  # the core that had their shards has ended, and left them empty
-            parameter.data = deferred.tensor.detach()
-
     def _replay(self, homes, recipes, replayed):
         """Shards the parameters at ``homes`` from their recipes; adds them to ``replayed``."""
         if not homes:
@@ -207,8 +192,13 @@ class DeferredInit:
             one.recipe = recipes[key]
         if self._collectives is None:
             for _, parameter in tree.parameters:
-                replayed.append((parameter, deferred[id(parameter)]))
-                self._replay_whole(parameter, deferred[id(parameter)])
+                one = deferred[id(parameter)]
+                replayed.append((parameter, one))
+                dtype = self._config.weight_dtype(parameter.dtype)
+                values = torch.empty(parameter.shape, dtype=dtype, device=self._device)
+                write_pieces(one, values.view(-1), self._config.partition_stream_chunk, self._config.threads, 1)
+                parameter.data = values
+                mark_managed(parameter, parameter.shape)
         else:
             parameters = describe_parameters(tree, {}, {id(p): p.shape for _, p in tree.parameters})
             replayed += [(p, deferred[id(p)]) for _, p in tree.parameters]
@@ -220,13 +210,6 @@ class DeferredInit:
                 del core  # the traceback would keep it
                 raise
             self._own(core, tree, parameters, homes)
-
-    def _replay_whole(self, parameter, deferred):
-        dtype = self._config.weight_dtype(parameter.dtype)
-        values = torch.empty(parameter.shape, dtype=dtype, device=self._device)
-        write_pieces(deferred, values.view(-1), self._config.partition_stream_chunk, self._config.threads, 1)
-        parameter.data = values
-        mark_managed(parameter, parameter.shape)
 
     def _make_core(self, tree, parameters):
         name = f"init.{self._count}"
@@ -248,9 +231,7 @@ class DeferredInit:
         return _can_be_sharded(parameter) and self._recording.deferred(parameter) is not None
 
     def _has_values(self, parameter):
-        return _can_be_sharded(parameter) and (
-            self._recording is None or self._recording.deferred(parameter) is None
-        )
+        return _can_be_sharded(parameter) and (not self._recording or self._recording.deferred(parameter) is None)
 
 
 class _Flat:
@@ -294,10 +275,6 @@ def _read_constructed(module):
 
 
 def _can_be_sharded(parameter):
-    return (
-        parameter is not None
-        and owner_of(parameter)[0] is None
-        and not is_managed(parameter)
-        and not parameter.is_meta
-        and not isinstance(parameter, torch.nn.parameter.UninitializedParameter)
-    )
+    if parameter is None or parameter.is_meta or isinstance(parameter, torch.nn.parameter.UninitializedParameter):
+        return False
+    return owner_of(parameter)[0] is None and not is_managed(parameter)

@@ -1,9 +1,9 @@
 """The engine object that a training script calls. C++ takes all of its decisions."""
 
 import functools
-import logging
 import weakref
 from contextlib import nullcontext
+from operator import attrgetter
 
 import torch
 
@@ -19,15 +19,14 @@ from .model.model_input import describe_modules, describe_parameters, move_buffe
 from .model.parameter import release_ownership, discard_values, take_ownership
 from .model.tiles import owned_parameters, tile_of, tiles_of
 from .optimizer import groups_of, log_left_out
+from .rank_logging import logger
 from .ranks.departure import record_error, unwatch, watch
 from .ranks.runtime import end_collectives
 from .schedule import Advance
 
-logger = logging.getLogger("strata")
-
 
 class Engine(EngineCheckpoints, torch.nn.Module):
-    """A model under the engine; ``strata.initialize`` makes it. It has the public names of its ``_PARTS``, too: small
+    """A model under the engine; ``strata.initialize`` makes it. It has the public names of its parts, too: small
     objects that know the engine.
 
     Attributes:
@@ -41,14 +40,7 @@ class Engine(EngineCheckpoints, torch.nn.Module):
         training_dataloader: of ``training_data``; None without it.
         collate_fn: the argument of ``initialize``.
         timers, tput_timer: ``Timers`` and ``ThroughputTimer`` of ``strata.clocks``.
-        init_report: the report of the start-up, a dict, the same on every rank: ``tier`` (the init tier of the values)
-            and ``reason``; ``reading``, None or how files were read (``way``, ``reason``, ``cached``, and a probe's
-            ``buffered_gb_per_s`` and ``direct_gb_per_s``, the least of a rank); ``seconds`` in all; ``phases``, each
-            with ``name``, ``seconds``, ``bytes``, ``gb_per_s`` and ``of_link`` (part of the link's speed);
-            ``link_gb_per_s`` where it was measured; ``device_growth_bytes``, ``host_peak_bytes``, ``pinned_bytes``.
-            Each of these numbers is that of the rank that had the most. ``collectives``: their ``name`` (that of
-            gathers / that of reductions, where these differ) and ``probe``, None or the seconds of each candidate.
-            ``placement``: None where everything is on the device, or the tier of each part (docs/OBSERVING.md).
+        init_report: the report of the start-up, a dict, the same on every rank (docs/OBSERVING.md).
     """
 
     coalesces = is_compiled = False
@@ -99,16 +91,11 @@ class Engine(EngineCheckpoints, torch.nn.Module):
         self.core.free_originals()
         watch(self.core, weakref.ref(self))
 
-    # --- the pass ---
-
     def forward(self, *args, **kwargs):
         """The model's forward; ``engine.module(...)`` trains as well. It copies tensors of the host among its
         arguments, also within tuples, lists, dicts and dataclasses, to ``device`` (``strata.move_inputs``);
         ``engine.module(...)`` and ``generate`` do the same. Under ``fp16.auto_cast`` it casts floating ones to fp16.
-
-        Raises:
-            UsageError: for a tensor on another GPU.
-        """
+        UsageError for a tensor on another GPU."""
         self.core.begin_forward()
         try:
             if self._watching is None:
@@ -119,16 +106,13 @@ class Engine(EngineCheckpoints, torch.nn.Module):
             raise
 
     def backward(self, loss, retain_graph=False, scale_wrt_gas=True):
-        """Runs autograd from ``loss`` and reduces gradients, as ``loss.backward()`` does.
+        """Runs autograd from ``loss`` and reduces gradients, as ``loss.backward()`` does. Returns the loss, divided by
+        the accumulation steps where ``scale_wrt_gas`` is True; not multiplied by the loss scale.
 
         Args:
             loss: floating tensor of one element, shape [], from this engine's forward.
             retain_graph: as in ``torch.autograd.backward``.
             scale_wrt_gas: divide by the accumulation steps.
-
-        Returns:
-            The loss, divided by the accumulation steps where ``scale_wrt_gas`` is True; not multiplied by the loss
-            scale.
 
         Raises:
             UsageError: without a forward before; for a loss that depends on no parameter.
@@ -150,11 +134,8 @@ class Engine(EngineCheckpoints, torch.nn.Module):
 
     def scale(self, loss):
         """The tensor to call ``backward()`` on: ``loss`` times the loss scale in fp16, else ``loss`` itself. Gradients
-        are divided by the accumulation steps as they come, so the loss is not.
-
-        Raises:
-            UsageError: in fp16, for a loss that requires no gradient.
-        """
+        are divided by the accumulation steps as they come, so the loss is not. UsageError in fp16 for a loss that
+        requires no gradient."""
         return self.core.scale(loss)
 
     def step(self, lr_kwargs=None):
@@ -177,9 +158,11 @@ class Engine(EngineCheckpoints, torch.nn.Module):
         try:
             result = self.core.step(self.optimizer.scalars() if self.optimizer is not None else [])
         except _C.MissingBackward:
-            if self._is_done_already():
-                return
-            raise
+            # Fine where step() of the other one, engine or optimizer, has done the work, and before the first gradients
+            # for an optimizer.
+            if self._ended_by == self._steps_by or (self._ended_by is None and self._steps_by == "engine"):
+                raise
+            return
         self._at_boundary, self._ended_by = False, self._steps_by
         self._unapplied = self._unapplied + 1 if result is None else 0
         if result is None:
@@ -203,7 +186,7 @@ class Engine(EngineCheckpoints, torch.nn.Module):
     def _settle_masters(self):
         """Called before masters change or are saved: takes over the masters of a state that the script has loaded."""
         if getattr(self.optimizer, "owed_masters", None):
-            from .local_states import settle_masters
+            from .local_states import settle_masters  # not before the first use
 
             settle_masters(self.optimizer, self.core)
 
@@ -214,13 +197,6 @@ class Engine(EngineCheckpoints, torch.nn.Module):
             self.step()
         finally:
             self._steps_by = "engine"
-
-    def _is_done_already(self):
-        """Whether a step() without a backward pass since the last one has nothing to do: ``step()`` of the other one,
-        engine or optimizer, has done the work; or an optimizer steps before the first gradients."""
-        if self._ended_by is None:
-            return self._steps_by == "optimizer"
-        return self._ended_by != self._steps_by
 
     def _settle_schedule(self):
         """Takes a step of the scheduler back where the device has skipped the update."""
@@ -239,30 +215,20 @@ class Engine(EngineCheckpoints, torch.nn.Module):
             logger.info("the timeline of steps is in '%s'; open it with ui.perfetto.dev", path)
 
     def end_watching(self, wait=True):
-        """Shows and writes the remaining times and metrics; a second call does nothing.
-
-        Args:
-            wait: whether to wait until the device has computed them.
-        """
+        """Shows and writes the remaining times and metrics, with ``wait`` also those that the device has not computed
+        yet; a second call does nothing."""
         watching, self._watching = self._watching, None
         if watching is not None:
             watching.close(wait)
 
     def zero_grad(self, set_to_none=True):
         """Drops the gradients of all micro-steps of this step, as in torch: reduced or not, in every tier. After
-        ``step()`` there are none. The call acts on this rank; every rank must drop gradients that were reduced.
-
-        Args:
-            set_to_none: False: the gradients become zeroes, and ``step()`` still updates with them.
-
-        Raises:
-            UsageError: within a backward pass. ``step()`` raises it where ranks have dropped different gradients.
-        """
+        ``step()`` there are none. The call acts on this rank; every rank must drop gradients that were reduced. With
+        ``set_to_none=False`` the gradients become zeroes, and ``step()`` still updates with them. UsageError within a
+        backward pass. ``step()`` raises it where ranks have dropped different gradients."""
         _C.zero_gradients(self.core, not set_to_none)
         for parameter in self._left_out:
             parameter.grad = None
-
-    # --- what scripts read ---
 
     @functools.cached_property
     def monitor(self):
@@ -276,15 +242,14 @@ class Engine(EngineCheckpoints, torch.nn.Module):
         for the device."""
         return self.core.grad_norm
 
-    @property
-    def global_steps(self):
-        """int: accumulation boundaries so far, skipped ones included."""
-        return self.core.global_steps
-
-    @property
-    def micro_steps(self):
-        """int: calls of ``step()`` so far."""
-        return self.core.micro_steps
+    global_steps = property(attrgetter("core.global_steps"),
+                            doc="int: accumulation boundaries so far, skipped ones included.")  # fmt: skip
+    micro_steps = property(attrgetter("core.micro_steps"), doc="int: calls of ``step()`` so far.")
+    global_rank = property(attrgetter("_collectives.rank"), doc="int: this process's rank.")
+    world_size = property(attrgetter("_collectives.world_size"), doc="int: number of ranks.")
+    collectives_name = property(attrgetter("_collectives.name"),
+                                doc='str: "local", "shm", "gloo", "nccl" or "peer".')  # fmt: skip
+    device = property(attrgetter("core.device"), doc="torch.device on which gathered parameters are.")
 
     @property
     def skipped_steps(self):
@@ -298,26 +263,6 @@ class Engine(EngineCheckpoints, torch.nn.Module):
         self._settle_schedule()
         return self.core.last_step_applied
 
-    @property
-    def global_rank(self):
-        """int: this process's rank."""
-        return self._collectives.rank
-
-    @property
-    def world_size(self):
-        """int: number of ranks."""
-        return self._collectives.world_size
-
-    @property
-    def collectives_name(self):
-        """str: "local", "shm", "gloo", "nccl" or "peer"."""
-        return self._collectives.name
-
-    @property
-    def device(self):
-        """torch.device on which gathered parameters are."""
-        return self.core.device
-
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters=False):
         """Whole weights on the host of rank 0, None on the others. Collective."""
         return self._weights.consolidated(exclude_frozen_parameters)
@@ -325,31 +270,17 @@ class Engine(EngineCheckpoints, torch.nn.Module):
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
     def save_pretrained(self, save_directory, max_shard_size="5GB"):
-        """Writes the weights, each in its own dtype, and the model's configuration, so that transformers'
-        ``from_pretrained`` loads them. Collective, between steps; see ``strata.pretrained.save_pretrained``.
-
-        Args:
-            save_directory: a folder, made if need be.
-            max_shard_size: bytes of one file at most, as a number or as "5GB", "500MB", "2GiB".
-
-        Raises:
-            IoError: on every rank, where rank 0 cannot write.
-            UsageError: for another size, and for a version of transformers that is not supported.
-        """
+        """``strata.pretrained.save_pretrained``: files for transformers' ``from_pretrained``. Collective, between
+        steps."""
         from .checkpoint.saving import save_pretrained  # not before the first save
 
         save_pretrained(self, save_directory, max_shard_size)
 
-    # --- the end ---
-
     def destroy(self, keep_values=False):
-        """Removes every hook and frees the engine's memory.
-
-        Args:
-            keep_values: leave the model with full parameters of its own (collective at stage 3). Else sharded
-                parameters end empty; parameters that are whole anyway (all at stages 0 to 2, and on one rank) keep
-                their values, unless the device has no room for a copy of them beside the engine.
-        """
+        """Removes every hook and frees the engine's memory. With ``keep_values`` the model has full parameters of its
+        own afterwards (collective at stage 3). Else sharded parameters end empty; parameters that are whole anyway (all
+        at stages 0 to 2, and on one rank) keep their values, unless the device has no room for a copy of them beside
+        the engine."""
         self.core.end_trace()
         if self._trace is not None:
             self._log_trace()
@@ -397,10 +328,8 @@ def _delegated(part, name, member):
     return method
 
 
-_PARTS = {"_settings": EngineSettings, "_batches": Batches, "_names": EngineNames, "_weights": EngineWeights,
-          "_offload": StateOffload}
-
-for _part, _class in _PARTS.items():
+for _part, _class in (("_settings", EngineSettings), ("_batches", Batches), ("_names", EngineNames),
+                      ("_weights", EngineWeights), ("_offload", StateOffload)):  # fmt: skip
     for _name, _member in vars(_class).items():
         if not _name.startswith("_"):
             setattr(Engine, _name, _delegated(_part, _name, _member))

@@ -1,28 +1,21 @@
 """An engine's weights as whole state dicts, under DeepSpeed's names, and states that leave the device for a while."""
 
-import logging
+import importlib
 from collections import OrderedDict
 from collections.abc import Mapping
 
 from . import _C
+from .rank_logging import logger
 
-logger = logging.getLogger("strata")
-
-_STATES = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
+STATES = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
 
 
 def _whole_weights():
-    from .checkpoint import saving  # not before the first use
-
-    return saving
+    return importlib.import_module(".checkpoint.saving", __package__)  # not before the first use
 
 
 class EngineWeights:
-    """The part of an ``Engine`` that reads and sets its weights as one dict.
-
-    Args:
-        engine: a weak proxy of the ``Engine``.
-    """
+    """The part of an ``Engine``, of which it has a weak proxy, that reads and sets its weights as one dict."""
 
     def __init__(self, engine):
         self._engine = engine
@@ -31,8 +24,7 @@ class EngineWeights:
         """{name: tensor}: the model's state dict; at stage 3 whole copies on the host, on every rank (collective).
 
         Args:
-            destination: a dict to fill and return; None: a new one.
-            prefix: a text before every name.
+            destination, prefix: a dict to fill and return, or None; a text before every name.
             keep_vars: return tensors that autograd knows; without effect at stage 3.
             exclude_frozen_parameters: leave out parameters that need no gradient.
         """
@@ -46,22 +38,15 @@ class EngineWeights:
 
     def load_module_state_dict(self, checkpoint, strict=True, custom_load_fn=None, fetch_z3_params=False,
                                z3_params_to_fetch=None, allowed_missing_keys=None):  # fmt: skip
-        """Gives the model the values of a state dict of whole tensors. Collective; rank 0's values count. The masters
-        get the same values; the optimizer's states do not change.
+        """``load_state_dict`` with DeepSpeed's arguments. Returns (missing keys, unexpected keys); None with
+        ``custom_load_fn``.
 
         Args:
-            checkpoint: the state dict; or a dict whose "module" is the state dict.
-            custom_load_fn: ``custom_load_fn(src=state dict, dst=model)`` sets values instead, while all of the model
-                is whole; the device needs room for it.
-            fetch_z3_params, z3_params_to_fetch: accepted for DeepSpeed's sake; the engine gathers the parameters that
-                it sets.
+            checkpoint: the state dict of whole tensors; or a dict whose "module" is the state dict.
+            custom_load_fn: ``custom_load_fn(src=state dict, dst=model)`` sets values instead, while all of the model is
+                whole; the device needs room for it.
+            fetch_z3_params, z3_params_to_fetch: no effect; the engine gathers the parameters that it sets.
             allowed_missing_keys: names that may be missing though ``strict``.
-
-        Returns:
-            (missing keys, unexpected keys); None with ``custom_load_fn``.
-
-        Raises:
-            UsageError: with ``strict``, where names do not fit; where shapes do not fit.
         """
         inner = checkpoint.get("module")
         state_dict = inner if isinstance(inner, Mapping) else checkpoint
@@ -97,10 +82,7 @@ class EngineWeights:
     def load_state_dict(self, state_dict, strict=True, assign=False):
         """Gives the model the values of ``state_dict()``, of ``engine.module``'s, or of a wrapper that calls the model
         "module". Collective; rank 0's names and values count, other ranks may pass {}. The masters get the same values;
-        the optimizer's states do not change.
-
-        Returns:
-            (missing keys, unexpected keys).
+        the optimizer's states do not change. Returns (missing keys, unexpected keys).
 
         Raises:
             UsageError: on every rank, with ``strict``, where names do not fit; where shapes do not fit; for ``assign``.
@@ -121,15 +103,9 @@ class EngineWeights:
     def save_16bit_model(self, save_dir, save_filename="pytorch_model.bin", exclude_frozen_parameters=False):
         """Writes the weights as one file of ``torch.save``, in the model's precision. Collective. Rank 0's host needs
         room for all of them; ``save_pretrained`` needs none. Under the default name the file replaces all weights in
-        the folder, also safetensors, since transformers would load those instead.
-
-        Returns:
-            bool: False at stage 3 where the configuration does not allow it
-            (``stage3_gather_16bit_weights_on_model_save``); it has written no file then.
-
-        Raises:
-            IoError: on every rank, where rank 0 cannot write.
-        """
+        the folder, also safetensors, since transformers would load those instead. Returns False, and writes no file, at
+        stage 3 where the configuration does not allow it (``stage3_gather_16bit_weights_on_model_save``); else True.
+        IoError on every rank where rank 0 cannot write."""
         if self._engine._config.stage >= 3 and not self._engine._config.gather_16bit_weights_on_model_save:
             return False
         _whole_weights().save_whole(self._engine, save_dir, save_filename, not exclude_frozen_parameters)
@@ -139,11 +115,8 @@ class EngineWeights:
 
 
 class StateOffload:
-    """The part of an ``Engine`` that frees device memory for other uses between two phases of training.
-
-    Args:
-        engine: a weak proxy of the ``Engine``.
-    """
+    """The part of an ``Engine``, of which it has a weak proxy, that frees device memory for other uses between two
+    phases of training."""
 
     def __init__(self, engine):
         self._engine = engine
@@ -151,8 +124,9 @@ class StateOffload:
 
     def offload_states(self, include=None, device="cpu", pin_memory=True, non_blocking=False):
         """Moves states of training from the device to host memory. Their memory on the device is free when this
-        returns. ``reload_states()`` brings them back, bit for bit. Collective; between passes, also in a step that
-        already has gradients. States that are offloaded already, to the host or to a drive, do not move.
+        returns, whatever ``non_blocking`` is. ``reload_states()`` brings them back, bit for bit. Collective; between
+        passes, also in a step that already has gradients. States that are offloaded already, to the host or to a drive,
+        do not move.
 
         Until the reload ``step()``, checkpoints, and reading or setting states of parameters raise UsageError. So do
         ``backward()`` while gradient memory is away, and a forward or a read of a parameter while weights are away.
@@ -160,25 +134,24 @@ class StateOffload:
         (``p.data``) then. While the weights are on the device, the model may be evaluated, gathered and saved
         (``save_pretrained``).
 
-        The weights stay, with one warning, where the ranks' transport cannot free their memory (gloo, drivers
-        without virtual memory management). Weights in fp32 are their own masters: nothing moves as "hp_params" then.
-        Where an optimizer of the script's updates the shards, "optim_states" moves the tensors of its ``state`` that
-        are on the device; the parameters in its groups are empty while masters or weights are away, and have other
-        memory afterwards.
+        The weights stay, with one warning, where the ranks' transport cannot free their memory (gloo, drivers without
+        virtual memory management). Weights in fp32 are their own masters: nothing moves as "hp_params" then. Where an
+        optimizer of the script's updates the shards, "optim_states" moves the tensors of its ``state`` that are on the
+        device; the parameters in its groups are empty while masters or weights are away, and have other memory
+        afterwards.
 
         Args:
-            include: which states, by DeepSpeed's names or ``OffloadStateTypeEnum``: "optim_states" (``exp_avg``,
+            include: the states, by DeepSpeed's names or ``OffloadStateTypeEnum``: "optim_states" (``exp_avg``,
                 ``exp_avg_sq``), "hp_params" (masters, or their remainders), "lp_params" (the weights), "lp_grads"
-                (reduced gradients) and "contiguous_grad_buffer" (gradients that are not reduced yet).
-                None: all. The same on every rank.
+                (reduced gradients) and "contiguous_grad_buffer" (gradients that are not reduced yet). None: all. The
+                same on every rank.
             device: "cpu", or DeepSpeed's ``OffloadDeviceEnum.cpu``; "none" does nothing but warn.
             pin_memory: into pinned host memory, as far as the system lets this process pin some.
-            non_blocking: has no effect: memory is free only when the copies are complete.
 
         Raises:
             UsageError: for other states and devices; within a backward pass or ``GatheredParameters``.
-            OutOfMemoryError: on every rank, where a host has no room. The engine then counts all states but the
-                weights as away: ``reload_states()`` brings back those that have moved.
+            OutOfMemoryError: on every rank, where a host has no room. The engine then counts all states but the weights
+                as away: ``reload_states()`` brings back those that have moved.
         """
         where = _text(device)
         if where == "none":
@@ -187,10 +160,10 @@ class StateOffload:
         if where != "cpu":
             raise _C.UsageError("offload_states moves states to the host: write device=\"cpu\"; to rest on a drive is "
                                 f"for zero_optimization.offload_optimizer; found {where!r}")
-        states = _STATES if include is None else [_text(name) for name in include]
+        states = STATES if include is None else [_text(name) for name in include]
         for name in states:
-            if name not in _STATES:
-                raise _C.UsageError(f"offload_states: include names states of {', '.join(_STATES)}; found {name!r}")
+            if name not in STATES:
+                raise _C.UsageError(f"offload_states: include names states of {', '.join(STATES)}; found {name!r}")
         weights_follow = self._engine.core.offload_states(list(states), pin_memory)
         if not weights_follow and not self._warned_of_weights and self._engine.global_rank == 0:
             self._warned_of_weights = True
@@ -198,15 +171,9 @@ class StateOffload:
                            "memory back; the other states are moved", self._engine.collectives_name)
 
     def reload_states(self, non_blocking=False):
-        """Brings back all states that ``offload_states()`` moved. Collective. Does nothing where none is away.
-
-        Args:
-            non_blocking: has no effect: all states are back when this returns.
-
-        Raises:
-            OutOfMemoryError: on every rank, where a device has no room. States that are not back stay on the host;
-                free memory, and call it again.
-        """
+        """Brings back all states that ``offload_states()`` moved: they are back when this returns, whatever
+        ``non_blocking`` is. Collective. Does nothing where none is away. OutOfMemoryError on every rank where a device
+        has no room: states that are not back stay on the host; free memory, and call it again."""
         core = self._engine.core
         core.reload_states()
         outside = getattr(core, "segment_states", None)  # where an optimizer of the user's updates the shards

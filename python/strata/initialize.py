@@ -25,12 +25,8 @@ logger = logging.getLogger("strata")
 
 
 def parse_config(config, world_size=None):
-    """A _C.Config with complete batch sizes.
-
-    Args:
-        config: as for ``read_config``.
-        world_size: None: that of the default process group.
-    """
+    """A _C.Config with complete batch sizes, of what ``read_config`` takes. ``world_size`` None: that of the default
+    process group."""
     if config is None:
         raise _C.ConfigError("initialize() needs a configuration: pass config=<dict, path or JSON text>")
     parsed = read_config(config)
@@ -92,35 +88,24 @@ def initialize(
     """
     given = (config, config_params, getattr(args, "deepspeed_config", None))
     config = next((one for one in given if one is not None), None)
-    return initialize_as(Engine, model, config, optimizer, model_parameters, training_data, lr_scheduler,
-                         dist_init_required, collate_fn, mpu, mesh_param)
+    return initialize_as(Engine, model, mpu, mesh_param, config, optimizer, model_parameters, training_data,
+                         lr_scheduler, collate_fn, dist_init_required)
 
 
-def initialize_as(
-    engine_class, model, config, optimizer, model_parameters, training_data, lr_scheduler, dist_init_required,
-    collate_fn, mpu=None, mesh_param=None,
-):  # fmt: skip
-    """``initialize`` with an engine of ``engine_class``, a subclass of ``Engine``."""
+def initialize_as(engine_class, model, mpu, mesh_param, config, *others):
+    """``initialize`` with an engine of ``engine_class``, a subclass of ``Engine``; ``others`` are ``StartUp``'s."""
     if model is None:
         raise _C.UsageError("initialize() needs a model: pass model=<torch.nn.Module>")
     for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
         if value is not None:
             raise _C.UsageError(f"initialize({name}=...) is not supported: leave it out; shard groups are named in "
                                 "the configuration (zero_optimization.mics_shard_size)")
-    return StartUp(
-        config, model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, dist_init_required,
-        engine_class,
-    ).run()
+    return StartUp(config, model, *others, engine_class=engine_class).run()
 
 
 class StartUp:
-    """One start of an engine on this rank. ``run()`` is the list of its phases. ``load_pretrained`` has a subclass.
-
-    Args:
-        config: as for ``read_config``.
-        model: a ``torch.nn.Module`` whose parameters have their values; None in a subclass that builds one.
-        engine_class: of the engine.
-        The others are ``initialize``'s.
+    """One start of an engine on this rank, with ``initialize``'s arguments. ``run()`` is the list of its phases.
+    ``load_pretrained`` has a subclass, which builds the model.
 
     Attributes:
         clock: the ``StartUpClock`` that counts the phases.
@@ -149,11 +134,22 @@ class StartUp:
                 self.collectives = make_collectives(self.config, self.runtime.device, self.runtime.host_waits)
             self.build()
             try:
-                self.measure_budget()
+                self.budget = None
+                if self.config.stage == 3 or self.runtime.device.type == "cuda":
+                    from .tiles.cutting import Budget  # not at `import strata`
+
+                    self.budget = Budget.of_rank(self.config, self.runtime.device, self.collectives, self.tree)
                 with self.agreed("making the optimizer"), self.clock.phase("make optimizer"):
                     self.make_optimizer()
-                    self.make_monitor()
-                    self.cut_parameters()
+                    self.monitor = None
+                    if self.config.shown_given:
+                        from .monitoring.monitor import Monitor  # only where a rank's output is asked for
+
+                        self.monitor = Monitor(self.config, self.collectives.rank)
+                    if self.budget is not None:
+                        from .tiles.cutting import cut_parameters
+
+                        cut_parameters(self.tree, self.config, self.budget, self.from_files)
                 with self.clock.phase("make engine"):
                     self.make_engine()
             except BaseException:
@@ -163,11 +159,9 @@ class StartUp:
             self.schedule()
             self.load_data()
             self.watch_steps()
-            self.log_hints()
+            _log_hints(self.config, self.engine)
             self.finish()
         return self.engine, self.sharded_optimizer, self.engine.training_dataloader, self.engine.lr_scheduler
-
-    # --- the phases ---
 
     def connect(self):
         """Makes, or requires, torch's default process group."""
@@ -208,14 +202,6 @@ class StartUp:
         with self.clock.phase("meet"), agree_after(self.collectives, what):
             yield
 
-    def measure_budget(self):
-        """Finds the bound on the bytes of one parameter that may be gathered at once. Collective on GPUs."""
-        self.budget = None
-        if self.config.stage == 3 or self.runtime.device.type == "cuda":
-            from .tiles.cutting import Budget  # not at `import strata`
-
-            self.budget = Budget.of_rank(self.config, self.runtime.device, self.collectives, self.tree)
-
     def make_optimizer(self):
         """Takes over the script's optimizer, or the configuration's."""
         self.config.require_for_training(self.optimizer is not None, self.lr_scheduler is not None)
@@ -226,21 +212,6 @@ class StartUp:
 
             choose_parts(self.sharded_optimizer, self.config, self.collectives.world_size,
                          torch.device(self.runtime.device))
-
-    def make_monitor(self):
-        """Opens the monitors of metrics, where the configuration asks for output of a rank."""
-        self.monitor = None
-        if self.config.shown_given:
-            from .monitoring.monitor import Monitor  # not in every script
-
-            self.monitor = Monitor(self.config, self.collectives.rank)
-
-    def cut_parameters(self):
-        """Cuts the parameters that are too large to gather."""
-        if self.budget is not None:
-            from .tiles.cutting import cut_parameters
-
-            cut_parameters(self.tree, self.config, self.budget, self.from_files)
 
     def make_engine(self):
         """Makes the engine, which takes the model over."""
@@ -280,10 +251,6 @@ class StartUp:
             self.engine.monitor = self.engine.monitor if self.monitor is None else self.monitor
             self.engine._watching = watch_steps(self.engine, self.config, self.engine.monitor)
 
-    def log_hints(self):
-        """Logs on rank 0 the choices of the start, and the settings without effect."""
-        _log_hints(self.config, self.engine)
-
     def finish(self):
         """Reports the start-up. Collective."""
         self.clock.finish(self.engine)
@@ -291,10 +258,8 @@ class StartUp:
 
 def make_optimizer(config, tree, optimizer, model_parameters):
     """(ShardedOptimizer or None, rule). ``tree`` is the model's ModelTree, the last two are ``initialize``'s."""
-    parameters = model_parameters
-    if parameters is None:
-        parameters = [p for _, p in tree.parameters if p.requires_grad]
-    parameters = list(parameters)
+    trainable = (p for _, p in tree.parameters if p.requires_grad)
+    parameters = list(trainable if model_parameters is None else model_parameters)
     if optimizer is None:
         sharded, rule = optimizer_from_config(config, parameters)
         if sharded is not None:
@@ -313,6 +278,7 @@ def make_optimizer(config, tree, optimizer, model_parameters):
 
 
 def _log_hints(config, engine):
+    """Logs on rank 0 the choices of the start, and the settings without effect."""
     if engine.log_level() is not None and not os.environ.get("STRATA_LOG_LEVEL"):
         logger.setLevel(engine.log_level().upper())
     if engine.global_rank != 0:
@@ -322,14 +288,12 @@ def _log_hints(config, engine):
     problem = unsupported() if is_transformers_model(engine.module) else None
     if problem is not None:
         logger.warning("save_pretrained and load_weights will refuse this model: %s", problem)
-    _list(logging.WARNING, "settings without effect that ask for memory or output:",
-          [(path, reason) for path, reason in config.hints if path in config.missed])
-    _list(logging.INFO, "accepted settings without effect:",
-          [(path, reason) for path, reason in config.hints if path not in config.missed])
+    for level, are_missed, what in (
+        (logging.WARNING, True, "settings without effect that ask for memory or output:"),
+        (logging.INFO, False, "accepted settings without effect:"),
+    ):
+        hints = [f"\n  {path}: {reason}" for path, reason in config.hints if (path in config.missed) == are_missed]
+        if hints:
+            logger.log(level, "%s%s", what, "".join(hints))
     if shown(config, "dump_state"):
         logger.info("every setting that has an effect:\n%s", config.digest().rstrip())
-
-
-def _list(level, what, hints):
-    if hints:
-        logger.log(level, "%s%s", what, "".join(f"\n  {path}: {reason}" for path, reason in hints))

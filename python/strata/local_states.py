@@ -30,10 +30,7 @@ class _Member:
             first, last = _C.state_range(core, part.index)
             self.ranges.append((part.first + first, part.first + last))
         self.numel = math.prod(self.shape)
-
-    @property
-    def sizes(self):
-        return [last - first for first, last in self.ranges]
+        self.sizes = [last - first for first, last in self.ranges]
 
     def shaped(self, parts):
         """Parts of this rank as one tensor."""
@@ -43,17 +40,13 @@ class _Member:
         return shaped(self.core, self.indices[0], joined) if len(parts) == 1 else joined.view(self.shape)
 
     def parts_of(self, name, value, place, by_element):
-        """This rank's elements of ``value``, one tensor for each parameter of the engine; None: ``value`` has not one
-        entry for each element.
+        """This rank's elements of the state ``name``, one tensor for each parameter of the engine; None: ``value`` has
+        not one entry for each element. UsageError for a part with other ranges than this rank's.
 
         Args:
-            name: of the state.
             value: the whole state, or a result of ``shaped`` on a rank that had the ranges ``place``.
             place: the ``ranges`` of that rank; None: only whole states are accepted.
             by_element: names of the states with one entry an element; None: the shape tells.
-
-        Raises:
-            UsageError: a part with other ranges than this rank's.
         """
         if not isinstance(value, torch.Tensor):
             return None
@@ -83,9 +76,6 @@ def _members(optimizer, engine):
     ]
 
 
-# --- giving ---
-
-
 def state_dict(optimizer, engine):
     """``optimizer.state_dict()`` of ``engine``."""
     core = engine.core
@@ -99,7 +89,12 @@ def state_dict(optimizer, engine):
     for number, member in enumerate(numbered):
         if member is None:
             continue
-        kept, parts = _of_adam(member, steps) if steps is not None else _of_client(member, core.segment_states)
+        if steps is None:
+            kept, parts = _of_client(member, core.segment_states)
+        else:
+            count, parts = max(steps[1][index] for index in member.indices), list(_MOMENTS)
+            moments = {name: member.shaped(_read(member, name)) for name in _MOMENTS} if count else None
+            kept = moments and {"step": torch.tensor(float(count)), **moments}
         if not kept:
             continue
         state[number], by_element[number] = kept, parts
@@ -122,14 +117,6 @@ def _read(member, name):
     return [_C.read_state(member.core, index, name, False).cpu() for index in member.indices]
 
 
-def _of_adam(member, steps):
-    count = max(steps[1][index] for index in member.indices)
-    if count == 0:
-        return None, []
-    moments = {name: member.shaped(_read(member, name)) for name in _MOMENTS}
-    return {"step": torch.tensor(float(count)), **moments}, list(_MOMENTS)
-
-
 def _of_client(member, states):
     """({name: state}, [names of those with one entry an element]): views, as torch gives them."""
     found = [(index, values) for index, _, values in states.entries() if index in member.indices and values]
@@ -145,9 +132,6 @@ def _of_client(member, states):
         kept[key] = member.shaped([by_index.get(index, empty) for index in member.indices])
         parts.append(key)
     return kept, parts
-
-
-# --- taking ---
 
 
 def load_state_dict(optimizer, engine, saved):
@@ -250,27 +234,20 @@ def _load_client(optimizer, core, pairs):
             states.put(index, values)
 
 
-# --- masters ---
-
-
 def _keep_owed_masters(optimizer, core):
     """Gives masters the values of the loaded state, where these round to the weight. The values stay owed until the
     next step, since a script may load the weights after the optimizer."""
     for index, part in optimizer.owed_masters.items():
-        _keep_master(core, index, part)
+        if part.numel() == 0:
+            continue
+        weight = core.local_part(index)
+        part = part.to(weight.device, torch.float32)
+        master = _C.read_state(core, index, "master", False)
+        fits = part.to(weight.dtype) == weight
+        _C.store_masters(core, index, torch.where(fits, part, master).contiguous())
 
 
 def settle_masters(optimizer, core):
     """Before a step: keeps the owed masters that round to the weights, and drops the others."""
     _keep_owed_masters(optimizer, core)
     optimizer.owed_masters = {}
-
-
-def _keep_master(core, index, part):
-    if part.numel() == 0:
-        return
-    weight = core.local_part(index)
-    part = part.to(weight.device, torch.float32)
-    master = _C.read_state(core, index, "master", False)
-    fits = part.to(weight.dtype) == weight
-    _C.store_masters(core, index, torch.where(fits, part, master).contiguous())

@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import logging
 import types
 import weakref
 
@@ -10,9 +9,9 @@ import torch
 
 from . import _C
 from .model.tiles import known_as
+from .ops.elementwise import add_group_without_compiler
 from .optimizer_names import OptimizerNames
-
-logger = logging.getLogger("strata")
+from .rank_logging import logger
 
 
 def send_calls_to(sharded, client):
@@ -40,19 +39,14 @@ def send_calls_to(sharded, client):
 
 
 class _WithoutCompiler(torch.optim.Optimizer):
-    """Methods that torch wraps to keep its compiler out of them. The wrappers import the compiler: 880 modules, most
-    of the time of a small model's start."""
+    """Torch's methods without the wrappers that import its compiler (``add_group_without_compiler``)."""
 
-    def add_param_group(self, param_group):
-        """As torch's."""
-        inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
+    add_param_group = add_group_without_compiler
 
     def state_dict(self):
-        """As torch's."""
         return _unwrapped(super().state_dict)()
 
     def load_state_dict(self, state_dict):
-        """As torch's."""
         _unwrapped(super().load_state_dict)(state_dict)
 
 
@@ -95,11 +89,8 @@ class ShardedOptimizer(OptimizerNames, _WithoutCompiler):
 
     def add_param_group(self, param_group):
         """As torch's, also while an engine trains: parameters of its model that were in no group train with the values
-        of this group from the next forward on, if they require gradients. The same on every rank.
-
-        Raises:
-            UsageError: for a parameter that is in a group already, or is not the model's.
-        """
+        of this group from the next forward on, if they require gradients. The same on every rank. UsageError for a
+        parameter that is in a group already, or is not the model's."""
         if self._model is None:
             super().add_param_group(param_group)
             return
@@ -162,16 +153,11 @@ class ShardedOptimizer(OptimizerNames, _WithoutCompiler):
         """``engine.step()``, for scripts that step the optimizer: it ends a micro-step, and at an accumulation boundary
         it updates the weights and steps the engine's scheduler. Where a script calls both this and ``engine.step()``
         after a backward pass, the second call does nothing. A call before the first backward pass does nothing, as in
-        torch's optimizers without gradients. Collective.
+        torch's optimizers without gradients. Collective. UsageError where it is called again without a backward pass
+        since its last call; and as ``engine.step()``.
 
-        Args:
-            closure: None, or a callable that runs forward and backward and returns the loss; it is called once, first.
-
-        Returns:
-            The result of ``closure``, else None.
-
-        Raises:
-            UsageError: called again without a backward pass since its last call; and as ``engine.step()``.
+        Returns the result of ``closure``, None or a callable that runs forward and backward and returns the loss; it is
+        called once, first.
         """
         loss = None
         if closure is not None:
@@ -197,12 +183,8 @@ class ShardedOptimizer(OptimizerNames, _WithoutCompiler):
         """Loads a result of ``state_dict()`` from this rank of a job with the same number of ranks, or whole states, of
         a torch optimizer or of one rank. Collective only with a user's optimizer over whole parameters. The weights do
         not change. Where weights in 16 bits equal the state's rounded masters before the next step, the engine's fp32
-        masters get the state's exact values.
-
-        Raises:
-            UsageError: parts of another rank, or of another number of ranks.
-            ValueError: other param groups.
-        """
+        masters get the state's exact values. UsageError for parts of another rank, or of another number of ranks;
+        ValueError for other param groups."""
         if not self.trains():
             super().load_state_dict(state_dict)
             return
@@ -246,22 +228,14 @@ class ShardedOptimizer(OptimizerNames, _WithoutCompiler):
 
 def groups_of(optimizer):
     """{id(parameter): index of its param group}; empty for None."""
-    groups = {}
-    for index, group in enumerate(optimizer.param_groups if optimizer is not None else []):
-        groups.update((id(p), index) for p in group["params"])
-    return groups
+    groups = optimizer.param_groups if optimizer is not None else []
+    return {id(p): index for index, group in enumerate(groups) for p in group["params"]}
 
 
 def log_left_out(parameters, groups, rank):
-    """Warns on rank 0 of trainable ``parameters`` (``describe_parameters``) that are in none of ``groups``: no step
-    changes them, and autograd makes their ``.grad``, as in torch.
-
-    Returns:
-        [torch.nn.Parameter]: these.
-
-    Raises:
-        UsageError: all trainable parameters are in none.
-    """
+    """[torch.nn.Parameter]: trainable ones of ``parameters`` (``describe_parameters``) that are in none of ``groups``:
+    no step changes them, and autograd makes their ``.grad``, as in torch. Warns on rank 0 of them. UsageError where all
+    trainable ones are in none."""
     trainable = [(name, parameter) for name, parameter, *_ in parameters if parameter.requires_grad]
     left_out = [(name, parameter) for name, parameter in trainable if id(known_as(parameter)) not in groups]
     if not left_out:
@@ -278,12 +252,8 @@ def log_left_out(parameters, groups, rank):
 
 
 def optimizer_from_config(config, parameters):
-    """(ShardedOptimizer, rule) for the configuration's ``optimizer`` section, or (None, "none").
-
-    Args:
-        config: a _C.Config.
-        parameters: parameters or dicts of param groups, as torch.optim takes them.
-    """
+    """(ShardedOptimizer, rule) for the ``optimizer`` section of a _C.Config, or (None, "none"). ``parameters``:
+    parameters or dicts of param groups, as torch.optim takes them."""
     if config.optimizer is None:
         return None, "none"
     kind, torch_class, torch_params, adam = config.optimizer
@@ -292,25 +262,23 @@ def optimizer_from_config(config, parameters):
         return wrap_torch_optimizer(inner)
     from .ops.adam import DeepSpeedCPUAdam, FusedAdam  # not at `import strata`
 
-    decoupled = kind == "adamw"
+    parameters = list(parameters)
+    are_groups = parameters and isinstance(parameters[0], dict)
+    groups = [dict(group) for group in parameters] if are_groups else [{"params": parameters}]
     if config.optimizer_tier != "device":
-        client = DeepSpeedCPUAdam(_as_groups(parameters), adamw_mode=decoupled, **adam)
+        client = DeepSpeedCPUAdam(groups, adamw_mode=kind == "adamw", **adam)
     else:
-        client = FusedAdam(_as_groups(parameters), adam_w_mode=decoupled, **adam)
+        client = FusedAdam(groups, adam_w_mode=kind == "adamw", **adam)
     return _sharded(client, None), kind
 
 
 def _class_named(name):
-    """A class of torch.optim, or Lion, which torch lacks."""
+    """Lion, which torch lacks, or a subclass of a class of torch.optim that does not import torch's compiler."""
     if name == "Lion":
         from .ops.lion import DeepSpeedCPULion  # only where the configuration names it
 
         return DeepSpeedCPULion
-    return _lean(getattr(torch.optim, name))
-
-
-def _lean(torch_class):
-    """A subclass of this class of torch.optim that does not import torch's compiler."""
+    torch_class = getattr(torch.optim, name)
 
     class Lean(_WithoutCompiler, torch_class):
         _strata_likeness = torch_class
@@ -325,12 +293,10 @@ def _lean(torch_class):
 
 
 def wrap_torch_optimizer(inner):
-    """(ShardedOptimizer, rule) for a torch.optim optimizer of the user.
-
-    The engine's own one-pass kernel computes AdamW and Adam without amsgrad or maximize, and those of
-    ``strata.ops.adam``, with the hyper-parameters of the optimizer's param groups. Any other optimizer runs itself: on
-    the fp32 shards where it works element by element, else on whole parameters.
-    """
+    """(ShardedOptimizer, rule) for a torch.optim optimizer of the user. The engine's own one-pass kernel computes AdamW
+    and Adam without amsgrad or maximize, and those of ``strata.ops.adam``, with the hyper-parameters of the optimizer's
+    param groups. Any other optimizer runs itself: on the fp32 shards where it works element by element, else on whole
+    parameters."""
     from .ops.adam import adam_mode  # not at `import strata`
 
     if any(float(state.get("step", 1)) > 0 for state in inner.state.values()):
@@ -345,8 +311,7 @@ def wrap_torch_optimizer(inner):
     special = any(g.get("amsgrad") or g.get("maximize") or g.get("capturable") for g in inner.param_groups)
     decoupled = [bool(g.get("decoupled_weight_decay", exact == "adamw")) for g in inner.param_groups]
     if exact and not special and len(set(decoupled)) == 1:
-        rule = "adamw" if decoupled[0] else "adam"
-        return _sharded(inner, None), rule
+        return _sharded(inner, None), "adamw" if decoupled[0] else "adam"
     return _sharded(inner, inner), "external"
 
 
@@ -362,11 +327,3 @@ def _sharded(client, inner):
     ShardedOptimizer.__init__(sharded, client.param_groups, client.defaults, inner)
     sharded._client = client
     return sharded
-
-
-def _as_groups(parameters):
-    """Param groups of parameters or of param groups, as torch.optim takes either."""
-    parameters = list(parameters)
-    if parameters and isinstance(parameters[0], dict):
-        return [dict(group) for group in parameters]
-    return [{"params": parameters}]

@@ -41,21 +41,14 @@ def updates_by_another(optimizer):
 
 
 def why_not_by_element(optimizer, device):
-    """None where ``optimizer``, which has taken no step, updates element by element; else a text with the reason why it
-    does not. Takes milliseconds; the optimizer and the state of torch's random numbers do not change.
-
-    Args:
-        optimizer: a torch.optim.Optimizer.
-        device: torch.device on which it is to run.
-    """
-    kind = getattr(type(optimizer), "_strata_likeness", type(optimizer))
-    if kind in _ELEMENTWISE or kind.__module__.startswith("strata.ops."):
+    """None where ``optimizer``, which has taken no step, updates element by element on ``device``, a torch.device; else
+    a text with the reason why it does not. Takes milliseconds; the optimizer and the state of torch's random numbers do
+    not change."""
+    if _is_known(optimizer):
         return None
-    shapes = [_shapes_of(group) for group in optimizer.param_groups]
-    drawn = [[_values(shape, seed=i) for i, shape in enumerate(of_group)] for of_group in shapes]
+    drawn, everything = _drawn(optimizer)
     of_rank_0 = [[(i, slice(0, _CUT)) for i in range(0, len(tensors), 2)] for tensors in drawn]
     of_rank_1 = [[(i, slice(0 if i % 2 else _CUT, None)) for i in range(len(tensors))] for tensors in drawn]
-    everything = [[(i, None) for i in range(len(tensors))] for tensors in drawn]
     try:
         whole = _run(optimizer, drawn, everything, device)
     except Exception as error:
@@ -75,21 +68,29 @@ def why_not_by_element(optimizer, device):
 def why_not_in_calls(optimizer):
     """None where ``optimizer``, of which ``why_not_by_element`` is None, does the same if its ``step()`` is called once
     for each parameter, the others having no gradient; else a text with the reason why it does not. Runs on the host."""
-    kind = getattr(type(optimizer), "_strata_likeness", type(optimizer))
-    if kind in _ELEMENTWISE or kind.__module__.startswith("strata.ops."):
+    if _is_known(optimizer):
         return None
-    device = torch.device("cpu")
-    shapes = [_shapes_of(group) for group in optimizer.param_groups]
-    drawn = [[_values(shape, seed=i) for i, shape in enumerate(of_group)] for of_group in shapes]
-    everything = [[(i, None) for i in range(len(tensors))] for tensors in drawn]
+    drawn, everything = _drawn(optimizer)
     try:
-        at_once = _run(optimizer, drawn, everything, device)
-        in_calls = _run(optimizer, drawn, everything, device, one_by_one=True)
+        at_once = _run(optimizer, drawn, everything, torch.device("cpu"))
+        in_calls = _run(optimizer, drawn, everything, torch.device("cpu"), one_by_one=True)
     except Exception as error:
         return f"its step() failed where only some parameters have gradients: {type(error).__name__}: {error}"
     if any(not torch.equal(at_once[key].view(torch.int32), in_calls[key].view(torch.int32)) for key in at_once):
         return "its steps differ where step() is called once for each tensor"
     return None
+
+
+def _is_known(optimizer):
+    kind = getattr(type(optimizer), "_strata_likeness", type(optimizer))
+    return kind in _ELEMENTWISE or kind.__module__.startswith("strata.ops.")
+
+
+def _drawn(optimizer):
+    """The tensors of each group, and all of them as ``_run`` takes them."""
+    shapes = [_shapes_of(group) for group in optimizer.param_groups]
+    drawn = [[_values(shape, seed=i) for i, shape in enumerate(of_group)] for of_group in shapes]
+    return drawn, [[(i, None) for i in range(len(tensors))] for tensors in drawn]
 
 
 def _shapes_of(group):

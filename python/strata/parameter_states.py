@@ -12,6 +12,8 @@ its elements of each tile. These functions wait for the device; call them betwee
 ``engine.step()``, or between steps.
 """
 
+import functools
+
 import torch
 
 from . import _C
@@ -20,105 +22,46 @@ from .model.parameter import owner_of
 from .model.tiles import tiles_of
 
 
-def safe_get_full_fp32_param(param):
-    """The master weight of ``param``, whole; or None. Collective."""
-    return _read(param, "master", whole=True)
-
-
-def safe_get_full_grad(param):
-    """The gradient of ``param`` reduced over the ranks so far in this step, whole; or None. Collective. Under fp16
-    it is multiplied by the loss scale. ``engine.step()`` will clip and use it."""
-    return _read(param, "gradient", whole=True)
-
-
-def safe_get_full_optimizer_state(param, optim_state_key):
-    """The state ``optim_state_key`` of ``param`` ("exp_avg", "exp_avg_sq"; other optimizers have others for each
-    element, such as "momentum_buffer"), whole; or None. Collective."""
-    return _read(param, optim_state_key, whole=True)
-
-
-def safe_set_full_fp32_param(param, value):
-    """Sets the master weight of ``param``, and the weight, to ``value``, which has its shape. Collective."""
-    _write(param, "master", value, whole=True)
-
-
-def safe_set_full_grad(param, value):
-    """Sets the reduced gradient of ``param`` to ``value``, which has its shape."""
-    _write(param, "gradient", value, whole=True)
-
-
-def safe_set_full_optimizer_state(param, value, optim_state_key):
-    """Sets a state of ``param`` to ``value``, which has its shape."""
-    _write(param, optim_state_key, value, whole=True)
-
-
-def safe_get_local_fp32_param(param):
-    """This rank's part of the master weight of ``param``; or None."""
-    return _read(param, "master", whole=False)
-
-
-def safe_get_local_grad(param):
-    """This rank's part of the gradient of ``param``; or None."""
-    return _read(param, "gradient", whole=False)
-
-
-def safe_get_local_optimizer_state(param, optim_state_key):
-    """This rank's part of a state of ``param``; or None."""
-    return _read(param, optim_state_key, whole=False)
-
-
-def safe_set_local_fp32_param(param, value):
-    """Sets this rank's part of the master weight of ``param``, and the weight. Collective."""
-    _write(param, "master", value, whole=False)
-
-
-def safe_set_local_grad(param, value):
-    """Sets this rank's part of the reduced gradient of ``param``."""
-    _write(param, "gradient", value, whole=False)
-
-
-def safe_set_local_optimizer_state(param, value, optim_state_key):
-    """Sets this rank's part of a state of ``param``."""
-    _write(param, optim_state_key, value, whole=False)
-
-
 def safe_update_full_grad_vectorized(param_list, update_func):
     """Sets the gradient of every trainable one of ``param_list`` to ``update_func(gradient, param)``. Collective."""
     for param in param_list:
-        gradient = safe_get_full_grad(param) if param.requires_grad else None
+        gradient = _read(param, "gradient", whole=True) if param.requires_grad else None
         if gradient is not None:
-            safe_set_full_grad(param, update_func(gradient, param))
+            _write(param, update_func(gradient, param), "gradient", whole=True)
 
 
 _OURS = ("master", "gradient", "exp_avg", "exp_avg_sq")
 
 
-def _read(param, name, whole):
-    if tiles_of(param) is not None:
-        return _read_tiles(tiles_of(param), name, whole)
+def _read(param, optim_state_key, whole):
+    name, tiles = optim_state_key, tiles_of(param)
+    if tiles is not None:
+        values = torch.empty(tiles.shape) if whole else []
+        for tile in tiles:
+            part = _read(tile.parameter, name, whole)
+            if part is None:  # so no parameter has one, on any rank
+                return None
+            if whole:
+                values[tile.begin : tile.end] = part
+            else:
+                values.append(part)
+        return values if whole else torch.cat(values)
     core, index = owner_of(param)
     if core is None:
         return None
     outside = _kept_outside(core, name)
     if outside is not None:
-        values = _part_kept_outside(core, index, name, outside)
+        _wait_for(core)
+        first, last = _C.state_range(core, index)
+        values = outside.part(index, name)
+        if values is not None:
+            values = values.to(core.device, torch.float32, copy=True)
+        elif first == last and outside.has(name):  # this rank owns no element of it
+            values = torch.empty(0, device=core.device)
         values = _C.join_state(core, index, values) if whole else values
     else:
         values = _C.read_state(core, index, name, whole)
     return shaped(core, index, values) if values is not None and whole else values
-
-
-def _read_tiles(tiles, name, whole):
-    values = torch.empty(tiles.shape) if whole else []
-    for tile in tiles:
-        part = _read(tile.parameter, name, whole)
-        if part is None:  # so no parameter has one, on any rank
-            return None
-        if whole:
-            values[tile.begin : tile.end] = part
-        else:
-            values.append(part)
-    return values if whole else torch.cat(values)
 
 
 def _write_tiles(tiles, name, value, whole):
@@ -129,10 +72,11 @@ def _write_tiles(tiles, name, value, whole):
         raise _C.UsageError(f"this rank's part of '{tiles.name}' has {sum(sizes)} elements; found {value.numel()}")
     parts = [value[tile.begin : tile.end] for tile in tiles] if whole else value.split(sizes)
     for tile, part in zip(tiles, parts):
-        _write(tile.parameter, name, part, whole)
+        _write(tile.parameter, part, name, whole)
 
 
-def _write(param, name, value, whole):
+def _write(param, value, optim_state_key, whole):
+    name = optim_state_key
     if tiles_of(param) is not None:
         _write_tiles(tiles_of(param), name, value, whole)
         return
@@ -166,16 +110,6 @@ def _kept_outside(core, name):
     return None
 
 
-def _part_kept_outside(core, index, name, outside):
-    """A copy of this rank's part, empty where it owns none; None where there is no such state."""
-    _wait_for(core)
-    first, last = _C.state_range(core, index)
-    part = outside.part(index, name)
-    if part is not None:
-        return part.to(core.device, torch.float32, copy=True)
-    return torch.empty(0, device=core.device) if first == last and outside.has(name) else None
-
-
 def _set_outside(core, index, name, outside, whole, flat):
     """False where there is no such state."""
     first, last = _C.state_range(core, index)
@@ -195,3 +129,26 @@ def _wait_for(core):
     core.finish_step()
     if core.device.type == "cuda":
         torch.cuda.synchronize(core.device)
+
+
+# By the end of a name: the state, None where the argument ``optim_state_key`` names it, and the docstring.
+_KINDS = {
+    "fp32_param": ("master", "The master weight of ``param``; or None. Collective, if whole. A setter sets the weight, "
+                   "too, and is collective."),
+    "grad": ("gradient", "The gradient of ``param`` reduced over the ranks so far in this step; or None. Under fp16 it "
+             "is multiplied by the loss scale. ``engine.step()`` will clip and use it. A read of a whole one is "
+             "collective."),
+    "optimizer_state": (None, 'The state ``optim_state_key`` of ``param`` ("exp_avg", "exp_avg_sq"; other optimizers '
+                        'have others for each element, such as "momentum_buffer"); or None. A read of a whole one is '
+                        "collective."),
+}  # fmt: skip
+
+for _kind, (_state, _doc) in _KINDS.items():
+    _named = {} if _state is None else {"optim_state_key": _state}
+    for _scope in ("full", "local"):
+        for _verb, _function in (("get", _read), ("set", _write)):
+            _made = functools.partial(_function, **_named, whole=_scope == "full")
+            _made.__doc__ = _doc
+            globals()[f"safe_{_verb}_{_scope}_{_kind}"] = _made
+
+__all__ = [name for name in globals() if name.startswith("safe_")]

@@ -1,6 +1,5 @@
 """``load_pretrained``, ``load_weights`` and ``save_pretrained``: checkpoints of Hugging Face and sharded weights."""
 
-import logging
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -19,10 +18,9 @@ from .checkpoint.supported_transformers import require_supported
 from .config_source import read_config
 from .initialize import StartUp
 from .model.model_input import ModelTree, find_device, make_current
+from .rank_logging import logger
 from .ranks.runtime import agree_after, expected_world_size, rank_and_world_size
 from .views.start_up import StartUpClock
-
-logger = logging.getLogger("strata")
 
 __all__ = ["load_pretrained", "load_weights", "save_pretrained"]
 
@@ -40,7 +38,8 @@ def load_pretrained(
     strict=False,
     **model_arguments,
 ):
-    """Loads a transformers checkpoint as a model under the engine, never whole on any rank. Collective.
+    """Loads a transformers checkpoint as a model under the engine, never whole on any rank. Collective. Returns
+    (engine, optimizer, dataloader, lr_scheduler) as ``strata.initialize`` does.
 
     Strata builds the model without parameter memory; each rank reads its shards' ranges of the files. The files may
     have any floating dtype. The weights get the dtype of the configuration's precision, or without one that of
@@ -50,16 +49,12 @@ def load_pretrained(
     Args:
         path: a folder with config.json and model.safetensors or model.safetensors.index.json; or one that PEFT wrote,
             whose adapter_config.json names the folder of the base model: a PeftModel then, with its adapter trainable.
-        config: as ``strata.initialize`` takes it.
+        config, optimizer, training_data, lr_scheduler, collate_fn: as ``strata.initialize`` takes them.
         model_class: a class of transformers; None: the one that config.json names in ``architectures``.
-        optimizer, training_data, lr_scheduler, collate_fn: as ``strata.initialize`` takes them.
-        model_parameters: None, or a callable that makes parameters or param groups from the model. All
-            parameters are empty then: choose them by their names.
+        model_parameters: None, or a callable that makes parameters or param groups from the model. All parameters are
+            empty then: choose them by their names.
         strict: tensors that the model does not use are an error; else a warning.
         model_arguments: as ``from_pretrained`` takes them: ``attn_implementation``, ``dtype``.
-
-    Returns:
-        (engine, optimizer, dataloader, lr_scheduler) as ``strata.initialize`` does.
 
     Raises:
         FormatError: the checkpoint contradicts itself or does not fit the model; lists missing and misshapen tensors.
@@ -74,15 +69,11 @@ def load_pretrained(
 
 
 def load_weights(engine, path, strict=False):
-    """Fills the engine's weights from a checkpoint. Collective, between steps.
+    """Fills the engine's weights from a checkpoint, a folder or one .safetensors file. Collective, between steps.
 
-    The model's names find the tensors; for transformers models transformers' rules do. Each rank reads
-    the ranges of the files that its shards hold. The optimizer's state does not change.
-
-    Args:
-        engine: of ``strata.initialize`` or ``load_pretrained``.
-        path: a folder, or one .safetensors file.
-        strict: tensors that the model does not use are an error; else a warning.
+    The model's names find the tensors; for transformers models transformers' rules do. Each rank reads the ranges of
+    the files that its shards hold. The optimizer's state does not change. Tensors that the model does not use are a
+    warning, with ``strict`` an error.
 
     Raises:
         FormatError: the checkpoint contradicts itself or does not fit the model; the weights are unchanged then.
@@ -113,22 +104,23 @@ class _PretrainedStartUp(StartUp):
 
     def connect(self):
         submit = self._beside.submit
-        self._opening = submit(open_runtime, self.config)
+        self._opening = submit(_open_runtime, self.config)
         self._files = submit(_open, self._path)
         self._class = submit(_import_class, self._path, self._files, self._model_class)
-        self._warming = submit(warm_up, self._opening)
+        self._warming = submit(_warm_up, self._opening)
         super().connect()
 
     def parsed_config(self):
-        config = self._opening.result().config
+        config, _ = self._opening.result()
         config.complete_batch(rank_and_world_size()[1])
         return config
 
     def place(self):
-        self.runtime = self._opening.result().runtime
+        _, self.runtime = self._opening.result()
         make_current(self.runtime.device)
         self._building = self._beside.submit(_build_flat, self._class, self._files, self.config, self._model_arguments)
-        self._planning = self._beside.submit(_plan, self._building, self._strict)
+        self._planning = self._beside.submit(
+            lambda: LoadPlans(plan(strict=self._strict) for plan in self._building.result()[2]))
 
     def build(self):
         with self.agreed(self._what):
@@ -156,11 +148,9 @@ class _PretrainedStartUp(StartUp):
 
 @contextmanager
 def _beside():
-    """An executor for work that needs no other ranks, while the main thread waits for the ranks. All of the work has
-    ended when the context ends, also after an exception. Only importing and building the model hold Python's lock;
-    reading headers, opening the device and loading kernels release it. Threads switch more often meanwhile, since those
-    that wait need the lock only briefly. Each piece of work has a thread, since some wait for others.
-    """
+    """An executor for work that needs no other ranks; all of it has ended when the context ends. Only importing and
+    building the model hold Python's lock for long. Threads switch more often meanwhile, since those that wait need the
+    lock only briefly. Each piece of work has a thread, since some wait for others."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(min(interval, 5e-4))
     try:
@@ -170,37 +160,18 @@ def _beside():
         sys.setswitchinterval(interval)
 
 
-class OpenedRuntime(NamedTuple):
-    """A _C.Config, whose batch sizes may be incomplete, and a _C.Runtime for it."""
-
-    config: object
-    runtime: object
-
-
-def open_runtime(config):
-    """Reads the configuration and opens its device, for a model that comes from files. In any thread; Python's lock is
-    free while the device is opened, and torch's current device does not change.
-
-    Args:
-        config: as for ``read_config``.
-
-    Raises:
-        ConfigError: the configuration is wrong, or its GPU cannot be used.
-        DeviceError, OutOfMemoryError: the device cannot be opened.
-    """
+def _open_runtime(config):
+    """(_C.Config, whose batch sizes may be incomplete, _C.Runtime for it) of a model that comes from files. In any
+    thread; Python's lock is free while the device is opened, and torch's current device does not change."""
     parsed = read_config(config)
     runtime = _C.Runtime(find_device(parsed), parsed.threads, expected_world_size())
     runtime.expect_values()
-    return OpenedRuntime(parsed, runtime)
+    return parsed, runtime
 
 
-def warm_up(opening):
-    """Loads the kernels of a first step on a GPU, beside a start. Never raises: the step tries to load again, and
-    reports the error.
-
-    Args:
-        opening: a future of ``open_runtime()``.
-    """
+def _warm_up(opening):
+    """Loads the kernels of a first step on a GPU, beside a start, once ``opening``, a future of ``_open_runtime()``, is
+    done. Never raises: the step tries to load again, and reports the error."""
     if opening.exception() is not None:
         return
     config, runtime = opening.result()
@@ -213,7 +184,7 @@ def warm_up(opening):
 
 
 class _Files(NamedTuple):
-    """One checkpoint: its path, a _C.Checkpoint, its contents."""
+    """One checkpoint."""
 
     path: str
     checkpoint: object
@@ -274,11 +245,6 @@ def _build_flat(importing, opening, config, model_arguments):
         homes = homes_of(model, adapter_buffers)
         plans.append(opened.adapter.plan(model, _entries(parameters, of_adapter, config), homes, {}))
     return model.eval(), shapes, plans
-
-
-def _plan(building, strict):
-    _, _, plans = building.result()
-    return LoadPlans(plan(strict=strict) for plan in plans)
 
 
 def _import_class(path, opening, model_class):

@@ -22,14 +22,8 @@ _shown = None  # the _RankHandler of this process
 
 def show_logs(level=None):
     """Shows the logger's lines, unless the program has handlers for them, now or later, or a level of its own.
-
-    Args:
-        level: "info" and the like, the ``log_level`` of a configuration; the environment's STRATA_LOG_LEVEL counts
-            before it; None: "info", or as before.
-
-    Raises:
-        ConfigError: STRATA_LOG_LEVEL names no level.
-    """
+    ``level``: "info" and the like, the ``log_level`` of a configuration; the environment's STRATA_LOG_LEVEL counts
+    before it, and raises ConfigError where it names no level; None: "info", or as before."""
     global _shown
     if _shown is None:
         if _program_listens() or logging.lastResort is None:
@@ -37,14 +31,10 @@ def show_logs(level=None):
         _shown = _RankHandler()
     if _shown in logger.handlers:
         wanted = os.environ.get(_VARIABLE) or level
+        if wanted and wanted.lower() not in _LEVELS:
+            raise _C.ConfigError(f"{_VARIABLE}: wanted one of {', '.join(_LEVELS)}; found '{wanted}'")
         if wanted is not None or logger.level == logging.NOTSET:
-            _shown.set_threshold(_level_of(wanted or "info"))
-
-
-def _level_of(name):
-    if name.lower() not in _LEVELS:
-        raise _C.ConfigError(f"{_VARIABLE}: wanted one of {', '.join(_LEVELS)}; found '{name}'")
-    return getattr(logging, name.upper())
+            _shown.set_threshold(getattr(logging, (wanted or "info").upper()))
 
 
 def _program_listens():

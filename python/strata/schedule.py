@@ -1,6 +1,7 @@
 """Learning-rate schedules: classes for scripts, and the configuration's schedule, which ``initialize`` returns."""
 
 import copy
+import inspect
 
 import torch
 
@@ -139,15 +140,12 @@ def _set_betas(group, values):
 
 
 class Advance:
-    """One step of a scheduler, which can be taken back.
-
-    On a GPU the engine steps the scheduler before the host knows whether the device skipped the update, since the
-    script reads the new rates at once.
+    """One step of a scheduler, which can be taken back. On a GPU the engine steps the scheduler before the host knows
+    whether the device skipped the update, since the script reads the new rates at once.
 
     Args:
-        scheduler: an object with ``step()``; without a ``state_dict()`` only its rates are taken back.
+        scheduler: an object with ``step(**arguments)``; without a ``state_dict()`` only its rates are taken back.
         optimizer: the scheduler writes into its param groups.
-        arguments: of the scheduler's ``step()``, a dict.
         can_be_undone: False: ``undo()`` will not be called.
     """
 
@@ -158,7 +156,7 @@ class Advance:
             return
         self._scheduler = scheduler
         self._state = copy.deepcopy(scheduler.state_dict()) if hasattr(scheduler, "state_dict") else None
-        before = [_settings(group) for group in optimizer.param_groups]
+        before = [{k: _kept(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         scheduler.step(**arguments)
         self._written = []  # (group, key, before, after)
         for group, old in zip(optimizer.param_groups, before, strict=True):
@@ -174,10 +172,6 @@ class Advance:
                 set_value(group, key, before)
 
 
-def _settings(group):
-    return {key: _kept(value) for key, value in group.items() if key != "params"}
-
-
 def _kept(value):
     """The present value: schedulers change rates that are tensors in place."""
     return value.clone() if hasattr(value, "clone") else value
@@ -187,108 +181,52 @@ def _same(a, b):
     return type(a) is type(b) and bool(a == b)
 
 
-def _start(arguments):
-    """Starts a schedule from its constructor's ``arguments``, its ``locals()``. Its class has the name that the
-    configuration uses. Errors: ConfigError."""
-    schedule, optimizer = arguments.pop("self"), arguments.pop("optimizer")
-    section = {"type": schedule.type, "params": arguments}
-    ScheduledLR.__init__(schedule, read_config({"scheduler": section}), optimizer)
+def _schedule(name, base, text, *required, **optional):
+    """A class of schedules, of the name that the configuration uses. The constructor takes the optimizer, then the
+    configuration's settings. Its errors: ConfigError."""
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [inspect.Parameter(each, kind) for each in ("self", "optimizer", *required)]
+    parameters += [inspect.Parameter(each, kind, default=value) for each, value in optional.items()]
+    parameters.append(inspect.Parameter("last_batch_iteration", kind, default=-1))
+    signature = inspect.Signature(parameters)
+
+    def __init__(*args, **kwargs):
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        schedule, optimizer = given.arguments.pop("self"), given.arguments.pop("optimizer")
+        section = {"type": schedule.type, "params": dict(given.arguments)}
+        ScheduledLR.__init__(schedule, read_config({"scheduler": section}), optimizer)
+
+    __init__.__signature__ = signature
+    return type(name, (base,), {"__doc__": text, "__module__": __name__, "type": name, "__init__": __init__})
 
 
-class WarmupLR(ScheduledLR):
-    """From ``warmup_min_lr`` to ``warmup_max_lr`` (None: the optimizer's rate), then constant. A rate is a number, or a
-    list of one a param group."""
-
-    type = "WarmupLR"
-
-    def __init__(
-        self,
-        optimizer,
-        warmup_min_lr=0.0,
-        warmup_max_lr=None,
-        warmup_num_steps=1000,
-        warmup_type="log",
-        last_batch_iteration=-1,
-    ):
-        _start(locals())
-
-
-class WarmupDecayLR(WarmupLR):
-    """``WarmupLR``, then linearly to 0 at ``total_num_steps``."""
-
-    type = "WarmupDecayLR"
-
-    def __init__(
-        self,
-        optimizer,
-        total_num_steps,
-        warmup_min_lr=0.0,
-        warmup_max_lr=0.001,
-        warmup_num_steps=1000,
-        warmup_type="log",
-        last_batch_iteration=-1,
-    ):
-        _start(locals())
-
-
-class WarmupCosineLR(ScheduledLR):
-    """From ``warmup_min_ratio`` of the optimizer's rate to all of it, then by a cosine to ``cos_min_ratio`` of it."""
-
-    type = "WarmupCosineLR"
-
-    def __init__(
-        self,
-        optimizer,
-        total_num_steps,
-        warmup_min_ratio=0.0,
-        warmup_num_steps=1000,
-        cos_min_ratio=0.0001,
-        warmup_type="log",
-        last_batch_iteration=-1,
-    ):
-        _start(locals())
-
-
-class OneCycle(ScheduledLR):
-    """Up from ``cycle_min_lr`` to ``cycle_max_lr`` and down again, then decaying; beta1 the other way round."""
-
-    type = "OneCycle"
-
-    def __init__(
-        self,
-        optimizer,
-        cycle_min_lr,
-        cycle_max_lr,
-        decay_lr_rate=0.0,
-        cycle_first_step_size=2000,
-        cycle_second_step_size=None,
-        cycle_first_stair_count=0,
-        cycle_second_stair_count=None,
-        decay_step_size=0,
-        cycle_momentum=True,
-        cycle_min_mom=0.8,
-        cycle_max_mom=0.9,
-        decay_mom_rate=0.0,
-        last_batch_iteration=-1,
-    ):
-        _start(locals())
-
-
-class LRRangeTest(ScheduledLR):
-    """Up from ``lr_range_test_min_lr``, to find the rate at which training becomes unstable."""
-
-    type = "LRRangeTest"
-
-    def __init__(
-        self,
-        optimizer,
-        lr_range_test_min_lr=1e-3,
-        lr_range_test_step_size=2000,
-        lr_range_test_step_rate=1.0,
-        lr_range_test_staircase=False,
-        last_batch_iteration=-1,
-    ):
-        _start(locals())
+WarmupLR = _schedule(
+    "WarmupLR", ScheduledLR, "From ``warmup_min_lr`` to ``warmup_max_lr`` (None: the optimizer's rate), then constant. "
+    "A rate is a number, or a list of one a param group.",
+    warmup_min_lr=0.0, warmup_max_lr=None, warmup_num_steps=1000, warmup_type="log",
+)  # fmt: skip
+WarmupDecayLR = _schedule(
+    "WarmupDecayLR", WarmupLR, "``WarmupLR``, then linearly to 0 at ``total_num_steps``.", "total_num_steps",
+    warmup_min_lr=0.0, warmup_max_lr=0.001, warmup_num_steps=1000, warmup_type="log",
+)  # fmt: skip
+WarmupCosineLR = _schedule(
+    "WarmupCosineLR", ScheduledLR, "From ``warmup_min_ratio`` of the optimizer's rate to all of it, then by a cosine "
+    "to ``cos_min_ratio`` of it.", "total_num_steps",
+    warmup_min_ratio=0.0, warmup_num_steps=1000, cos_min_ratio=0.0001, warmup_type="log",
+)  # fmt: skip
+OneCycle = _schedule(
+    "OneCycle", ScheduledLR, "Up from ``cycle_min_lr`` to ``cycle_max_lr`` and down again, then decaying; beta1 the "
+    "other way round.", "cycle_min_lr", "cycle_max_lr",
+    decay_lr_rate=0.0, cycle_first_step_size=2000, cycle_second_step_size=None, cycle_first_stair_count=0,
+    cycle_second_stair_count=None, decay_step_size=0, cycle_momentum=True, cycle_min_mom=0.8, cycle_max_mom=0.9,
+    decay_mom_rate=0.0,
+)  # fmt: skip
+LRRangeTest = _schedule(
+    "LRRangeTest", ScheduledLR, "Up from ``lr_range_test_min_lr``, to find the rate at which training becomes "
+    "unstable.",
+    lr_range_test_min_lr=1e-3, lr_range_test_step_size=2000, lr_range_test_step_rate=1.0, lr_range_test_staircase=False,
+)  # fmt: skip
 
 
 def schedule_from_config(config, optimizer):

@@ -10,28 +10,29 @@ from .deferred_init import DeferredInit
 from .model.constructors import ConstructorWatch, ConstructorReads, open_reads
 from .model.parameter import is_managed, owner_of
 from .model.recording import Recording
+from .model.tiles import tiles_of
 from .rank_logging import show_logs
 from .ranks.runtime import init_distributed, rank_and_world_size
-from .tiles.host_copy import HostCopies
+from .tiles.host_copy import HostCopy
 
 
 _ITS_OWN = 0  # stands for memory of the engine
 
 
 class GatheredParameters:
-    """Context in which parameters are whole on every rank. At its end they are released, unless a running forward or
-    an outer context holds them.
+    """Context in which parameters are whole on every rank. At its end they are released, unless a running forward or an
+    outer context holds them.
 
-    Collective when ``modifier_rank`` is given, or when ranks gather through a process group; every rank
-    must then enter with the same parameters. Contexts nest; duplicates, None and parameters that no engine
-    owns are ignored. A parameter that is used in tiles is whole on the host, not on the model's device;
-    ``strata.iter_pieces`` gives it piece by piece.
+    Collective when ``modifier_rank`` is given, or when ranks gather through a process group; every rank must then enter
+    with the same parameters. Contexts nest; duplicates, None and parameters that no engine owns are ignored. A
+    parameter that is used in tiles is whole on the host, not on the model's device; ``strata.iter_pieces`` gives it
+    piece by piece.
 
     Args:
         params: a Parameter, or an iterable of Parameters.
-        modifier_rank: the rank whose changes count: at the end every rank gets this rank's values, in the weights
-            and in the fp32 master weights. None: read only.
-        fwd_module: accepted for DeepSpeed's sake; the engine gathers parameters of other modules when they are read.
+        modifier_rank: the rank whose changes count: at the end every rank gets this rank's values, in the weights and
+            in the fp32 master weights. None: read only.
+        fwd_module: no effect; the engine gathers parameters of other modules when they are read.
         enabled: False makes the context do nothing.
 
     Raises:
@@ -46,12 +47,15 @@ class GatheredParameters:
         self._modifier_rank = modifier_rank
         self._by_core = {}
         self._managed = {}  # id -> parameter
-        self._copies = HostCopies()  # of parameters that are used in tiles
+        self._tiled, self._copies = {}, []  # parameters that are used in tiles, by id; a HostCopy of each
         if not enabled:
             return
-        _require_rank(modifier_rank)
+        world = rank_and_world_size()[1]
+        if modifier_rank is not None and not 0 <= modifier_rank < world:
+            raise _C.UsageError(f"modifier_rank must be a rank of this job, 0 to {world - 1}; got {modifier_rank}")
         for parameter in [params] if isinstance(params, torch.Tensor) else params:
-            if self._copies.add(parameter):
+            if tiles_of(parameter) is not None:
+                self._tiled[id(parameter)] = parameter
                 continue
             core, index = owner_of(parameter)
             if core is not None:
@@ -62,7 +66,9 @@ class GatheredParameters:
     def __enter__(self):
         self._held = []
         try:
-            self._copies.make()
+            for parameter in self._tiled.values():
+                if parameter.numel() == 0:
+                    self._copies.append(HostCopy(parameter))
             for core, indices in self._by_core.values():
                 indices = sorted(indices)
                 core.gather(indices)
@@ -81,7 +87,7 @@ class GatheredParameters:
             if kind is not None:
                 self._put_back()
             elif self._modifier_rank is not None:
-                self._copies.end(self._modifier_rank)
+                self._end_copies(self._modifier_rank)
                 for core, indices in self._held:
                     core.publish(indices, self._modifier_rank)
                 for parameter in self._managed.values():
@@ -101,8 +107,12 @@ class GatheredParameters:
             if core is not None and self._memory[key] == _ITS_OWN:  # else an outer context has replaced the memory
                 core.put_back([index])
 
+    def _end_copies(self, modifier_rank):
+        while self._copies:
+            self._copies.pop(0).end(modifier_rank)
+
     def _release(self):
-        self._copies.end(None)
+        self._end_copies(None)
         held, self._held = self._held, []
         for core, indices in held:
             core.release(indices, True)
@@ -127,12 +137,6 @@ class GatheredParameters:
     def _changed(self, message):
         """Called where parameters were changed though they are for reading."""
         raise _C.UsageError(message)
-
-
-def _require_rank(modifier_rank):
-    world = rank_and_world_size()[1]
-    if modifier_rank is not None and not 0 <= modifier_rank < world:
-        raise _C.UsageError(f"modifier_rank must be a rank of this job, 0 to {world - 1}; got {modifier_rank}")
 
 
 def _version(parameter):
@@ -166,13 +170,11 @@ class Init:
     one's constructor, or of the context. The context leaves parameters on torch's device "meta", and lazy ones, alone.
     On one rank parameters stay whole; they are cast and moved to the device that the model trains on.
 
-    A floating parameter of more elements than ``strata.init.replay_above`` has deferred initialization: its constructor
-    makes it without memory. ``Init`` records the element-wise operators of its own and its parents' constructors
-    (``normal_``, ``uniform_``, ``trunc_normal_``, ``fill_``, and the functions of ``torch.nn.init`` and transformers
-    that use these). It replays them when the outermost constructor is over: each rank computes the values of its own
-    shards, ``stage3_partition_stream_chunk_size`` bytes at a time. The random numbers are not plain torch's; they
-    follow from ``torch.manual_seed`` and are the same at any number of ranks. An operator that cannot be replayed
-    (``orthogonal_``, or one that reads a value) makes the parameter whole on the host; a warning says so once.
+    A floating parameter of more elements than ``strata.init.replay_above`` has deferred initialization
+    (docs/design/deferred_initialization.md): its constructor makes it without memory, and each rank computes the values
+    of its own shards when the outermost constructor is over. The random numbers are not plain torch's; they follow from
+    ``torch.manual_seed`` and are the same at any number of ranks. An operator that is not element-wise
+    (``orthogonal_``), or that reads a value, makes the parameter whole on the host; a warning says so once.
 
     Collective: every rank builds the same modules, whose constructors read the same parameters. Modules that are built
     in the context live until its end. A context within another one does nothing: the outer one's settings hold.
@@ -187,9 +189,8 @@ class Init:
 
     Raises:
         UsageError: for another ``dtype``, and for a ``module`` that is no ``torch.nn.Module``.
-        OutOfMemoryError: from a constructor, or at its end, where there is no room for shards or pieces, or for
-            parameters that must be whole. A constructor that fails, with any exception, leaves no values behind:
-            parameters to which the script still refers are empty.
+        OutOfMemoryError: from a constructor, or at its end, where there is no room. A constructor that fails, with any
+            exception, leaves no values behind: parameters to which the script still refers are empty.
     """
 
     def __init__(
@@ -214,7 +215,11 @@ class Init:
             raise _C.UsageError(f"zero.Init(module=...) takes a torch.nn.Module; found {type(module).__name__}")
         show_logs()
         init_distributed()
-        self._config = _parse(config_dict_or_path if config_dict_or_path is not None else config, dtype)
+        config = config_dict_or_path if config_dict_or_path is not None else config
+        if config is None and dtype not in (None, *_DTYPES):
+            raise _C.UsageError(f"zero.Init(dtype=...) takes torch.float32, bfloat16 or float16; found {dtype}")
+        config = _DTYPES[dtype or torch.float32] if config is None else config
+        self._config = read_config(config).for_construction()
         self._deferred = DeferredInit(self._config)
         if module is not None:
             self._deferred.shard_all(module)
@@ -251,9 +256,10 @@ class Init:
         with ExitStack() as ends:  # each of them runs, also when another one raises
             ends.callback(self._deferred.close)
             ends.callback(lambda: reads.close(failed))
-            with ExitStack() as patches:
-                patches.callback(self._watch.remove)
+            try:
                 self._recording.close(failed=kind is not None)
+            finally:
+                self._watch.remove()
             for root in roots if kind is None else []:
                 self._deferred.shard_all(root)
             failed = kind is not None
@@ -284,19 +290,12 @@ class Init:
                 if not is_complete:
                     self._deferred.discard(module)
                 if is_root:
-                    self._deferred.drop_waiting()
+                    self._deferred.waiting = []
                     self._recording.finish(not is_complete)
 
     def _tidy(self):
         """Shards parameters that were materialized and are not used any more, before another one is materialized."""
         if self._recording.materialized and self._watch.running:
             with self._recording.paused():
-                self._recording.materialized = not self._deferred.shard_unused(self._deferred.waiting())
-
-
-def _parse(config, dtype):
-    if config is None:
-        if dtype not in (None, *_DTYPES):
-            raise _C.UsageError(f"zero.Init(dtype=...) takes torch.float32, bfloat16 or float16; found {dtype}")
-        config = _DTYPES[dtype or torch.float32]
-    return read_config(config).for_construction()
+                homes = [(m, name) for m in self._deferred.waiting for name in m._parameters]
+                self._recording.materialized = not self._deferred.shard_unused(homes)  # some have values by now

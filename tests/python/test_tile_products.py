@@ -8,7 +8,7 @@ from devices import test_device
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from strata.model.tiles import Destination, Tiles, is_widened_by_blas, write_product
+from strata.model.tiles import Destination, ProductSum, Tiles, is_widened_by_blas, write_product
 from strata.tiles import functions
 
 # Relative tolerances: a sum in another order, and a rounding or two.
@@ -52,7 +52,7 @@ def test_a_sum_of_products_is_rounded_once(dtype, count):
     parts = [(_random(8, 16, dtype=dtype, seed=2 * i), _random(16, 24, dtype=dtype, seed=2 * i + 1))
              for i in range(count)]  # fmt: skip
     destination = Destination(torch.full((8, 24), torch.nan, dtype=dtype, device=test_device()))
-    total = destination.sum_of(count)
+    total = ProductSum(destination, count)
     for one, other in parts:
         total.add(one, other)
     total.finish()
@@ -139,6 +139,6 @@ def test_groups_know_their_rows_from_sorted_members():
     members = torch.tensor([0, 0, 2, 2, 2, 5, 7, 7], device=test_device())  # 7 stands for none of seven
     groups = functions.Groups.of_sorted(members, 7)
     assert groups.bounds == [0, 2, 2, 5, 5, 5, 6, 6] and groups.rows == 6
-    part = groups.of(2, 6)
+    part = functions.Members(groups, 2, 6)
     assert part.rows == slice(2, 6) and part.each == [(0, slice(0, 3)), (3, slice(3, 4))]
     assert part.ends.tolist() == [3, 3, 3, 4]

@@ -9,27 +9,31 @@ import os
 import torch
 from packaging.version import Version
 
-from .names import Refusal, refused
+from .names import REFUSALS, refused
 
 logger = logging.getLogger("strata")
 
 _OF_CUDA = frozenset(  # the functions of torch.cuda themselves
-    "Event Stream current_stream default_stream empty_cache get_rng_state initial_seed manual_seed "
-    "max_memory_allocated max_memory_reserved memory_allocated memory_reserved memory_stats "
-    "reset_max_memory_allocated reset_max_memory_cached reset_peak_memory_stats set_device set_rng_state stream "
-    "synchronize".split()
+    "Event Stream current_device current_stream default_stream device_count empty_cache get_rng_state initial_seed "
+    "manual_seed manual_seed_all max_memory_allocated max_memory_reserved memory_allocated memory_reserved "
+    "memory_stats reset_max_memory_allocated reset_max_memory_cached reset_peak_memory_stats set_device set_rng_state "
+    "stream synchronize".split()
 )
-_NOTHING = frozenset(  # these do nothing on a CPU
-    "empty_cache reset_max_memory_allocated reset_max_memory_cached reset_peak_memory_stats set_device "
-    "synchronize".split()
-)
-_BYTES = frozenset("max_memory_allocated max_memory_reserved memory_allocated memory_reserved".split())
-_OF_TORCH = frozenset("get_rng_state initial_seed manual_seed set_rng_state".split())
+_ON_CPU = {  # the results of functions that do nothing on a CPU
+    **dict.fromkeys("current_device max_memory_allocated max_memory_reserved memory_allocated memory_reserved"
+                    .split(), 0),
+    **dict.fromkeys("empty_cache range_pop range_push reset_max_memory_allocated reset_max_memory_cached "
+                    "reset_peak_memory_stats set_device synchronize".split()),
+    "device_count": 1,
+}  # fmt: skip
+_OF_TORCH = {"manual_seed_all": torch.manual_seed, "manual_seed": torch.manual_seed, "initial_seed": torch.initial_seed,
+             "get_rng_state": torch.get_rng_state, "set_rng_state": torch.set_rng_state}  # fmt: skip
 
 
 class Accelerator:
     """CUDA's where the process can use a GPU, else the CPU's. Methods that this class does not define are torch.cuda's
-    of the same name. On a CPU those that count memory return 0, and those that wait return at once."""
+    of the same name, ``range_push`` and ``range_pop`` those of NVTX. On a CPU those that count memory return 0, and
+    those that wait return at once."""
 
     def __init__(self):
         self._name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -37,9 +41,12 @@ class Accelerator:
     def __getattr__(self, name):
         if self._name == "cuda" and name in _OF_CUDA:
             return getattr(torch.cuda, name)
-        if self._name == "cpu" and name in _OF_TORCH | _NOTHING | _BYTES:
-            value = 0 if name in _BYTES else None
-            return getattr(torch, name) if name in _OF_TORCH else functools.partial(_told, value)
+        if self._name == "cuda" and name in ("range_push", "range_pop"):
+            return getattr(torch.cuda.nvtx, name)
+        if self._name == "cpu" and name in _OF_TORCH:
+            return _OF_TORCH[name]
+        if self._name == "cpu" and name in _ON_CPU:
+            return lambda *args, **kwargs: _ON_CPU[name]
         if name.startswith("__"):
             raise AttributeError(name)
         raise NotImplementedError(f"get_accelerator().{name}: Strata does not offer it on {self._name}; call torch")
@@ -52,17 +59,9 @@ class Accelerator:
         """A context of a device; on a CPU one that does nothing."""
         return torch.cuda.device(device_index) if self._name == "cuda" else contextlib.nullcontext()
 
-    def current_device(self):
-        """int: the index of the current device; on a CPU 0."""
-        return torch.cuda.current_device() if self._name == "cuda" else 0
-
     def current_device_name(self):
         """str: "cuda:0" or "cpu"."""
         return self.device_name(self.current_device())
-
-    def device_count(self):
-        """int: number of devices; 1 on a CPU."""
-        return torch.cuda.device_count() if self._name == "cuda" else 1
 
     def is_available(self):
         """True: this object always names an available device."""
@@ -73,10 +72,6 @@ class Accelerator:
         return self._name == "cpu"
 
     use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
-
-    def manual_seed_all(self, seed):
-        """Seeds every device."""
-        torch.cuda.manual_seed_all(seed) if self._name == "cuda" else torch.manual_seed(seed)
 
     def total_memory(self, device_index=None):
         """int: bytes of the device; on a CPU those of the host."""
@@ -95,12 +90,10 @@ class Accelerator:
         return self._name == "cpu" or torch.cuda.is_bf16_supported()
 
     def is_fp16_supported(self):
-        """bool: whether models train in fp16 on the device."""
+        """bool: whether models train in fp16 on the device, and whether it runs Triton's kernels."""
         return self._name == "cuda"
 
-    def is_triton_supported(self):
-        """bool: whether the device runs Triton's kernels."""
-        return self._name == "cuda"
+    is_triton_supported = is_fp16_supported
 
     def supported_dtypes(self):
         """[torch.dtype] that models train in."""
@@ -127,14 +120,6 @@ class Accelerator:
         """bool: whether the tensor is on the device."""
         return tensor.device.type == self._name
 
-    def range_push(self, msg):
-        """Opens a range of NVTX, where there is a GPU."""
-        return torch.cuda.nvtx.range_push(msg) if self._name == "cuda" else None
-
-    def range_pop(self):
-        """Closes the range of NVTX that was opened last."""
-        return torch.cuda.nvtx.range_pop() if self._name == "cuda" else None
-
     def lazy_call(self, callback):
         """Calls ``callback`` at once."""
         return callback()
@@ -148,17 +133,11 @@ class Accelerator:
         return "inductor"
 
 
-def _told(value, *args, **kwargs):
-    return value
-
-
 @functools.lru_cache(maxsize=1)
 def get_accelerator():
     """The ``Accelerator`` of this process."""
     return Accelerator()
 
-
-# --- memory ---
 
 _GIB = 2**30
 
@@ -190,9 +169,6 @@ def empty_cache():
         torch.cuda.empty_cache()
 
 
-# --- torch ---
-
-
 def _cut(version):
     return ".".join(version.split(".")[:2]) if version else "0.0"
 
@@ -207,11 +183,7 @@ TORCH_INFO = {
 
 
 def required_torch_version(min_version=None, max_version=None):
-    """bool: whether torch is at least the one and at most the other.
-
-    Raises:
-        ValueError: neither is given.
-    """
+    """bool: whether torch is at least the one and at most the other. ValueError where neither is given."""
     if min_version is None and max_version is None:
         raise ValueError("required_torch_version: give min_version, max_version, or both")
     found = Version(torch.__version__)
@@ -230,13 +202,8 @@ def is_functorch_transforming():
 
 
 class OnDevice:
-    """Context in which torch makes tensors on a device, floating ones in a dtype.
-
-    Args:
-        dtype: torch.dtype.
-        device: a device, or "meta": without memory.
-        enabled: False makes the context do nothing.
-    """
+    """Context in which torch makes tensors on a device ("meta": without memory), floating ones in a torch.dtype.
+    ``enabled=False`` makes it do nothing."""
 
     def __init__(self, dtype, device="meta", enabled=True):
         self._dtype, self._device, self._enabled = dtype, torch.device(device), enabled
@@ -255,8 +222,6 @@ class OnDevice:
         return False
 
 
-# --- builders of operators ---
-
 # By builder: DeepSpeed's name of the operator, the operator's work, and whether Strata does this work.
 _OPERATORS = {
     "AsyncIOBuilder": ("async_io", "Reads and writes of drives.", True),
@@ -268,16 +233,12 @@ _OPERATORS = {
     "FusedLambBuilder": ("fused_lamb", "LAMB on a GPU, which Strata does not offer.", False),
     "UtilsBuilder": ("utils", "Flattening of tensors.", True),
 }
-_WHAT = Refusal("DeepSpeed's own operators", "Strata has its own; `strata bench-io` measures drives.")
 COMPATIBLE = {operator: offered for operator, _, offered in _OPERATORS.values()}
 
 
 class _Builder:
     """One operator, of which scripts ask whether it is available. It builds nothing: Strata has the same work built in.
-
-    Attributes:
-        NAME: str, DeepSpeed's name of it.
-    """
+    ``NAME``: str, DeepSpeed's name of it."""
 
     NAME = ""
 
@@ -287,7 +248,7 @@ class _Builder:
 
     def load(self, verbose=True):
         """Raises NotImplementedError: there is no such module to call."""
-        return refused(f"deepspeed.ops.op_builder.{type(self).__name__}.load", _WHAT)()
+        return refused(f"deepspeed.ops.op_builder.{type(self).__name__}.load", REFUSALS["operators"])()
 
 
 for _name, (_operator, _doc, _) in _OPERATORS.items():

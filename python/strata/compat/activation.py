@@ -20,37 +20,10 @@ _TOO_LATE = ("transformers.integrations.deepspeed", "accelerate.utils", "trl.imp
 
 
 def activate():
-    """Makes ``deepspeed`` mean Strata. Does nothing the second time.
-
-    Raises:
-        ImportError: DeepSpeed itself, or a framework that looks for it, has been imported already; the message names
-            it.
-    """
+    """Makes ``deepspeed`` mean Strata. Does nothing the second time. ImportError where DeepSpeed itself, or a framework
+    that looks for it, has been imported already; the message names it."""
     if is_active():
         return
-    _require_early()
-    sys.meta_path.insert(0, Finder())
-
-
-def activate_as(name):
-    """``activate()`` for the value of STRATA_COMPAT; an empty one asks for nothing.
-
-    Raises:
-        ImportError: for a name without a stand-in; and as ``activate``.
-    """
-    if name not in ("", NAME):
-        advice = f"write {VARIABLE}={NAME}, or unset it"
-        raise ImportError(f"{VARIABLE}={name}: Strata stands in for '{NAME}' alone; {advice}")
-    if name:
-        activate()
-
-
-def is_active():
-    """bool: whether ``deepspeed`` means Strata in this process."""
-    return any(isinstance(finder, Finder) for finder in sys.meta_path)
-
-
-def _require_early():
     real = sys.modules.get(NAME)
     if real is not None:
         where = getattr(real, "__file__", None) or "a module made by the program"
@@ -64,6 +37,22 @@ def _require_early():
             f"'{NAME}' cannot become Strata: '{early[0]}' was imported first, and has decided whether there "
             f"is a DeepSpeed. {_ADVICE}"
         )
+    sys.meta_path.insert(0, Finder())
+
+
+def activate_as(name):
+    """``activate()`` for the value of STRATA_COMPAT; an empty one asks for nothing. ImportError for a name without a
+    stand-in, too."""
+    if name not in ("", NAME):
+        advice = f"write {VARIABLE}={NAME}, or unset it"
+        raise ImportError(f"{VARIABLE}={name}: Strata stands in for '{NAME}' alone; {advice}")
+    if name:
+        activate()
+
+
+def is_active():
+    """bool: whether ``deepspeed`` means Strata in this process."""
+    return any(isinstance(finder, Finder) for finder in sys.meta_path)
 
 
 _ADVICE = (
@@ -73,14 +62,12 @@ _ADVICE = (
 
 
 class Finder:
-    """An entry of ``sys.meta_path`` for the modules below ``deepspeed`` and the metadata of that distribution."""
+    """An entry of ``sys.meta_path`` for the modules below ``deepspeed``, which it makes, too, and the metadata of that
+    distribution. Two names of one module give the same object."""
 
     def find_spec(self, name, path=None, target=None):
-        """The spec of a module of the stand-in; None for names that are not below ``deepspeed``.
-
-        Raises:
-            ModuleNotFoundError: for a module of DeepSpeed that the stand-in lacks.
-        """
+        """The spec of a module of the stand-in; None for names that are not below ``deepspeed``. ModuleNotFoundError
+        for a module of DeepSpeed that the stand-in lacks."""
         if name != NAME and not name.startswith(NAME + "."):
             return None
         if not is_known(name):
@@ -89,7 +76,7 @@ class Finder:
                 f"has. Unset {VARIABLE} to use DeepSpeed itself",
                 name=name,
             )
-        return ModuleSpec(name, Loader(), origin=__file__, is_package=True)
+        return ModuleSpec(name, self, origin=__file__, is_package=True)
 
     def find_distributions(self, context=None):
         """[the distribution "deepspeed"], where ``context`` asks for it or for all."""
@@ -99,6 +86,23 @@ class Finder:
 
     def invalidate_caches(self):
         """Does nothing: this finder has no caches."""
+
+    def create_module(self, spec):
+        """The module that ``spec`` is another name of; None: make a new one."""
+        path = _path_of(spec.name)
+        full = f"{NAME}.{path}" if path else NAME
+        return None if spec.name == full else importlib.import_module(full)
+
+    def exec_module(self, module):
+        """Gives a new module its names."""
+        if "__getattr__" not in module.__dict__:
+            names = _tables().MODULES[_path_of(module.__name__)]
+            module.__doc__ = "Strata, under the names of DeepSpeed: docs/MIGRATING.md says what differs."
+            module.__file__ = _tables().__file__
+            refusal = _tables().Refusal
+            module.__all__ = [n for n, target in names.items() if n[0] != "_" and not isinstance(target, refusal)]
+            module.__getattr__ = lambda name: _find(module, names, name)
+            module.__dir__ = lambda: sorted({*module.__dict__, *names, *_children(module.__name__)})
 
 
 def _distribution():
@@ -114,17 +118,12 @@ def _distribution():
         """The metadata of the distribution "deepspeed", which has no files."""
 
         def read_text(self, filename):
-            """The text of METADATA or top_level.txt; None of other files."""
             return texts.get(filename)
 
         def locate_file(self, path):
-            """The same path: the distribution has no files."""
             return path
 
     return Distribution()
-
-
-# --- the modules ---
 
 
 def is_known(name):
@@ -148,33 +147,6 @@ def _path_of(name):
     return path
 
 
-class Loader:
-    """Makes one module. Two names of one module give the same object."""
-
-    def create_module(self, spec):
-        """The module that ``spec`` is another name of; None: make a new one."""
-        path = _path_of(spec.name)
-        return None if spec.name == _full(path) else importlib.import_module(_full(path))
-
-    def exec_module(self, module):
-        """Gives a new module its names."""
-        if "__getattr__" not in module.__dict__:
-            names = _tables().MODULES[_path_of(module.__name__)]
-            module.__doc__ = "Strata, under the names of DeepSpeed: docs/MIGRATING.md says what differs."
-            module.__file__ = _tables().__file__
-            module.__all__ = [name for name, target in names.items() if _is_offered(name, target)]
-            module.__getattr__ = lambda name: _find(module, names, name)
-            module.__dir__ = lambda: sorted({*module.__dict__, *names, *_children(module.__name__)})
-
-
-def _is_offered(name, target):
-    return not name.startswith("_") and not isinstance(target, _tables().Refusal)
-
-
-def _full(path):
-    return f"{NAME}.{path}" if path else NAME
-
-
 def _children(name):
     start = _path_of(name)
     start = start and start + "."
@@ -183,11 +155,7 @@ def _children(name):
 
 
 def _find(module, names, name):
-    """The object ``name`` of ``module``: from an entry of its table, or the module below it.
-
-    Raises:
-        AttributeError: the module has no such name.
-    """
+    """The object ``name`` of ``module``: from an entry of its table, or the module below it; or AttributeError."""
     full = f"{module.__name__}.{name}"
     if name in names:
         target = names[name]
@@ -214,8 +182,6 @@ def _target(target):
         module = getattr(module, part)
     return module
 
-
-# --- the class of engines ---
 
 _HOME = "strata.compat.engine"
 

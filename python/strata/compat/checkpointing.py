@@ -5,6 +5,7 @@ import glob
 import os
 import re
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 import torch.utils.checkpoint
@@ -14,11 +15,8 @@ _configured = False
 
 def configure(mpu_=None, deepspeed_config=None, partition_activations=None, contiguous_checkpointing=None,
               num_checkpoints=None, checkpoint_in_cpu=None, synchronize=None, profile=None):  # fmt: skip
-    """Records that the script checkpoints activations.
-
-    Raises:
-        NotImplementedError: for a setting that torch's checkpointing does not have.
-    """
+    """Records that the script checkpoints activations. NotImplementedError for a setting that torch's checkpointing
+    does not have."""
     global _configured
     asked = {"partition_activations": partition_activations, "contiguous_checkpointing": contiguous_checkpointing,
              "checkpoint_in_cpu": checkpoint_in_cpu}  # fmt: skip
@@ -69,25 +67,14 @@ class CheckpointFunction:
 
 
 def get_model_state_file(checkpoint_dir, zero_stage):
-    """str: the file of the model's states of rank 0.
-
-    Args:
-        checkpoint_dir: the folder of one tag.
-        zero_stage: the stage at which it was saved.
-
-    Raises:
-        FileNotFoundError: there is no such folder or file.
-    """
+    """str: the file of the model's states of rank 0 in the folder of one tag, which was saved at ``zero_stage``.
+    FileNotFoundError where there is none."""
     sharded = "zero_pp_rank_0_" if zero_stage == 3 else ""
     return _existing(checkpoint_dir, f"{sharded}mp_rank_00_model_states.pt")[0]
 
 
 def get_optim_files(checkpoint_dir):
-    """[str]: the files of the optimizer's states, of every rank in order.
-
-    Raises:
-        FileNotFoundError: there are none.
-    """
+    """[str]: the files of the optimizer's states, of every rank in order. FileNotFoundError where there are none."""
     return _existing(checkpoint_dir, "*_optim_states.pt")
 
 
@@ -109,19 +96,12 @@ def _natural(path):
 
 
 class LossScalerBase:
-    """The state of a loss scaler, as attributes.
-
-    Args:
-        cur_scale: float, the factor of the loss.
-    """
+    """The state of a loss scaler, as attributes: ``cur_scale`` and ``loss_scale``, float, the factor of the loss."""
 
     def __init__(self, cur_scale=1.0):
         self.cur_scale = cur_scale
 
-    @property
-    def loss_scale(self):
-        """float: ``cur_scale``."""
-        return self.cur_scale
+    loss_scale = property(attrgetter("cur_scale"))
 
 
 class LossScaler(LossScalerBase):

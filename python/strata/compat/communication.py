@@ -25,19 +25,16 @@ def init_distributed(
     rank=-1,
     world_size=-1,
 ):
-    """Opens torch's default process group where there is none, from the environment of torchrun.
+    """Opens torch's default process group where there is none, from the environment of torchrun. RuntimeError where
+    there must be a group already and is none, and for a group of other ranks than the launcher's.
 
     Args:
-        dist_backend: of torch.distributed; None: gloo, and NCCL beside it where GPUs can be used.
-        timeout: a ``datetime.timedelta``; torch's default when None.
+        dist_backend, timeout: as of ``strata.init_distributed``.
         init_method, rank, world_size: as ``torch.distributed.init_process_group`` takes them; a rank or world size of
             -1 comes from the environment.
         dist_init_required: False: there must be a group already.
         distributed_port: of rank 0, where the environment names none.
         auto_mpi_discovery, verbose, config: accepted for DeepSpeed's sake; Strata does not use MPI.
-
-    Raises:
-        RuntimeError: ``dist_init_required=False`` and no group; or a group of other ranks than the launcher's.
     """
     if is_initialized() or dist_init_required is False:
         runtime.require_group()
@@ -80,9 +77,6 @@ def get_all_ranks_from_group(group=None):
 def yes():
     """True: this torch has the operation."""
     return True
-
-
-# --- groups ---
 
 
 def get_model_parallel_rank():

@@ -11,6 +11,7 @@ import torch
 from .. import _C
 from ..config_source import document_of, read_config
 from ..engine_settings import VALUE_NAMES, EngineSettings
+from ..engine_weights import STATES
 from ..rank_logging import log_dist
 from .names import LEAVES
 
@@ -22,19 +23,15 @@ def settings_of(document):
     settings = _whole({key: value for key, value in document.items() if "." not in str(key)})
     if settings.get("steps_per_print") == math.inf:
         del settings["steps_per_print"]
-    _warm_up_for_a_step(settings)
-    return settings
-
-
-def _warm_up_for_a_step(settings):
-    """Replaces a warm-up of 0 steps, which Trainer and Accelerate write for "auto" where the user sets none. DeepSpeed
-    took 0 as 2 steps, as it does 1, up to version 0.19.5, and has refused it since."""
+    # Trainer and Accelerate write a warm-up of 0 steps for "auto" where the user sets none. DeepSpeed took 0 as 2,
+    # as it does 1, up to version 0.19.5, and has refused it since.
     scheduler = settings.get("scheduler")
     params = scheduler.get("params") if isinstance(scheduler, dict) else None
     if isinstance(params, dict) and params.get("warmup_num_steps") == 0:
         params["warmup_num_steps"] = 1
         log_dist("scheduler.params.warmup_num_steps is 0, and counts as 2 steps; leave the scheduler out of the "
                  "configuration for Trainer's own without a warm-up", [0], logging.WARNING)
+    return settings
 
 
 def _whole(value):
@@ -46,11 +43,8 @@ def _whole(value):
 
 
 class DeepSpeedConfig:
-    """A configuration, checked, with complete batch sizes.
-
-    Args:
-        config: dict, path or JSON text.
-        mpu, mesh_device: must be None.
+    """A configuration (dict, path or JSON text), checked, with complete batch sizes. ``mpu`` and ``mesh_device`` must
+    be None. ConfigError where it is wrong.
 
     Attributes:
         train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps: int.
@@ -59,9 +53,6 @@ class DeepSpeedConfig:
         optimizer_params, scheduler_params: the dict ``params`` of the section as given, or None.
         gradient_clipping, gradient_allreduce_op, optimizer_name, ...: results of the engine's methods of these names.
         _param_dict: the dict.
-
-    Raises:
-        ConfigError: the configuration is wrong.
     """
 
     def __init__(self, config, mpu=None, mesh_device=None):
@@ -82,22 +73,12 @@ class DeepSpeedConfig:
         self.optimizer_params, self.scheduler_params = (
             (self._param_dict.get(name) or {}).get("params") for name in ("optimizer", "scheduler")
         )
-        self._values = _Values(parsed)
+        self._values = EngineSettings(parsed)  # the methods of an engine about its configuration
 
     def __getattr__(self, name):
         if name in VALUE_NAMES and "_values" in self.__dict__:
             return getattr(self._values, name)()
         raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
-
-
-class _Values(EngineSettings):
-    """The methods of an engine about its configuration, without an engine."""
-
-    def __init__(self, config):
-        self._config = config
-
-
-# --- enumerations, with DeepSpeed's values ---
 
 
 class ZeroStageEnum(int, enum.Enum):
@@ -110,41 +91,22 @@ class ZeroStageEnum(int, enum.Enum):
     max_stage = 3
 
 
-class OffloadDeviceEnum(str, enum.Enum):
-    """The tiers of shards."""
-
-    none = "none"
-    cpu = "cpu"
-    nvme = "nvme"
+def _words(name, doc, words):
+    found = enum.Enum(name, [(word, word) for word in words], type=str, module=__name__)
+    found.__doc__ = doc
+    return found
 
 
-class OffloadStateTypeEnum(str, enum.Enum):
-    """The states that ``engine.offload_states`` moves."""
-
-    optim_states = "optim_states"
-    hp_params = "hp_params"
-    lp_params = "lp_params"
-    lp_grads = "lp_grads"
-    contiguous_grad_buffer = "contiguous_grad_buffer"
-
-
-class ZeroParamType(enum.Enum):
-    """The kinds of parameters under ZeRO."""
-
-    NORMAL = 1
-    PARTITIONED = 2
-    REMOTE = 3
+OffloadDeviceEnum = _words("OffloadDeviceEnum", "The tiers of shards.", ("none", "cpu", "nvme"))
+OffloadStateTypeEnum = _words("OffloadStateTypeEnum", "The states that ``engine.offload_states`` moves.", STATES)
+ZeroParamType = enum.Enum("ZeroParamType", "NORMAL PARTITIONED REMOTE", module=__name__)  # kinds of parameters
 
 
 # --- the section ``zero_optimization`` ---
 
 
 class _Section:
-    """A section of a configuration, whose settings are attributes.
-
-    Raises:
-        ConfigError: an unknown setting. A misspelt attribute is an AttributeError.
-    """
+    """A section of a configuration, whose settings are attributes. ConfigError for an unknown setting."""
 
     DEFAULTS = {}  # by attribute
     SECOND_NAMES = {}  # {name in the configuration: attribute}
@@ -158,6 +120,8 @@ class _Section:
                                      f"found {name}")
             if strict or value != "auto":
                 values[attribute] = value
+        if "device" in values:
+            values["device"] = OffloadDeviceEnum(values["device"] or "none")
         self.__dict__.update(values)
 
     def __repr__(self):
@@ -179,17 +143,9 @@ class DeepSpeedZeroOffloadParamConfig(_Section):
     DEFAULTS = {"device": "none", "nvme_path": None, "buffer_count": 5, "buffer_size": 100_000_000,
                 "max_in_cpu": 1_000_000_000, "pin_memory": True}  # fmt: skip
 
-    def __init__(self, strict=False, **settings):
-        super().__init__(strict, **settings)
-        self.device = OffloadDeviceEnum(self.device or "none")
-
 
 class DeepSpeedZeroOffloadOptimizerConfig(_Section):
-    """``zero_optimization.offload_optimizer``.
-
-    Attributes:
-        pipeline: bool, ``pipeline_read`` or ``pipeline_write``.
-    """
+    """``zero_optimization.offload_optimizer``. ``pipeline``: bool, ``pipeline_read`` or ``pipeline_write``."""
 
     DEFAULTS = {"device": "none", "nvme_path": None, "buffer_count": 4, "pin_memory": True, "pipeline_read": False,
                 "pipeline_write": False, "fast_init": False, "ratio": 1.0, "super_offload": False,
@@ -197,7 +153,6 @@ class DeepSpeedZeroOffloadOptimizerConfig(_Section):
 
     def __init__(self, strict=False, **settings):
         super().__init__(strict, **settings)
-        self.device = OffloadDeviceEnum(self.device or "none")
         self.pipeline = bool(self.pipeline_read or self.pipeline_write)
 
 
@@ -218,12 +173,8 @@ _STAGE3 = ("prefetch_bucket_size", "param_persistence_threshold", "model_persist
 
 
 class DeepSpeedZeroConfig(_Section):
-    """``zero_optimization``.
-
-    Attributes:
-        stage: ``ZeroStageEnum``.
-        offload_param, offload_optimizer: of the two classes above, or None.
-    """
+    """``zero_optimization``: ``stage`` is a ``ZeroStageEnum``, ``offload_param`` and ``offload_optimizer`` are of the
+    two classes above, or None."""
 
     DEFAULTS = {
         "stage": 0, "contiguous_gradients": True, "reduce_scatter": True, "reduce_bucket_size": 500_000_000,
@@ -272,9 +223,6 @@ def get_zero_config(param_dict):
     return DeepSpeedZeroConfig(**given) if isinstance(given, dict) else DeepSpeedZeroConfig(stage=int(given))
 
 
-# --- single settings of the dict of a configuration ---
-
-
 def get_gradient_clipping(param_dict):
     """float: ``gradient_clipping``, 1.0 where it is not given."""
     return param_dict.get("gradient_clipping", 1.0)
@@ -295,11 +243,8 @@ def get_lr_from_config(config):
 
 
 def get_torch_optimizer(optimizer):
-    """``optimizer`` itself where it is a torch optimizer, else the torch optimizer in its attribute ``optimizer``.
-
-    Raises:
-        TypeError: neither is one.
-    """
+    """``optimizer`` itself where it is a torch optimizer, else the torch optimizer in its attribute ``optimizer``, or
+    TypeError."""
     for found in (optimizer, getattr(optimizer, "optimizer", None)):
         if isinstance(found, torch.optim.Optimizer):
             return found

@@ -1,5 +1,7 @@
 """``deepspeed.initialize``, and the class of its engines: Strata's, with further names that frameworks use."""
 
+from operator import attrgetter
+
 from .. import _C
 from ..config_source import document_of
 from ..engine import Engine
@@ -9,17 +11,13 @@ from ..rank_logging import log_dist
 from . import VERSION
 from .config import settings_of
 from .names import REFUSED_METHODS, refused_method
-from .sharding import ParameterOffload, no_external_parameters
+from .sharding import ParameterOffload
 
 
 class DeepSpeedEngine(Engine):
-    """``strata.Engine`` under the name that frameworks ask for.
-
-    Attributes:
-        config: dict, the configuration as the script gave it; not the model's, which is ``engine.module.config``.
-        optimizer: as Strata's. At stage 3 it has ``parameter_offload``; an engine without an optimizer has that object
-            as ``optimizer``.
-    """
+    """``strata.Engine`` under the name that frameworks ask for. ``config`` is the configuration's dict as the script
+    gave it, not the model's, which is ``engine.module.config``. At stage 3 ``optimizer`` has ``parameter_offload``; an
+    engine without an optimizer has that object as ``optimizer``."""
 
     document = {}  # of the configuration
     sparse_tensor_module_names = frozenset()  # gradients are dense
@@ -30,16 +28,13 @@ class DeepSpeedEngine(Engine):
             optimizer.zero_stage, optimizer.zero_precision = config.stage, config.dtype
         if config.stage == 3:
             offload = ParameterOffload(self.module)
-            self.module.__dict__["ds_external_parameters"] = no_external_parameters
+            self.module.__dict__["ds_external_parameters"] = tuple  # a call returns (): Strata keeps no list of these
             if optimizer is None:
                 self.optimizer = offload
             else:
                 optimizer.parameter_offload = offload
 
-    @property
-    def config(self):
-        """The dict of the configuration."""
-        return self.document
+    config = property(attrgetter("document"), doc="The dict of the configuration.")
 
     def log_level(self):
         """str or None: ``log_level`` as the configuration has it."""
@@ -62,22 +57,15 @@ class DeepSpeedEngine(Engine):
 
     def save_checkpoint(self, save_dir, tag=None, client_state=None, save_latest=True,
                         exclude_frozen_parameters=False):  # fmt: skip
-        """As Strata's.
-
-        Raises:
-            ValueError: ``save_dir`` is None or empty.
-        """
+        """As Strata's. ValueError where ``save_dir`` is None or empty."""
         if not save_dir:
             raise ValueError(f"save_checkpoint: pass the folder for checkpoints; found {save_dir!r}")
         return super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
 
     def destroy(self, keep_values=False):
         """Ends the engine; a second call does nothing. Sharded parameters stay with the model, as under DeepSpeed:
-        another ``initialize`` of the same model takes them over. They end with the last reference to the model.
-
-        Args:
-            keep_values: leave the model with whole parameters of its own. Collective then.
-        """
+        another ``initialize`` of the same model takes them over. They end with the last reference to the model. With
+        ``keep_values``, collective then, the model gets whole parameters of its own."""
         if not self.core.alive:
             return
         sharded = self._config.stage == 3 and self.world_size > 1
@@ -108,19 +96,13 @@ def initialize(
     config_params=None,
 ):
     """``strata.initialize`` in the form that frameworks expect: the engine is a ``DeepSpeedEngine``, and its ``config``
-    is the given dict.
+    is the given dict. Other arguments, results and errors are ``strata.initialize``'s.
 
     Args:
         args: a namespace whose ``deepspeed_config``, or ``deepscale_config`` (the older name), is used when no
             configuration is given.
         distributed_port: accepted for DeepSpeed's sake; the launcher sets MASTER_PORT.
-        The others are ``strata.initialize``'s. ``config_params`` is another name of ``config``.
-
-    Returns:
-        (engine, optimizer, dataloader, lr_scheduler); the last three are None where there is none.
-
-    Raises:
-        as ``strata.initialize``.
+        config_params: another name of ``config``.
     """
     of_arguments = (getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config"))
     given = next((c for c in (config, config_params, *of_arguments) if c is not None), None)
@@ -129,8 +111,8 @@ def initialize(
     log_dist(f"DeepSpeed info: version={VERSION}; Strata's engine stands in its place", ranks=[0])
     document = document_of(given)
     result = initialize_as(
-        DeepSpeedEngine, model, settings_of(document), optimizer, model_parameters, training_data, lr_scheduler,
-        dist_init_required, collate_fn, mpu, mesh_param,
+        DeepSpeedEngine, model, mpu, mesh_param, settings_of(document), optimizer, model_parameters, training_data,
+        lr_scheduler, collate_fn, dist_init_required,
     )  # fmt: skip
     result[0].document = document
     return result

@@ -40,21 +40,13 @@ class Host(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """The machine on which the command runs.
-
-    Attributes:
-        environment: dict of its variables.
-        gpus: int, GPUs that it has.
-        folder: str, the working folder, which the job has on other hosts, too.
-        hostfile: str, the text of the hostfile; empty: there is none.
-        passed_on: dict of further variables for other hosts (DeepSpeed's ``.deepspeed_env``).
-    """
+    """The machine on which the command runs."""
 
     environment: dict
     gpus: int = 0
-    folder: str = ""
-    hostfile: str = ""
-    passed_on: dict = {}
+    folder: str = ""  # the working folder, which the job has on other hosts, too
+    hostfile: str = ""  # the text of the hostfile; empty: there is none
+    passed_on: dict = {}  # further variables for other hosts (DeepSpeed's ``.deepspeed_env``)
 
 
 class Start(NamedTuple):
@@ -63,9 +55,6 @@ class Start(NamedTuple):
     host: str
     arguments: list
     environment: dict
-
-
-# --- hosts and slots ---
 
 
 def parse_hostfile(text, path):
@@ -153,21 +142,6 @@ def _hosts_of(request, machine):
     return [Host(host.name, host.slots[: request.num_gpus or None]) for host in hosts]
 
 
-# --- the command of each host ---
-
-
-def _require_meaningful(request):
-    if not request.command:
-        raise UsageError("name the script that is to run: strata run SCRIPT")
-    if request.module and request.no_python:
-        raise UsageError("--module and --no_python: give one of the two")
-    if request.launcher not in ("ssh", "pdsh"):
-        raise UsageError(f"--launcher {request.launcher}: hosts are reached by ssh alone; leave it out, or give "
-                         "--no_ssh and start the command on each host yourself")  # fmt: skip
-    if request.node_rank is not None and not request.no_ssh:
-        raise UsageError("--node_rank: only with --no_ssh, where you start the command on each host")
-
-
 def _start_of(request, machine, hosts, index, alone):
     arguments = ["-m", "torch.distributed.run", f"--nproc-per-node={len(hosts[index].slots)}"]
     if alone and not request.master_port and not request.master_addr:
@@ -192,13 +166,17 @@ def _start_of(request, machine, hosts, index, alone):
 
 
 def plan_job(request, machine):
-    """[Start], one for each host, all of which together are the job. Starts nothing.
-
-    Args:
-        request: the argparse.Namespace of ``parser()``.
-        machine: a Machine.
-    """
-    _require_meaningful(request)
+    """[Start], one for each host, all of which together are the job: ``request``, of ``parser()``, on a ``Machine``.
+    Starts nothing."""
+    if not request.command:
+        raise UsageError("name the script that is to run: strata run SCRIPT")
+    if request.module and request.no_python:
+        raise UsageError("--module and --no_python: give one of the two")
+    if request.launcher not in ("ssh", "pdsh"):
+        raise UsageError(f"--launcher {request.launcher}: hosts are reached by ssh alone; leave it out, or give "
+                         "--no_ssh and start the command on each host yourself")  # fmt: skip
+    if request.node_rank is not None and not request.no_ssh:
+        raise UsageError("--node_rank: only with --no_ssh, where you start the command on each host")
     hosts = _hosts_of(request, machine)
     alone = len(hosts) == 1 and not request.force_multi
     starts = [_start_of(request, machine, hosts, index, alone) for index in range(len(hosts))]
@@ -215,8 +193,7 @@ def ssh_command(start, request, machine):
     """The ssh command that makes one of several starts, in the same folder and with the same Python."""
     environment = {name: value for name, value in machine.environment.items()
                    if name.startswith(PASSED_ON) and name not in (DEVICES, VARIABLE)}  # fmt: skip
-    environment.update(machine.passed_on)
-    environment.update(start.environment)
+    environment |= machine.passed_on | start.environment
     words = [*(f"{name}={value}" for name, value in environment.items()), sys.executable, *start.arguments]
     port = ["-p", str(request.ssh_port)] if request.ssh_port else []
     # With a terminal the remote ranks end when the connection ends.
@@ -225,11 +202,8 @@ def ssh_command(start, request, machine):
 
 
 def run_together(commands):
-    """Runs the commands as one job: when one fails, or a signal comes, it ends the others, too.
-
-    Returns:
-        int, the exit code of the first that failed, 0 if none did.
-    """
+    """Runs the commands as one job: when one fails, or a signal comes, it ends the others, too. Returns the exit code
+    of the first that failed, 0 if none did."""
     running, result = {}, 0
 
     def end(code):
@@ -256,9 +230,6 @@ def run_together(commands):
         if code != 0:
             end(code if code > 0 else 128 - code)
     return result
-
-
-# --- the command line ---
 
 
 def _between(least, most):
@@ -306,18 +277,6 @@ Examples:
     return result
 
 
-def _lines_for_other_hosts(folders):
-    """{name: value} of the lines NAME=VALUE of ``.deepspeed_env`` in these folders."""
-    found = {}
-    for folder in folders:
-        path = Path(folder, DEEPSPEED_ENVIRONMENT_NAME)
-        for line in path.read_text().splitlines() if path.is_file() else ():
-            name, equals, value = line.partition("=")
-            if equals and not line.startswith("#"):
-                found[name] = value
-    return found
-
-
 def _this_machine(request):
     if not request.hostfile and os.path.exists(DEFAULT_HOSTFILE):
         request.hostfile = DEFAULT_HOSTFILE
@@ -326,8 +285,14 @@ def _this_machine(request):
     except OSError:
         raise UsageError(f"--hostfile: '{request.hostfile}' cannot be read") from None
     gpus = sum(path.name[6:].isdecimal() for path in Path("/dev").glob("nvidia*"))
-    folder = os.getcwd()
-    return Machine(dict(os.environ), gpus, folder, hostfile, _lines_for_other_hosts([folder, os.path.expanduser("~")]))
+    passed_on = {}  # the lines NAME=VALUE of ``.deepspeed_env``
+    for folder in (os.getcwd(), os.path.expanduser("~")):
+        path = Path(folder, DEEPSPEED_ENVIRONMENT_NAME)
+        for line in path.read_text().splitlines() if path.is_file() else ():
+            name, equals, value = line.partition("=")
+            if equals and not line.startswith("#"):
+                passed_on[name] = value
+    return Machine(dict(os.environ), gpus, os.getcwd(), hostfile, passed_on)
 
 
 def main(arguments=None):

@@ -6,10 +6,10 @@ between ranks. Otherwise it takes transformers' way, and logs the reason once.
 """
 
 import functools
-import logging
 import os
 import sys
 from contextlib import contextmanager
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,7 @@ from ..checkpoint.load_plan import Contents, LoadPlan
 from ..checkpoint.names import model_tensors, state_names
 from ..checkpoint.supported_transformers import private, unsupported
 from ..model.parameter import owner_of
-
-logger = logging.getLogger("strata")
+from ..rank_logging import logger
 
 _told = set()  # reasons
 
@@ -49,23 +48,16 @@ def _mark_loaded_modules(model):
     """Marks modules whose tensors all have their values. Transformers would else read each tensor, only to find that it
     needs no initialization, and a read gathers."""
     for module in model.modules():
-        own = [t for t in (*dict.values(module._parameters), *module._buffers.values()) if t is not None]
-        lasting = [t for t in own if isinstance(t, torch.nn.Parameter) or _is_saved(module, t)]
+        passing = module._non_persistent_buffers_set
+        saved = [buffer for name, buffer in module._buffers.items() if name not in passing]
+        lasting = [t for t in (*dict.values(module._parameters), *saved) if t is not None]
         if lasting and all(getattr(t, "_is_hf_initialized", False) for t in lasting):
             module._is_hf_initialized = True
 
 
-def _is_saved(module, tensor):
-    return any(b is tensor and name not in module._non_persistent_buffers_set for name, b in module._buffers.items())
-
-
 def is_sharded(model):
     """bool: whether ``zero.Init`` has sharded the model over several ranks."""
-    return any(owner_of(parameter)[0] is not None for _, parameter in _entries(model))
-
-
-def _entries(model):
-    return state_names(model)[0].items()
+    return any(owner_of(parameter)[0] is not None for parameter in state_names(model)[0].values())
 
 
 class _Unfit(Exception):
@@ -101,11 +93,8 @@ def _of_all(value):
 
 @contextmanager
 def _agree_after(what):
-    """``together`` of the ranks of torch's default process group: shards have no engine yet. Collective.
-
-    Raises:
-        IoError: another rank has failed; names it. A rank that failed raises its own exception.
-    """
+    """``agree_after`` of the ranks of torch's default process group: shards have no engine yet. Collective. IoError
+    where another rank has failed; names it. A rank that failed raises its own exception."""
     own = None
     try:
         yield
@@ -120,11 +109,7 @@ def _agree_after(what):
 
 
 def _checkpoint_of(state_dict, files, load_config):
-    """(_C.Checkpoint, path).
-
-    Raises:
-        _Unfit: Strata cannot read it.
-    """
+    """(_C.Checkpoint, path), or _Unfit where Strata cannot read it."""
     if state_dict is not None or not files:
         raise _Unfit("the weights come from a state dict, not from files")
     if load_config.hf_quantizer is not None:
@@ -136,11 +121,8 @@ def _checkpoint_of(state_dict, files, load_config):
 
 
 class _Plans:
-    """The LoadPlans of all cores that ``zero.Init`` has made for a model.
-
-    Raises:
-        _Unfit, FormatError: the checkpoint's tensors cannot be mapped to the model's.
-    """
+    """The LoadPlans of all cores that ``zero.Init`` has made for a model. _Unfit or FormatError where the checkpoint's
+    tensors cannot be mapped to the model's."""
 
     def __init__(self, model, opened, load_config):
         checkpoint, path = opened
@@ -157,9 +139,8 @@ class _Plans:
             if core is None:
                 whole.append(name)
                 continue
-            shape = list(core.full_shape(index))
-            if list(self._found[name].shape) != shape:
-                found = list(self._found[name].shape)
+            shape, found = list(core.full_shape(index)), list(self._found[name].shape)
+            if found != shape:
                 raise _Unfit(f"'{name}' has shape {found} in the checkpoint, {shape} in the model")
             by_core.setdefault(id(core), (core, []))[1].append((index, [name], shape, parameter.dtype))
         if whole:
@@ -171,11 +152,8 @@ class _Plans:
         self._checkpoint = checkpoint
 
     def run(self):
-        """Reads the shards. Collective. Returns transformers' LoadStateDictInfo.
-
-        Raises:
-            IoError: on every rank; names the first that failed.
-        """
+        """Reads the shards. Collective. Returns transformers' LoadStateDictInfo. IoError on every rank names the first
+        that failed."""
         reader = _C.WeightReader(self._plans[0][0]) if self._plans else None
         with torch.no_grad():
             for core, plan in self._plans:
@@ -200,10 +178,6 @@ class _Plans:
 def _require_usual_conversions(model, load_config):
     """Raises _Unfit where a script has given conversions of its own, which ``model_tensors`` does not use."""
     usual = private("get_model_conversion_mapping")(model)
-    given = load_config.weight_mapping or []
-    if [_patterns(c) for c in given] != [_patterns(c) for c in usual]:
+    patterns = attrgetter("source_patterns", "target_patterns")
+    if [*map(patterns, load_config.weight_mapping or [])] != [*map(patterns, usual)]:
         raise _Unfit("the script gives a key_mapping of its own")
-
-
-def _patterns(conversion):
-    return conversion.source_patterns, conversion.target_patterns

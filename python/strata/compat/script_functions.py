@@ -5,6 +5,7 @@ import logging
 import operator
 import os
 import random
+from contextlib import suppress
 
 import torch
 
@@ -16,7 +17,9 @@ def _mapped(item, function):
         return function(item)
     if isinstance(item, dict):
         mapped = {key: _mapped(value, function) for key, value in item.items()}
-        return mapped if type(item) is dict else _as(item, mapped)
+        with suppress(TypeError):  # from a class of dicts with another constructor
+            return type(item)(mapped)
+        return mapped
     if isinstance(item, tuple) and hasattr(item, "_fields"):
         return type(item)(*(_mapped(value, function) for value in item))
     if isinstance(item, (list, tuple)):
@@ -24,20 +27,9 @@ def _mapped(item, function):
     return item
 
 
-def _as(item, mapped):
-    try:
-        return type(item)(mapped)
-    except TypeError:
-        return mapped
-
-
 def clone_tensors_for_torch_save(item, device=torch.device("cpu")):
-    """``item`` with copies of its tensors in memory of their own size, so that ``torch.save`` writes no more.
-
-    Args:
-        item: a tensor, or lists, tuples and dicts of such.
-        device: of the copies. Copies share no memory with each other.
-    """
+    """``item``, a tensor, or lists, tuples and dicts of such, with copies on ``device`` of its tensors in memory of
+    their own size, which they do not share, so that ``torch.save`` writes no more."""
     return _mapped(item, lambda tensor: tensor.detach().clone().to(device))
 
 
@@ -109,20 +101,12 @@ def _norm(tensors, norm_type):
 
 
 def recursive_getattr(model, module_name):
-    """The attribute of ``model`` at "layers.0.up"; numbers are members of a ModuleList.
-
-    Raises:
-        AttributeError: there is none.
-    """
+    """The attribute of ``model`` at "layers.0.up", or AttributeError; numbers are members of a ModuleList."""
     return operator.attrgetter(module_name)(model)
 
 
 def recursive_setattr(model, module_name, module):
-    """Sets the attribute of ``model`` at a path.
-
-    Raises:
-        AttributeError: a part of the path before the last does not exist.
-    """
+    """Sets the attribute of ``model`` at a path, or AttributeError where a part before the last does not exist."""
     path, _, name = module_name.rpartition(".")
     setattr(recursive_getattr(model, path) if path else model, name, module)
 
@@ -146,15 +130,8 @@ def is_moe_param_group(param_group):
 
 
 def split_params_into_different_moe_groups_for_optimizer(param_groups, max_group_size=178956971):
-    """[param group]: the same groups, since no parameter belongs to DeepSpeed's experts.
-
-    Args:
-        param_groups: a param group, or several.
-        max_group_size: accepted for DeepSpeed's sake.
-
-    Raises:
-        NotImplementedError: a parameter is one of DeepSpeed's experts.
-    """
+    """[param group]: the same groups, one or several, since no parameter belongs to DeepSpeed's experts;
+    NotImplementedError for one that does. ``max_group_size`` has no effect."""
     groups = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
     if any(is_moe_param(p) for group in groups for p in group["params"] if hasattr(p, "allreduce")):
         raise NotImplementedError("Strata does not offer expert parallelism; models' own experts are trained")
@@ -166,15 +143,8 @@ def configure_moe_param_groups(model_parameters):
     return model_parameters
 
 
-# --- the level of Strata's logger ---
-
-
 def set_log_level_from_string(log_level_str, custom_logger=None):
-    """Sets the level: "debug", "info", "warning", "error" or "critical".
-
-    Raises:
-        ValueError: for another name.
-    """
+    """Sets the level: "debug", "info", "warning", "error" or "critical"; ValueError for another name."""
     (custom_logger or logger).setLevel(_level(log_level_str))
 
 

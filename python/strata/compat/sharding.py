@@ -3,6 +3,7 @@ classes of optimizers."""
 
 import logging
 import sys
+import types
 from contextlib import contextmanager
 
 import torch
@@ -16,11 +17,8 @@ logger = logging.getLogger("strata")
 
 class GatheredParameters(zero.GatheredParameters):
     """As ``strata.zero.GatheredParameters``, but a change with ``modifier_rank=None`` is lost with a warning, as under
-    DeepSpeed. Libraries merge adapters in such a context, read the weights, and remove the adapters again.
-
-    Raises:
-        UsageError: for such a change, where the configuration has ``zero_optimization.enable_sanity_checks``.
-    """
+    DeepSpeed; UsageError where the configuration has ``zero_optimization.enable_sanity_checks``. Libraries merge
+    adapters in such a context, read the weights, and remove the adapters again."""
 
     _told = False
 
@@ -45,13 +43,10 @@ class Init(zero.Init):
     def __enter__(self):
         super().__enter__()
         if self._reads is not None:
-            self._deferred.values_come_later = _initializes_nothing()
+            # Where it fills the model later, transformers has replaced torch's initializers by ones that do nothing.
+            initializer = getattr(torch.nn.init.normal_, "__qualname__", "")
+            self._deferred.values_come_later = initializer.startswith("no_init_weights.")
         return self
-
-
-def _initializes_nothing():
-    """Whether transformers has replaced torch's initializers by functions that do nothing, to fill the model later."""
-    return getattr(torch.nn.init.normal_, "__qualname__", "").startswith("no_init_weights.")
 
 
 def register_external_parameter(module, parameter):
@@ -68,33 +63,18 @@ def zero_wrapper_for_fp_tensor_constructor(function, dtype):
 
 @contextmanager
 def unwrap_model_for_generation(model):
-    """Context in which the module of an engine is whole on every rank; its value is the module.
-
-    Args:
-        model: an engine.
-    """
+    """Context in which the module of ``model``, an engine, is whole on every rank; its value is the module."""
     with GatheredParameters(model.module.parameters(), enabled=model.zero_optimization_partition_weights()):
         yield model.module
 
 
-def no_external_parameters():
-    """(): Strata keeps no list of external parameters. Modules of an engine have this as ``ds_external_parameters``."""
-    return ()
-
-
 class ParameterOffload:
-    """``engine.optimizer.parameter_offload`` at stage 3, and ``engine.optimizer`` of an engine without an optimizer.
+    """``engine.optimizer.parameter_offload`` at stage 3, and ``engine.optimizer`` of an engine without an optimizer:
+    ``param_groups``, ``state`` and ``defaults`` are empty.
 
-    Libraries remove DeepSpeed's hooks from it before they generate with gathered parameters, and put them back
-    afterwards. Strata's hooks need not be removed: a forward uses parameters that are gathered already.
-
-    Args:
-        module: the engine's.
-
-    Attributes:
-        forward_hooks, backward_hooks: []; may be assigned.
-        param_coordinator: has ``is_invalid_trace()`` and ``_invalidate_trace()``.
-        param_groups, state, defaults: empty, as of an optimizer of nothing.
+    Libraries remove DeepSpeed's hooks from it (``forward_hooks``, ``backward_hooks``: [], may be assigned) before they
+    generate with gathered parameters, and put them back afterwards. Strata's hooks need not be removed: a forward uses
+    parameters that are gathered already.
     """
 
     inner = None
@@ -103,7 +83,8 @@ class ParameterOffload:
     def __init__(self, module):
         self.module = module
         self.forward_hooks, self.backward_hooks = [], []
-        self.param_coordinator = _Coordinator()
+        self.param_coordinator = types.SimpleNamespace(  # the engine itself learns the order of gathers
+            is_invalid_trace=lambda: False, _invalidate_trace=lambda: None, reset_step=lambda: None)
         self.param_groups, self.state, self.defaults = [], {}, {}
 
     def get_param_coordinator(self):
@@ -134,19 +115,6 @@ class ParameterOffload:
     _register_deepspeed_module = destroy = setup_zero_stage3_hooks
 
 
-class _Coordinator:
-    """Stands for DeepSpeed's object that learns the order of gathers; the engine itself does this."""
-
-    def is_invalid_trace(self):
-        return False
-
-    def _invalidate_trace(self):
-        pass
-
-    def reset_step(self):
-        pass
-
-
 # --- classes of optimizers, for ``isinstance`` of the optimizer that ``deepspeed.initialize`` returned ---
 
 
@@ -165,52 +133,22 @@ class _OfStages(type):
 class DeepSpeedOptimizer(metaclass=_OfStages):
     """Any engine's."""
 
-    _precisions = None  # all
-
-    _stages = (0, 1, 2, 3)
+    _stages, _precisions = (0, 1, 2, 3), None  # None: all
 
 
-class ZeROOptimizer(DeepSpeedOptimizer):
-    """One that is sharded."""
-
-    _stages = (1, 2, 3)
-
-
-class DeepSpeedZeroOptimizer(DeepSpeedOptimizer):
-    """One of stages 1 and 2."""
-
-    _stages = (1, 2)
-
-
-class DeepSpeedZeroOptimizer_Stage3(DeepSpeedOptimizer):  # noqa: N801 - the name that scripts have
-    """One of stage 3."""
-
-    _stages = (3,)
-
-
-class FP16_Optimizer(DeepSpeedOptimizer):  # noqa: N801
-    """One of stage 0 under fp16 or bf16, fused or not."""
-
-    _stages = (0,)
-    _precisions = ("float16", "bfloat16")
-
-
-FP16_UnfusedOptimizer = FP16_Optimizer
-
-
-class BF16_Optimizer(DeepSpeedOptimizer):  # noqa: N801
-    """One of stages 1 and 2 under bf16."""
-
-    _stages = (1, 2)
-    _precisions = ("bfloat16",)
+for _name, _doc, _stages, _precisions in (
+    ("ZeROOptimizer", "One that is sharded.", (1, 2, 3), None),
+    ("DeepSpeedZeroOptimizer", "One of stages 1 and 2.", (1, 2), None),
+    ("DeepSpeedZeroOptimizer_Stage3", "One of stage 3.", (3,), None),
+    ("FP16_Optimizer", "One of stage 0 under fp16 or bf16, fused or not.", (0,), ("float16", "bfloat16")),
+    ("BF16_Optimizer", "One of stages 1 and 2 under bf16.", (1, 2), ("bfloat16",)),
+):
+    globals()[_name] = _OfStages(_name, (DeepSpeedOptimizer,), {
+        "__doc__": _doc, "__module__": __name__, "_stages": _stages, "_precisions": _precisions})  # fmt: skip
 
 
 class DummyOptim:
-    """Param groups without an optimizer.
-
-    Args:
-        params: parameters.
-    """
+    """Param groups of ``params``, parameters, without an optimizer."""
 
     def __init__(self, params):
         self.param_groups = [{"params": params}]

@@ -24,15 +24,13 @@ _ARGUMENTS = "training_args.bin"
 
 class StrataTrainerMixin:
     """A Trainer whose model trains sharded. Trainer makes optimizer and scheduler; the engine computes the update on
-    shards. A method that Trainer calls on every rank is collective.
+    shards. A method that Trainer calls on every rank is collective. ``engine`` is the ``strata.Engine``; None before
+    ``train()``, ``evaluate()`` or ``predict()`` is called.
 
     Args:
         strata_config: dict, path or JSON text (docs/CONFIG.md) without the settings of ``TrainingArguments``: batch
             sizes, clipping, precision, optimizer and scheduler. None: stage 3.
         The others are Trainer's.
-
-    Attributes:
-        engine: the ``strata.Engine``; None before ``train()``, ``evaluate()`` or ``predict()`` is called.
 
     Raises:
         ConfigError: ``strata_config`` is wrong, or differs from ``TrainingArguments``.
@@ -44,8 +42,6 @@ class StrataTrainerMixin:
     def __init__(self, *args, strata_config=None, **kwargs):
         self._strata_config = strata_config
         super().__init__(*args, **kwargs)
-
-    # --- the start ---
 
     def _build_accelerator_args(self, **kwargs):
         """Trainer's, without autocast: the engine controls the precision."""
@@ -63,7 +59,10 @@ class StrataTrainerMixin:
     def _wrap_model(self, model, training=True, dataloader=None):
         """Puts the model under the engine, and returns the same module."""
         if self.engine is not None and training and self.engine.optimizer is None:
-            self._end_evaluating_engine()
+            # The model was evaluated before it trains. Its shards stay with it; the next engine takes them over.
+            if self.engine.zero_optimization_stage() < 3 or self.engine.world_size == 1:
+                self.engine.destroy()
+            self.engine = None
         if self.engine is None:
             self._begin_engine(training)
         return self.model
@@ -81,15 +80,6 @@ class StrataTrainerMixin:
                 if hasattr(module, "generate"):
                     module._is_fsdp_managed_module = True
 
-    def _end_evaluating_engine(self):
-        """Ends the engine of a model that was evaluated before it trains. Its shards stay with the model; the next
-        engine takes them over."""
-        if self.engine.zero_optimization_stage() < 3 or self.engine.world_size == 1:
-            self.engine.destroy()
-        self.engine = None
-
-    # --- the step ---
-
     def _backward(self, loss, **kwargs):
         """Trainer calls this for ``accelerator.backward``. At an accumulation boundary it makes the step, too."""
         boundary = self.accelerator.sync_gradients
@@ -105,8 +95,6 @@ class StrataTrainerMixin:
 
     def _get_grad_norm(self, model, grad_norm=None):
         return self.engine.get_global_grad_norm() if grad_norm is None else grad_norm
-
-    # --- saving and loading ---
 
     def save_model(self, output_dir=None, _internal_call=False):
         """Writes files for ``from_pretrained`` of transformers, or of PEFT, unit by unit. Collective."""
@@ -170,12 +158,11 @@ def engine_settings(config, args):
 
     Args:
         config: dict, path or JSON text, whose batch sizes, ``gradient_clipping``, ``bf16`` and ``fp16`` are left out,
-            "auto", or equal to those of ``args``; None: stage 3.
-        args: a ``TrainingArguments``.
+            "auto", or equal to those of ``args``, a ``TrainingArguments``; None: stage 3.
 
     Raises:
-        ConfigError: ``config`` and ``args`` have different values of a setting; ``config`` has a section ``optimizer``
-            or ``scheduler``.
+        ConfigError: the two have different values of a setting; ``config`` has a section ``optimizer`` or
+            ``scheduler``.
         UsageError: ``args`` have a setting that the engine does not support.
     """
     _require_possible(args)
@@ -184,9 +171,24 @@ def engine_settings(config, args):
         if section in settings:
             raise _C.ConfigError(f"the configuration has a section '{section}', which is Trainer's to make; leave it "
                                  f"out and set {instead} in TrainingArguments")
+    micro, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
     differences = []
-    for path, argument, value in _said_by(args):
-        _fill(settings, path, argument, value, differences)
+    for path, argument, value in (
+        ("train_micro_batch_size_per_gpu", "per_device_train_batch_size", micro),
+        ("gradient_accumulation_steps", "gradient_accumulation_steps", steps),
+        ("train_batch_size", "per_device_train_batch_size * gradient_accumulation_steps * ranks",
+         micro * steps * args.world_size),
+        ("gradient_clipping", "max_grad_norm", args.max_grad_norm or 0.0),
+        ("bf16.enabled", "bf16", bool(args.bf16)),
+        ("fp16.enabled", "fp16", bool(args.fp16)),
+    ):  # fmt: skip
+        section, _, key = path.rpartition(".")
+        place = settings.setdefault(section, {}) if section else settings
+        found = place.get(key, "auto")
+        if found == "auto":
+            place[key] = value
+        elif found != value:
+            differences.append(f"{path}={found} against {argument}={value}")
     if differences:
         raise _C.ConfigError("the configuration and TrainingArguments differ: " + "; ".join(differences) + ". Leave "
                              "these out of the configuration, or write \"auto\"")
@@ -194,41 +196,18 @@ def engine_settings(config, args):
 
 
 def _require_possible(args):
-    if args.deepspeed or args.fsdp:
-        raise _C.UsageError("StrataTrainer: deepspeed and fsdp of TrainingArguments choose another engine; leave them "
-                            "out, and pass strata_config=...")
-    if args.auto_find_batch_size:
-        raise _C.UsageError("StrataTrainer: auto_find_batch_size would change batch sizes under the engine; set "
-                            "per_device_train_batch_size (`strata plan` says what fits)")
-    if args.bf16_full_eval or args.fp16_full_eval:
-        raise _C.UsageError("StrataTrainer: bf16_full_eval and fp16_full_eval would cast the engine's weights; train "
-                            "with bf16 or fp16, and evaluation computes so, too")
-    if args.save_only_model and args.load_best_model_at_end:
-        raise _C.UsageError("StrataTrainer: load_best_model_at_end reads a training checkpoint; unset save_only_model")
-
-
-def _said_by(args):
-    """[(path in the configuration, name in TrainingArguments, value)]."""
-    micro, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    whole = micro * steps * args.world_size
-    return [
-        ("train_micro_batch_size_per_gpu", "per_device_train_batch_size", micro),
-        ("gradient_accumulation_steps", "gradient_accumulation_steps", steps),
-        ("train_batch_size", "per_device_train_batch_size * gradient_accumulation_steps * ranks", whole),
-        ("gradient_clipping", "max_grad_norm", args.max_grad_norm or 0.0),
-        ("bf16.enabled", "bf16", bool(args.bf16)),
-        ("fp16.enabled", "fp16", bool(args.fp16)),
-    ]
-
-
-def _fill(settings, path, argument, value, differences):
-    section, _, key = path.rpartition(".")
-    place = settings.setdefault(section, {}) if section else settings
-    found = place.get(key, "auto")
-    if found == "auto":
-        place[key] = value
-    elif found != value:
-        differences.append(f"{path}={found} against {argument}={value}")
+    for refused, why in (
+        (args.deepspeed or args.fsdp, "deepspeed and fsdp of TrainingArguments choose another engine; leave them out, "
+         "and pass strata_config=..."),
+        (args.auto_find_batch_size, "auto_find_batch_size would change batch sizes under the engine; set "
+         "per_device_train_batch_size (`strata plan` says what fits)"),
+        (args.bf16_full_eval or args.fp16_full_eval, "bf16_full_eval and fp16_full_eval would cast the engine's "
+         "weights; train with bf16 or fp16, and evaluation computes so, too"),
+        (args.save_only_model and args.load_best_model_at_end, "load_best_model_at_end reads a training checkpoint; "
+         "unset save_only_model"),
+    ):  # fmt: skip
+        if refused:
+            raise _C.UsageError(f"StrataTrainer: {why}")
 
 
 def has_training_checkpoint(folder):

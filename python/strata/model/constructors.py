@@ -34,15 +34,10 @@ def is_alone(container, key):
 
 class ConstructorWatch:
     """While it is installed, it calls ``begin(module)`` before the constructor of every module that this thread makes,
-    and ``end(module, failed)`` after it. Calls of base classes' constructors are part of a constructor.
+    and ``end(module, failed)`` after it. Calls of base classes' constructors are part of a constructor. ``running``:
+    [torch.nn.Module] whose constructors run now, the innermost last.
 
     It wraps every class of modules, also those that are declared meanwhile. Other threads are not affected.
-
-    Args:
-        begin, end: callables.
-
-    Attributes:
-        running: [torch.nn.Module] whose constructors run now, the innermost last.
     """
 
     def __init__(self, begin, end):
@@ -66,8 +61,14 @@ class ConstructorWatch:
             self._wrap(cls)
 
         torch.nn.Module.__init_subclass__ = classmethod(declared)
+        waiting, seen = [torch.nn.Module], set()
         try:
-            self._wrap_all()
+            while waiting:
+                cls = waiting.pop()
+                if cls not in seen:
+                    seen.add(cls)
+                    self._wrap(cls)
+                    waiting.extend(type.__subclasses__(cls))
         except BaseException:
             self.remove()
             raise
@@ -84,15 +85,6 @@ class ConstructorWatch:
             if cls.__dict__.get("__init__") is ours:
                 cls.__init__ = original
         self._wrapped = []
-
-    def _wrap_all(self):
-        waiting, seen = [torch.nn.Module], set()
-        while waiting:
-            cls = waiting.pop()
-            if cls not in seen:
-                seen.add(cls)
-                self._wrap(cls)
-                waiting.extend(type.__subclasses__(cls))
 
     def _wrap(self, cls):
         original = cls.__dict__.get("__init__")
@@ -207,11 +199,8 @@ class ConstructorReads:
     that read them first. Collective: constructors read the same parameters on all ranks. References may differ (cycles
     that wait for the collector, kept exceptions), so ranks agree on each release.
 
-    Args:
-        of_all: a callable that takes a list of bools, as long on every rank, and returns for each whether it is true on
-            all of them. Collective.
-        paused: makes a context in which operators are not recorded.
-        tidy: called before a parameter of a complete module is read.
+    Args: ``DeferredInit.of_all``; ``Recording.paused``; a callable that is called before a parameter of a complete
+    module is read.
     """
 
     def __init__(self, of_all, paused, tidy):

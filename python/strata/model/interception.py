@@ -1,8 +1,10 @@
 """Puts the engine between a model's modules, their parameters and their calls' arguments, and removes it again."""
 
+import contextlib
 import copy
 import dataclasses
 import functools
+import operator
 from collections.abc import Mapping
 
 import torch
@@ -34,18 +36,10 @@ def replaced(module, name, value):
     return undo
 
 
-def intercept(core, modules, scopes=True):
+def intercept(core, modules):
     """Wraps the forward of every scope's module and of the model, and the ``_parameters`` of every module that owns
-    sharded parameters, so that a read outside any scope gathers. The model, ``modules[0]``, keeps ``core``.
-
-    Args:
-        core: a _C.ShardedModel.
-        modules: [torch.nn.Module] in the order of the module tree that ``core`` was made of.
-        scopes: False wraps no forward; reads alone gather. Else the first module is the model.
-
-    Returns:
-        the argument ``undo`` of ``restore``.
-    """
+    sharded parameters, so that a read outside any scope gathers. The model, ``modules[0]``, keeps ``core``, which was
+    made of a tree of these modules. Returns the argument ``undo`` of ``restore``."""
     undo = []
     modules[0].__dict__["_strata_core"] = _Keeper(core)
     for scope, module_index in enumerate(core.scopes()):
@@ -53,8 +47,7 @@ def intercept(core, modules, scopes=True):
             continue
         module = modules[module_index]
         undo.append(replaced(module, "forward", _C.ScopedForward(core, scope, module.forward)))
-    if scopes:
-        undo.append(replaced(modules[0], "forward", _C.RootForward(core, modules[0].forward)))
+    undo.append(replaced(modules[0], "forward", _C.RootForward(core, modules[0].forward)))
     for module in modules:
         if type(module._parameters) is not dict:
             module.__dict__["_parameters"] = dict(module._parameters)  # replaces that of an earlier engine or zero.Init
@@ -81,30 +74,19 @@ def restore(core, model, undo):
 
 
 def intercept_arguments(module, device, floating):
-    """Makes ``module(...)`` and ``module.generate(...)`` accept tensors of the host, as FSDP2's root does.
+    """Makes ``module(...)`` and ``module.generate(...)`` accept tensors of the host, as FSDP2's root does. Returns a
+    callable without arguments that undoes this.
 
     They copy tensors among the arguments, also within tuples, lists, dicts, other mappings (transformers'
-    BatchEncoding) and dataclasses, to ``device``; the host does not wait for the copy of a pinned tensor. They pass on
-    tensors of that device and all other values, and do not change the caller's objects.
-
-    Args:
-        module: the model.
-        device: torch.device of its parameters; None: tensors stay where they are.
-        floating: torch.dtype to which ``module(...)`` casts floating tensors; None: they keep theirs.
-
-    Returns:
-        a callable without arguments that undoes this.
-
-    Raises:
-        UsageError: from those calls, for a tensor that is neither on the host nor on ``device``.
+    BatchEncoding) and dataclasses, to ``device``, that of the model's parameters (None: no copies); the host does not
+    wait for the copy of a pinned tensor. ``module(...)`` casts floating tensors to the torch.dtype ``floating``, or
+    None. They pass on tensors of that device and all other values, do not change the caller's objects, and raise
+    UsageError for a tensor that is neither on the host nor on ``device``.
     """
-
-    def before_forward(module, args, kwargs):
-        return moved_arguments(args, kwargs, device, floating)
-
     if device is None and floating is None:
         return lambda: None
-    handle = module.register_forward_pre_hook(before_forward, prepend=True, with_kwargs=True)
+    handle = module.register_forward_pre_hook(
+        lambda _, args, kwargs: moved_arguments(args, kwargs, device, floating), prepend=True, with_kwargs=True)
     generate = getattr(module, "generate", None)
     if device is None or not callable(generate):
         return handle.remove
@@ -114,13 +96,10 @@ def intercept_arguments(module, device, floating):
         args, kwargs = moved_arguments(args, kwargs, device)
         return generate(*args, **kwargs)
 
-    undo_generate = replaced(module, "generate", generate_there)
-
-    def undo():
-        handle.remove()
-        undo_generate()
-
-    return undo
+    undo = contextlib.ExitStack()
+    undo.callback(replaced(module, "generate", generate_there))
+    undo.callback(handle.remove)
+    return undo.close
 
 
 def moved_arguments(args, kwargs, device, floating=None):
@@ -152,16 +131,12 @@ def map_tensors(value, change):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # a named tuple, or not
     if isinstance(value, Mapping):
-        return _with(value, {key: (value[key], map_tensors(value[key], change)) for key in value}, _set_item)
+        return _with(value, {key: (value[key], map_tensors(value[key], change)) for key in value}, operator.setitem)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         held = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
         pairs = {name: (old, map_tensors(old, change)) for name, old in held.items()}
         return _with(value, pairs, object.__setattr__)
     return value
-
-
-def _set_item(mapping, key, value):
-    mapping[key] = value
 
 
 def _with(value, pairs, put):

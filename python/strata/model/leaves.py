@@ -6,6 +6,10 @@ configuration names more. The engine gathers the blocks that it finds by itself 
 """
 
 
+__all__ = ["get_z3_leaf_modules", "set_z3_leaf_module", "set_z3_leaf_modules", "set_z3_leaf_modules_by_name",
+           "set_z3_leaf_modules_by_suffix", "unset_z3_leaf_modules", "z3_leaf_module"]  # fmt: skip
+
+
 def z3_leaf_module(model):
     """bool: whether the module is marked."""
     return bool(getattr(model, "_z3_leaf", False))
@@ -22,21 +26,9 @@ def set_z3_leaf_module(model, flag):
 
 
 def set_z3_leaf_modules(model, leaf_module_classes, raise_if_not_found=True):
-    """Marks the modules of these classes.
-
-    Args:
-        model: a ``torch.nn.Module``.
-        leaf_module_classes: a list of classes, whose subclasses count too, or of their names: "Experts", or
-            "package.module.Experts".
-        raise_if_not_found: False: there may be none.
-
-    Returns:
-        [torch.nn.Module] that were found.
-
-    Raises:
-        ValueError: there is none.
-        TypeError: ``leaf_module_classes`` is no list of classes or names.
-    """
+    """Marks the modules of these classes: a list of classes, whose subclasses count too, or of their names ("Experts",
+    or "package.module.Experts"); TypeError for anything else. Returns [torch.nn.Module] that were found; ValueError
+    where there is none, unless ``raise_if_not_found=False``."""
     return _mark_classes(model, leaf_module_classes, True, raise_if_not_found)
 
 
@@ -46,14 +38,8 @@ def unset_z3_leaf_modules(model, leaf_module_classes, raise_if_not_found=True):
 
 
 def set_z3_leaf_modules_by_name(model, module_names, flag=True, raise_if_not_found=True):
-    """Marks modules by their names in ``model.named_modules()``.
-
-    Returns:
-        (modules, names without a module).
-
-    Raises:
-        ValueError: a name has no module.
-    """
+    """Marks modules by their names in ``model.named_modules()``. Returns (modules, names without a module); ValueError
+    for the latter, unless ``raise_if_not_found=False``."""
     return _mark_named(model, module_names, flag, raise_if_not_found, lambda path, name: path == name)
 
 

@@ -18,11 +18,8 @@ class ModelTree:
 
     The walk does not nest generators as ``named_modules()`` does, which is slow for many thousand modules.
 
-    Args:
-        model: a ``torch.nn.Module``.
-
     Attributes:
-        model: the same.
+        model: a ``torch.nn.Module``.
         modules: [(path, module, parent or None)], each under its first path, in the order of ``named_modules()``.
         parameters: [(name, parameter)], as ``named_parameters()`` gives them; in place of one that is cut, its tiles.
         cut: ``strata.tiles.cutting.Cut``, the parameters that are cut; None: there are none.
@@ -50,12 +47,11 @@ class ModelTree:
 
 
 def describe_parameters(tree, groups, from_files=None, takes_unfrozen=False):
-    """[(name, tensor, full shape, has values, param group, owner, index there, tile)] for every parameter, each once.
-    The param group is -1 for a parameter that is in none. ``tile`` is None, or for a tile (name of the whole parameter,
-    its shape, first element there, number of modules that use it).
+    """[(name, tensor, full shape, has values, param group, owner, index there, tile)] for every parameter of a
+    ``ModelTree``, each once. The param group is -1 for a parameter that is in none. ``tile`` is None, or for a tile
+    (name of the whole parameter, its shape, first element there, number of modules that use it).
 
     Args:
-        tree: a ``ModelTree``.
         groups: {id(parameter): index of its param group}; none: all are in one.
         from_files: {id(parameter): full shape} of parameters that are empty until they are loaded.
         takes_unfrozen: whether frozen parameters that are in no group are in the first.
@@ -114,29 +110,21 @@ def _only_looks_up(module):
     return "forward" not in module.__dict__ or tiles_of(dict.get(module._parameters, "weight")) is not None
 
 
-def choose_device(config, tree=None):
+def choose_device(config, tree):
     """``find_device(config, tree)``, made the current one."""
-    device = find_device(config, tree)
-    make_current(device)
-    return device
+    return make_current(find_device(config, tree))
 
 
 def make_current(device):
-    """Makes ``device`` torch's current one in this thread, if it is a GPU."""
+    """``device``, made torch's current one in this thread, if it is a GPU."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    return device
 
 
 def find_device(config, tree=None):
-    """The torch.device on which a model shall train.
-
-    Args:
-        config: a _C.Config.
-        tree: the ModelTree of the model, whose parameters have a device; None: the model has no values yet.
-
-    Raises:
-        ConfigError: parameters are on several devices; the process cannot use the GPU of the configuration.
-    """
+    """The torch.device on which the model of a ModelTree shall train; None: one that has no values yet. ConfigError
+    where parameters are on several devices, or the process cannot use the GPU of the configuration."""
     by_device = {p.device: p for _, p in tree.parameters} if tree is not None else {}
     placed = [("", p) for p in by_device.values()]
     if len(placed) > 1 or any(device.type not in ("cpu", "cuda") for device in by_device):
@@ -149,8 +137,7 @@ def move_buffers(tree, device):
     moved = {}
     for _, module, _ in tree.modules:
         for name, buffer in module._buffers.items():
-            if buffer is None or buffer.device == device:
-                continue
-            if id(buffer) not in moved:
-                moved[id(buffer)] = buffer, buffer.to(device)  # keeps the old one, and so its id
-            module._buffers[name] = moved[id(buffer)][1]
+            if buffer is not None and buffer.device != device:
+                if id(buffer) not in moved:
+                    moved[id(buffer)] = buffer, buffer.to(device)  # keeps the old one, and so its id
+                module._buffers[name] = moved[id(buffer)][1]

@@ -10,6 +10,7 @@ import enum
 import itertools
 import math
 import sys
+import types
 import weakref
 
 import torch
@@ -19,13 +20,8 @@ from .tiles import tiles_of
 
 
 def set_owner(parameter, core, index, weakly=True):
-    """Makes ``core`` the owner.
-
-    Args:
-        core: a _C.ShardedModel.
-        index: the parameter's index there.
-        weakly: the parameter does not keep ``core``, which keeps the parameter where Python's collector cannot see it.
-    """
+    """Makes ``core``, a _C.ShardedModel, the owner, with the parameter's index there. ``weakly``: the parameter does
+    not keep ``core``, which keeps the parameter where Python's collector cannot see it."""
     parameter._strata_core = weakref.ref(core) if weakly else core
     parameter._strata_index = index
 
@@ -62,8 +58,7 @@ class ShardedParameter(torch.nn.Parameter):
 
     Attributes:
         ds_id: int, unique to the parameter; equal on all ranks.
-        ds_shape: torch.Size, the full shape, gathered or not.
-        ds_numel: int, elements of the full shape.
+        ds_shape, ds_numel: torch.Size and int, the full shape, gathered or not.
         ds_status: ``ParameterStatus``, live.
         ds_tensor: a copy of this rank's part, of one dimension, with ``ds_numel`` and ``status``. A part may be empty.
         ds_persist: bool, whether it stays whole.
@@ -100,15 +95,10 @@ class ShardedParameter(torch.nn.Parameter):
         return last - first
 
     def ds_summary(self, use_debug_name=False):
-        """{text: value}: facts about this parameter, for logs.
-
-        Args:
-            use_debug_name: whether "id" is the parameter's name in the model.
-        """
+        """{text: value}: facts about this parameter, for logs. ``use_debug_name``: "id" is its name in the model."""
         core, index = owner_of(self)
-        name = core.parameter_name(index) if core is not None else None
         return {
-            "id": name if use_debug_name and name is not None else self.ds_id,
+            "id": core.parameter_name(index) if use_debug_name and core is not None else self.ds_id,
             "status": self.ds_status.name,
             "numel": self.numel(),
             "ds_numel": self.ds_numel,
@@ -122,12 +112,9 @@ class ShardedParameter(torch.nn.Parameter):
         }
 
     def all_gather(self, param_list=None, async_op=False, hierarchy=0):
-        """Makes the parameters whole until ``partition()``. Collective where gathers are.
-
-        Args:
-            param_list: of ShardedParameters; None: this one.
-            async_op, hierarchy: accepted for DeepSpeed's sake; the parameters are whole when this returns.
-        """
+        """Makes the parameters (``param_list``, of ShardedParameters; None: this one) whole until ``partition()``.
+        Collective where gathers are. ``async_op`` and ``hierarchy`` have no effect: the parameters are whole when this
+        returns."""
         for parameter in _listed(self, param_list):
             core, index = owner_of(parameter)
             if core is not None and not parameter.__dict__.get("_strata_gathered"):
@@ -135,22 +122,15 @@ class ShardedParameter(torch.nn.Parameter):
                 parameter._strata_gathered = True
 
     def all_gather_coalesced(self, params=None, **kwargs):
-        """The same as ``all_gather``: the engine gathers a block as one anyway.
-
-        Returns:
-            an object whose ``wait()`` does nothing.
-        """
+        """The same as ``all_gather``: the engine gathers a block as one anyway. Returns an object whose ``wait()`` does
+        nothing."""
         self.all_gather(params)
-        return _Gathered()
+        return types.SimpleNamespace(wait=lambda **_: None)
 
     def partition(self, param_list=None, hierarchy=0, has_been_updated=False):
-        """Releases the parameters, unless a running scope uses them; values that were written to them are lost.
-
-        Args:
-            param_list: of ShardedParameters; None: this one.
-            hierarchy: accepted for DeepSpeed's sake.
-            has_been_updated: every rank gets the values that rank 0 has written. Collective then.
-        """
+        """Releases the parameters, as ``all_gather`` takes them, unless a running scope uses them; values that were
+        written to them are lost. With ``has_been_updated`` every rank gets the values that rank 0 has written;
+        collective then."""
         for parameter in _listed(self, param_list):
             core, index = owner_of(parameter)
             if core is None or parameter.ds_status is not ParameterStatus.AVAILABLE:
@@ -195,13 +175,6 @@ class ShardedParameter(torch.nn.Parameter):
         return torch.nn.Parameter(self.data.clone(), self.requires_grad).__reduce_ex__(protocol)
 
 
-class _Gathered:
-    """The handle of an asynchronous gather that has ended."""
-
-    def wait(self, **kwargs):
-        """Does nothing."""
-
-
 def _listed(parameter, param_list):
     return [parameter] if param_list is None else [p for p in param_list if isinstance(p, ShardedParameter)]
 
@@ -235,14 +208,8 @@ _DISCARDED = "_strata_discarded"
 
 
 def take_ownership(core, parameters, stage, weakly=True):
-    """Marks every parameter of ``core``; at stage 3 they look as DeepSpeed's do from now on.
-
-    Args:
-        core: a _C.ShardedModel.
-        parameters: the result of ``describe_parameters`` from which it was made.
-        stage: of ZeRO.
-        weakly: as ``set_owner`` takes it.
-    """
+    """Marks every parameter of ``core``, which was made from ``parameters``, a result of ``describe_parameters``. From
+    now on they look as DeepSpeed's do at stage 3. ``weakly``: as ``set_owner`` takes it."""
     for index, (_, parameter, shape, *_rest) in enumerate(parameters):
         set_owner(parameter, core, index, weakly)
         parameter.__dict__.pop(_DISCARDED, None)

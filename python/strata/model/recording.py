@@ -24,34 +24,23 @@ _DENSE = (None, torch.contiguous_format, torch.preserve_format)
 
 
 class Made(NamedTuple):
-    """A tensor that an operator makes: its shape, dtype and device, the step that fills it, (operation, a, b) or None,
-    and the generator of its random numbers."""
+    """A tensor that an operator makes."""
 
     shape: tuple
     dtype: torch.dtype
     device: torch.device
-    step: tuple | None
-    generator: torch.Generator | None
+    step: tuple | None  # that fills it: (operation, a, b)
+    generator: torch.Generator | None  # of its random numbers
 
 
 # operator: (where its shape is: "size", "like" or "new"; step, or how many of the arguments after the shape fill it)
+_FILLS = {"empty": None, "zeros": ("fill", 0.0, 0.0), "ones": ("fill", 1.0, 0.0), "full": 1,
+          "rand": ("uniform", 0.0, 1.0), "randn": ("normal", 0.0, 1.0)}  # fmt: skip
 _FACTORIES = {
-    aten.empty: ("size", None),
-    aten.zeros: ("size", ("fill", 0.0, 0.0)),
-    aten.ones: ("size", ("fill", 1.0, 0.0)),
-    aten.full: ("size", 1),
-    aten.rand: ("size", ("uniform", 0.0, 1.0)),
-    aten.randn: ("size", ("normal", 0.0, 1.0)),
-    aten.empty_like: ("like", None),
-    aten.zeros_like: ("like", ("fill", 0.0, 0.0)),
-    aten.ones_like: ("like", ("fill", 1.0, 0.0)),
-    aten.full_like: ("like", 1),
-    aten.rand_like: ("like", ("uniform", 0.0, 1.0)),
-    aten.randn_like: ("like", ("normal", 0.0, 1.0)),
-    aten.new_empty: ("new", None),
-    aten.new_zeros: ("new", ("fill", 0.0, 0.0)),
-    aten.new_ones: ("new", ("fill", 1.0, 0.0)),
-    aten.new_full: ("new", 1),
+    getattr(aten, form.format(name)): (where, step)
+    for where, form in (("size", "{}"), ("like", "{}_like"), ("new", "new_{}"))
+    for name, step in _FILLS.items()
+    if where != "new" or "rand" not in name
 }
 
 # These operators read no value of their arguments.
@@ -110,14 +99,6 @@ def _clamp(min=None, max=None):
     return [("clamp", -math.inf if min is None else _number(min), math.inf if max is None else _number(max))]
 
 
-def _uniform(a=0.0, b=1.0, generator=None):
-    return [("uniform", a, b)]
-
-
-def _normal(mean=0.0, std=1.0, generator=None):
-    return [("normal", mean, std)]
-
-
 def _fill(value, non_blocking=False):
     return [("fill", _number(value), 0.0)]
 
@@ -128,7 +109,13 @@ def _clone(memory_format=None):
     return []
 
 
-_WRITES = {"zero": lambda: [("fill", 0.0, 0.0)], "fill": _fill, "copy": _fill, "uniform": _uniform, "normal": _normal}
+_WRITES = {
+    "zero": lambda: [("fill", 0.0, 0.0)],
+    "fill": _fill,
+    "copy": _fill,
+    "uniform": lambda a=0.0, b=1.0, generator=None: [("uniform", a, b)],
+    "normal": lambda mean=0.0, std=1.0, generator=None: [("normal", mean, std)],
+}
 _CHANGES = {
     "add": _add(1.0),
     "sub": _add(-1.0),
@@ -194,12 +181,7 @@ _DIRECT_READS = {
 
 
 class DeferredTensor:
-    """A tensor without memory, and the recipe of its values.
-
-    Attributes:
-        tensor: of the shape that it was made with; others may be views of it.
-        recipe: a _C.Recipe.
-    """
+    """A ``tensor`` without memory, of which others may be views, and the ``recipe`` of its values, a _C.Recipe."""
 
     def __init__(self, shape, dtype, device):
         self.tensor = _C.deferred_tensor(list(shape), dtype, device)
@@ -212,20 +194,17 @@ class DeferredTensor:
 
 class Recording(TorchDispatchMode):
     """While it is open, floating tensors of more than ``larger_than`` elements that constructors make get no memory.
-    Operations on them that work element by element, with numbers, become their recipe (``steps_of``). Random
-    numbers are drawn later, counted by element; each operation draws one number, its key, from torch's generator, so
-    that ``torch.manual_seed`` decides and an operation's values depend on nothing but its place in the program.
+    Operations on them that work element by element, with numbers, become their recipe (``steps_of``). Random numbers
+    are drawn later, counted by element; each operation draws one number, its key, from torch's generator, so that
+    ``torch.manual_seed`` decides and an operation's values depend on nothing but its place in the program.
 
     Any other operation, or one that reads a value, materializes the tensor first, on the host (on a GPU if a
-    constructor made it there). A warning says so once for each kind of constructor and operator.
+    constructor made it there). A warning says so once for each kind of constructor and operator, if ``warns``.
 
     Args:
-        larger_than: elements.
         running: [torch.nn.Module] whose constructors run, the innermost last; none: nothing is recorded.
-        threads, world_size: ``strata.threads`` (or None) and the job's world size; they decide on the number of threads
-            that compute values.
+        threads, world_size: ``strata.threads`` (or None) and the job's; they decide how many threads compute values.
         piece: bytes of one copy to a GPU.
-        warns: whether to warn of tensors that are materialized.
     """
 
     def __init__(self, larger_than, running, threads, world_size, piece, warns):
@@ -279,11 +258,8 @@ class Recording(TorchDispatchMode):
             self._held.clear()
 
     def materialize(self, deferred, func):
-        """Materializes it. ``func``: the operator that needs the values, for the message; None: there is none.
-
-        Raises:
-            OutOfMemoryError: the host has too little free memory. The tensor has not changed.
-        """
+        """Materializes it. ``func``: the operator that needs the values, for the message; None: there is none. After an
+        OutOfMemoryError, where the host has too little free memory, the tensor has not changed."""
         tensor = deferred.tensor
         what = f"a tensor of {'x'.join(map(str, tensor.shape))} ({tensor.dtype}) of {self._maker()}"
         if func is not None:
@@ -291,18 +267,12 @@ class Recording(TorchDispatchMode):
         with self.paused():
             _C.back(tensor, f"zero.Init: {what}, which {_wanted_by(func)}")
             flat = tensor.detach().view(-1)
-            if tensor.device.type == "cpu":
-                if len(deferred.recipe) > 0:
-                    deferred.recipe.write(flat, 0, self._threads, self._world_size)
-            else:
+            if tensor.device.type != "cpu":
                 write_pieces(deferred, flat, self._piece, self._threads, self._world_size)
+            elif len(deferred.recipe) > 0:
+                deferred.recipe.write(flat, 0, self._threads, self._world_size)
         self.forget(deferred)
         self.materialized = True
-
-    def materialize_all(self, values, func):
-        """``materialize`` for the tensors without memory among ``values``, which may be lists."""
-        for deferred in self._among(values):
-            self.materialize(deferred, func)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -310,24 +280,23 @@ class Recording(TorchDispatchMode):
             return func(*args, **kwargs)
         made = made_by(func, args, kwargs)
         if made is not None and torch.Size(made.shape).numel() > self._larger_than:
-            return self._make(made)
-        held = self._among([*args, *kwargs.values()]) if self._held else []
+            deferred = self._new(made.shape, made.dtype, made.device)
+            if made.step is not None:
+                self._record(deferred, deferred.tensor, [made.step], made.generator)
+            return deferred.tensor.detach()
+        held = self.among([*args, *kwargs.values()]) if self._held else []
         if not held or func.is_view or func.overloadpacket in READ_NOTHING:
             return func(*args, **kwargs)
         return self._operate(func, args, kwargs, held)
 
-    def _make(self, made):
-        deferred = self._new(made.shape, made.dtype, made.device)
-        if made.step is not None:
-            self._record(deferred, deferred.tensor, [made.step], made.generator)
-        return deferred.tensor.detach()
-
-    def _new(self, shape, dtype, device):
+    def _new(self, shape, dtype, device, recipe=None):
         deferred = DeferredTensor(shape, dtype, device)
+        deferred.recipe = deferred.recipe if recipe is None else recipe.copy()
         self._held[_C.storage_of(deferred.tensor)] = deferred
         return deferred
 
-    def _among(self, values):
+    def among(self, values):
+        """[the ``DeferredTensor`` of each tensor among ``values``, which may be lists]."""
         found = {}
         for value in values:
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
@@ -374,8 +343,7 @@ class Recording(TorchDispatchMode):
             return args[0]
         if not own.is_all_of(args[0]):
             return None
-        copy = self._new(args[0].shape, args[0].dtype, args[0].device)
-        copy.recipe = own.recipe.copy()
+        copy = self._new(args[0].shape, args[0].dtype, args[0].device, own.recipe)
         self._record(copy, copy.tensor, steps, None)
         return copy.tensor.detach()
 
@@ -385,9 +353,7 @@ class Recording(TorchDispatchMode):
         exact = dtype == source.dtype or source.dtype == torch.float32
         if dtype not in KEPT_DTYPES or device != source.device or not exact or not own.is_all_of(source):
             return None
-        copy = self._new(source.shape, dtype, device)
-        copy.recipe = own.recipe.copy()
-        return copy.tensor.detach()
+        return self._new(source.shape, dtype, device, own.recipe).tensor.detach()
 
     @staticmethod
     def _record(deferred, view, steps, generator):
@@ -420,8 +386,8 @@ class _DirectReads(TorchFunctionMode):
         self._recording = recording
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func in _DIRECT_READS:
-            self._recording.materialize_all(args, func)
+        for deferred in self._recording.among(args) if func in _DIRECT_READS else ():
+            self._recording.materialize(deferred, func)
         return func(*args, **(kwargs or {}))
 
 

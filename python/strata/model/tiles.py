@@ -7,6 +7,8 @@ other.
 
 import math
 import weakref
+from collections.abc import Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -15,18 +17,12 @@ from .. import _C
 
 
 def write_product(target, one, other, holds=False, factor=1.0):
-    """``target = factor * (one @ other)``, or with ``holds`` ``target += factor * (one @ other)``.
+    """``target = factor * (one @ other)``, or with ``holds`` ``target += factor * (one @ other)``; target [m, n], one
+    [m, k] and other [k, n] of its dtype. Without ``holds`` target's present values, also NaN, have no effect.
 
     The BLAS does it all where the three have one dtype, and on GPUs where the target is fp32 and the others have 16
     bits; the product is not rounded before the addition then. Elsewhere the product is first rounded to the dtype of
     ``one``.
-
-    Args:
-        target: [m, n]; without ``holds`` its present values, also NaN, have no effect.
-        one: [m, k].
-        other: [k, n], of its dtype.
-        holds: bool.
-        factor: float.
     """
     scale = factor if holds else 1.0
     if one.dtype == target.dtype:
@@ -48,13 +44,8 @@ def is_widened_by_blas(one, target):
 
 
 class Destination:
-    """The memory for a gradient; an operation writes all of ``values``.
-
-    Attributes:
-        values: tensor.
-        holds: bool, whether the gradient is added to the present values; else these are undefined.
-        factor: float, a factor of the gradient.
-    """
+    """The memory for a gradient; an operation writes all of ``values``, a tensor, multiplied by ``factor``, a float.
+    ``holds``: bool, whether it adds to the present values; else these are undefined."""
 
     def __init__(self, values=None, holds=False, factor=1.0):
         self.values, self.holds, self.factor = values, holds, factor
@@ -77,14 +68,10 @@ class Destination:
         if not self.holds:
             (self.values if row is None else self.values[row]).zero_()
 
-    def sum_of(self, count):
-        """A ``ProductSum`` of ``count`` products."""
-        return ProductSum(self, count)
-
 
 class ProductSum:
-    """A gradient that is the sum of several products, in fp32 at least. The sum is in the destination, where that is as
-    wide or there is one product only; else it is in a tensor of its own until ``finish``."""
+    """A gradient that is the sum of ``count`` products, in fp32 at least. The sum is in the ``Destination``, where that
+    is as wide or there is one product only; else it is in a tensor of its own until ``finish``."""
 
     def __init__(self, destination, count):
         self._destination, self._any, values = destination, False, destination.values
@@ -140,16 +127,18 @@ class Tile:
 
     Attributes:
         parameter: the torch.nn.Parameter that the engine owns for it.
-        begin, end: ints, rows of the whole parameter.
+        begin, end, rows: ints, rows of the whole parameter, and their number.
+        index: int, its index in ``core``.
+        tiles: [``Tile``], this one alone; ``TileRun`` has the same attribute.
     """
 
     def __init__(self, parameter, begin, end):
-        self.parameter, self.begin, self.end = parameter, begin, end
-        self._core, self._index = None, -1
+        self.parameter, self.begin, self.end, self.rows = parameter, begin, end, end - begin
+        self._core, self.index = None, -1
 
     def bind(self, core, index):
         """Called when an engine takes the tile over, as its parameter ``index``."""
-        self._core, self._index = weakref.ref(core), index
+        self._core, self.index = weakref.ref(core), index
 
     @property
     def core(self):
@@ -157,25 +146,8 @@ class Tile:
         core = None if self._core is None else self._core()
         return core if core is not None and core.alive else None
 
-    @property
-    def index(self):
-        """int: its index in ``core``."""
-        return self._index
-
-    @property
-    def tiles(self):
-        """[``Tile``]: this tile alone; ``TileRun`` has the same attribute."""
-        return [self]
-
-    @property
-    def rows(self):
-        """int."""
-        return self.end - self.begin
-
-    @property
-    def trainable(self):
-        """bool."""
-        return self.parameter.requires_grad
+    tiles = property(lambda self: [self])
+    trainable = property(attrgetter("parameter.requires_grad"))
 
     def left_out(self):
         """bool: whether this rank may skip a use of it that other ranks make; it has skipped it then."""
@@ -184,43 +156,37 @@ class Tile:
             return True
         if not core.gathers_alone:
             return False
-        core.leave_out_tile(self._index)
+        core.leave_out_tile(self.index)
         return True
 
     def __enter__(self):
         """Tensor [rows, ...]: its values, until the context ends. The caller must not keep a view of them."""
         core = self.core
-        return self.parameter.detach() if core is None else core.begin_tile(self._index)
+        return self.parameter.detach() if core is None else core.begin_tile(self.index)
 
     def __exit__(self, kind, value, traceback):
         core = self.core
         if core is not None:
-            core.end_tile(self._index)
+            core.end_tile(self.index)
         return False
 
     def give_gradient(self, gradient):
         """Passes its gradient [rows, ...], of one use, to the engine, which reduces it at once. In backward."""
         core = self.core
         if core is not None:
-            core.take_gradient(self._index, gradient)
+            core.take_gradient(self.index, gradient)
             return
         with self.gradient() as place:
             place.add(gradient)
 
     def gradient(self):
         """``GradientTarget``: where an operation writes its gradient, of one use, in place of ``give_gradient``."""
-
         return GradientTarget(self)
 
 
 class TileRun:
-    """Tiles whose values are always side by side in this rank's memory: a context, as a tile is, in which the values of
-    all are one tensor.
-
-    Attributes:
-        tiles: [``Tile``], in order; neighbours.
-        begin, end: ints, rows of the whole parameter.
-    """
+    """``tiles``, [``Tile``], neighbours in order, whose values are always side by side in this rank's memory: a
+    context, as a tile is, in which the values of all are one tensor, of rows [begin, end) of the whole parameter."""
 
     def __init__(self, tiles):
         self.tiles, self.begin, self.end = tiles, tiles[0].begin, tiles[-1].end
@@ -239,12 +205,13 @@ class TileRun:
         return False
 
 
-class Tiles:
-    """All tiles of one parameter, in the order of its rows; iterates over them.
+class Tiles(Sequence):
+    """All tiles of one parameter, in the order of its rows.
 
     Attributes:
         name: str, of the parameter in its model.
-        shape: torch.Size of the whole.
+        shape, dtype: torch.Size and torch.dtype of the whole.
+        rows, row_numel, nbytes: ints: rows, elements of a row, bytes of the whole.
         homes: [(module, name there)] that use it.
         owner: (_C.ShardedModel, index) that had sharded the whole before the engine; (None, None): it was not sharded.
         most_read: int, the most bytes that may be whole at once for a read outside its modules; None: any.
@@ -253,6 +220,8 @@ class Tiles:
     def __init__(self, name, parameter, shape, ranges, homes, most_read):
         self.name, self.shape, self.homes, self.most_read = name, torch.Size(shape), homes, most_read
         self.dtype, self._strides, self.owner = parameter.dtype, parameter.stride(), (None, None)
+        self.rows, self.row_numel = self.shape[0], math.prod(self.shape[1:])
+        self.nbytes = math.prod(self.shape) * self.dtype.itemsize
         self._whole = weakref.ref(parameter)
         self._tiles = []
         for begin, end in ranges:
@@ -260,12 +229,6 @@ class Tiles:
             tile = Tile(torch.nn.Parameter(values, parameter.requires_grad), begin, end)
             tile.parameter._strata_tile = (self, tile)
             self._tiles.append(tile)
-
-    def __iter__(self):
-        return iter(self._tiles)
-
-    def __reversed__(self):
-        return reversed(self._tiles)
 
     def __len__(self):
         return len(self._tiles)
@@ -289,30 +252,10 @@ class Tiles:
         return self._whole()
 
     @property
-    def rows(self):
-        """int."""
-        return self.shape[0]
-
-    @property
-    def row_numel(self):
-        """int: elements of a row."""
-        return math.prod(self.shape[1:])
-
-    @property
-    def nbytes(self):
-        """int: of all of it."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
     def device(self):
         """torch.device on which tiles are whole."""
         core = self._tiles[0].core
         return self._tiles[0].parameter.device if core is None else core.device
-
-    @property
-    def trainable(self):
-        """bool."""
-        return self._tiles[0].trainable
 
     @property
     def anchor(self):
@@ -382,11 +325,8 @@ class OwnedParameter(NamedTuple):
 
 
 def owned_parameters(described):
-    """[``OwnedParameter``] in the order of the model's parameters.
-
-    Args:
-        described: the result of ``describe_parameters`` from which an engine was made.
-    """
+    """[``OwnedParameter``] in the order of the model's parameters; ``described``: the result of ``describe_parameters``
+    from which an engine was made."""
     found = {}
     for index, (_, parameter, shape, *_rest) in enumerate(described):
         whole = known_as(parameter)

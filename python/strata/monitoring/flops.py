@@ -6,6 +6,7 @@ operators do not, nor do kernels that torch does not know. A multiplication and 
 
 import time
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,24 +18,19 @@ from ..views.tables import Tables
 _aten = torch.ops.aten
 
 
-def _attention(query, key, value, products_of_keys, products_of_values):
+def _attention(first, products_of_keys, products_of_values, *args, **kwargs):
+    """``first``: the position of the query among ``args``; key and value follow."""
+    query, key, value = args[first : first + 3]
     batch, heads, queries, width = query.shape
     each = 2 * batch * heads * queries * key.shape[2]
     return each * (products_of_keys * width + products_of_values * value.shape[-1])
 
 
-def _attention_forward(query, key, value, *args, **kwargs):
-    return _attention(query, key, value, 1, 1)
-
-
-def _attention_backward(gradient, query, key, value, *args, **kwargs):
-    return _attention(query, key, value, 3, 2)  # the scores again; gradients of queries and keys; of scores and values
-
-
-# Attention with any number of heads of keys; the registry's own formula needs the number of heads of queries.
+# Attention with any number of heads of keys; the registry's own formula needs the number of heads of queries. Backward
+# computes the scores again; gradients of queries and keys; of scores and values.
 _FORMULAS = dict(flop_registry)
 for _kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention"):
-    for _suffix, _formula in (("", _attention_forward), ("_backward", _attention_backward)):
+    for _suffix, _formula in (("", partial(_attention, 0, 1, 1)), ("_backward", partial(_attention, 1, 3, 2))):
         _name = f"_scaled_dot_product_{_kind}{_suffix}"
         if hasattr(_aten, _name):
             _FORMULAS[getattr(_aten, _name)] = _formula
@@ -95,15 +91,10 @@ class PassProfile:
     @contextmanager
     def backward(self):
         """Context of the backward."""
-        counted = 0
-
-        def count(flops):
-            nonlocal counted
-            counted += flops
-
-        with _Counter(count):
+        counted = []
+        with _Counter(counted.append):
             yield
-        self.backward_flops = counted
+        self.backward_flops = sum(counted)
 
     def _count_forward(self, flops):
         self.forward_flops += flops
@@ -130,10 +121,9 @@ _HEAD = ("parameters", "forward", "share", "time")
 
 
 def profile_text(title, rows, passes, depth, top, detailed):
-    """The tables as plain text.
+    """The tables as plain text, under the line ``title``.
 
     Args:
-        title: a line.
         rows: [(name, class, depth, parameters, forward FLOP, seconds)] in the model's order; the first is the model.
         passes: (forward FLOP, backward FLOP or None) of the whole micro-batch.
         depth: of the deepest modules shown; -1: all.
@@ -145,7 +135,14 @@ def profile_text(title, rows, passes, depth, top, detailed):
     tables = [_by_depth(rows, depth, top)] if top > 0 else []
     if detailed:
         tables.append(_by_module(rows, depth))
-    return Tables(title, tables, _notes(passes)).text()
+    forward, backward = passes
+    note = f"forward {_amount(forward)}FLOP"
+    if backward is not None:
+        note += f", backward {_amount(backward)}FLOP with what it computes again"
+    return Tables(title, tables, [
+        note,
+        "counted: products of matrices, convolutions and attention; times are longer than in a step without a profile",
+    ]).text()  # fmt: skip
 
 
 def _by_depth(rows, depth, top):
@@ -181,14 +178,3 @@ def _amount(number):
         if number >= size:
             return f"{number / size:.2f} {unit}"
     return f"{number} "
-
-
-def _notes(passes):
-    forward, backward = passes
-    note = f"forward {_amount(forward)}FLOP"
-    if backward is not None:
-        note += f", backward {_amount(backward)}FLOP with what it computes again"
-    return [
-        note,
-        "counted: products of matrices, convolutions and attention; times are longer than in a step without a profile",
-    ]

@@ -128,29 +128,24 @@ class CometWriter(_Writer):
 WRITERS = {"tensorboard": TensorBoardWriter, "wandb": WandbWriter, "csv_monitor": CsvWriter, "comet": CometWriter}
 
 
-def section_of(config, name):
-    """{key: value} of a section of a _C.Config about the output of this rank, defaults included."""
-    start = f"{name}."
-    return {path[len(start):]: json.loads(text) for path, text in config.shown.items() if path.startswith(start)}
-
-
 def enabled_monitors(config):
-    """[str]: the sections of monitors that are on."""
-    return [name for name in WRITERS if section_of(config, name)["enabled"]]
+    """{str: dict}: the sections of monitors that are on, defaults included."""
+    sections = {name: {} for name in WRITERS}
+    for path, text in config.shown.items():
+        name, _, key = path.partition(".")
+        if name in sections:
+            sections[name][key] = json.loads(text)
+    return {name: section for name, section in sections.items() if section["enabled"]}
 
 
 class Monitor:
-    """Writes metrics on rank 0, to every monitor that is on.
-
-    Attributes:
-        enabled: bool, the same on every rank.
-        tb_monitor, wandb_monitor, csv_monitor, comet_monitor: the writer, or None.
-    """
+    """Writes metrics on rank 0, to every monitor that is on. ``enabled``: bool, the same on every rank; ``tb_monitor``,
+    ``wandb_monitor``, ``csv_monitor``, ``comet_monitor``: the writer, or None."""
 
     def __init__(self, config=None, rank=0):
-        names = [] if config is None else enabled_monitors(config)
-        self.enabled = bool(names)
-        made = {name: WRITERS[name](section_of(config, name)) for name in names if rank == 0}
+        sections = {} if config is None else enabled_monitors(config)
+        self.enabled = bool(sections)
+        made = {name: WRITERS[name](section) for name, section in sections.items() if rank == 0}
         self.tb_monitor, self.wandb_monitor, self.csv_monitor, self.comet_monitor = (
             made.get(name) for name in ("tensorboard", "wandb", "csv_monitor", "comet")
         )
@@ -158,13 +153,9 @@ class Monitor:
         self._failed = set()
 
     def write_events(self, event_list, flush=True):
-        """Writes metrics; does nothing on other ranks. A writer that fails warns once, and training goes on.
-
-        Args:
-            event_list: [(name, value, samples)]: the number of samples so far is the x-axis; a value is a number or a
-                tensor of one element.
-            flush: accepted for DeepSpeed's sake.
-        """
+        """Writes metrics, [(name, value, samples)]: the number of samples so far is the x-axis; a value is a number or
+        a tensor of one element. Does nothing on other ranks. A writer that fails warns once, and training goes on.
+        ``flush`` has no effect."""
         if not self._writers or not event_list:
             return
         events = [(name, float(value), int(samples)) for name, value, samples in event_list]

@@ -14,17 +14,14 @@ import torch
 from .. import _C
 from ..ranks.departure import engines
 from ..views.tables import TRANSFERS, transfer_tables
-from .flops import profile_text
+from .flops import PassProfile, profile_text
 
 logger = logging.getLogger("strata")
 
 
 class LateValue:
-    """The present value of a tensor; on a GPU the device copies it in the order of its current stream.
-
-    Args:
-        tensor: of one element; of a larger one the mean.
-    """
+    """The present value of a tensor of one element; of a larger one the mean. On a GPU the device copies it in the
+    order of its current stream."""
 
     def __init__(self, tensor):
         value = tensor.detach()
@@ -111,25 +108,19 @@ def memory_text(device):
         return f"memory of the device {now / gib:.2f} GiB, at the peak {peak / gib:.2f} GiB"
     import resource
 
-    return f"memory of the process {_resident() / gib:.2f} GiB, at the peak " \
-           f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / gib:.2f} GiB"
-
-
-def _resident():
     with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
+        now = int(file.read().split()[1]) * 4096
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return f"memory of the process {now / gib:.2f} GiB, at the peak {peak / gib:.2f} GiB"
 
 
 def log_summary(show_straggler=False, return_dict=False):
     """Logs on rank 0 the transfers of each engine's last step: gathers, reductions and refreshes (lazy all-gathers of
     units that stay whole), with times where steps are timed (``comms_logger.enabled``, or ``engine.record_steps()``).
+    With ``return_dict`` returns them, an entry an engine: [{"step", "transfers": as of ``engine.step_report()``}].
 
     Args:
         show_straggler: collective: also logs the shortest wait of a rank, and the sum of the other ranks' excess.
-        return_dict: return the logged values.
-
-    Returns:
-        None, or [{"step", "transfers": as of ``engine.step_report()``}], an entry an engine.
     """
     logged = []
     for engine in engines():
@@ -170,8 +161,10 @@ def transfers_line(transfers):
     return "; ".join(parts) or "no transfers"
 
 
-_TIMERS = ("fwd", "bwd", "bwd_inner", "bwd_allreduce", "step")
-_NAMES = ("forward", "backward", "backward_inner", "backward_allreduce", "step")
+_TIMERS = {  # {timer: metric}
+    "fwd": "forward", "bwd": "backward", "bwd_inner": "backward_inner", "bwd_allreduce": "backward_allreduce",
+    "step": "step",
+}  # fmt: skip
 
 
 def watch_steps(engine, config, monitor):
@@ -197,7 +190,9 @@ class StepWatch:
         self._timed = self._breakdown or on["comms_logger.enabled"]
         self._speed = Speed(engine.world_size) if on["timers.throughput.enabled"] and self._every else None
         self._flops = None  # of a micro-batch
-        self._profiles_at = self._profile_step(config)
+        self._profiles_at = 1 if self._speed and "timers.throughput.enabled" in config.shown_given else None
+        if on["flops_profiler.enabled"]:
+            self._profiles_at = on["flops_profiler.profile_step"]
         self._profile = None  # while a micro-batch is profiled, and until its step is over
         self._tokens = self._ended = 0
         self._losses = []  # of this step: (LateValue, its part of the step's loss)
@@ -208,13 +203,6 @@ class StepWatch:
             engine.record_steps()
             engine.core.keep_step_reports()
 
-    def _profile_step(self, config):
-        if self._on["flops_profiler.enabled"]:
-            return self._on["flops_profiler.profile_step"]
-        return 1 if self._speed and "timers.throughput.enabled" in config.shown_given else None
-
-    # --- calls of the engine ---
-
     def forward(self, call, args, kwargs):
         """The result of ``call(*args, **kwargs)``, a forward."""
         if self._speed and self._engine.module.training:
@@ -222,8 +210,6 @@ class StepWatch:
         due = self._engine.global_steps == self._profiles_at and self._engine.module.training
         if not due or self._profile is not None or not torch.is_grad_enabled():
             return call(*args, **kwargs)
-        from .flops import PassProfile  # not before a step is profiled
-
         self._profile = PassProfile(self._engine.module, self._engine.device)
         with self._profile.forward():
             return call(*args, **kwargs)
@@ -254,7 +240,11 @@ class StepWatch:
             self._speed.step_ended(samples - self._samples, self._tokens, self._flops and self._flops * passes)
         self._tokens, self._samples = 0, samples
         if self._every and step % self._every == 0:
-            self._show_progress(step)
+            skipped = engine.core.skipped_steps(wait=False)
+            logger.info("step=%d, skipped=%d, lr=%s, mom=%s", step, skipped, engine.get_lr(), engine.get_mom())
+            speed = self._speed.line() if self._speed else ""
+            if speed:
+                logger.info("step %d: %s, %s", step, speed, memory_text(engine.device))
         if self._on["memory_breakdown"]:
             logger.info("step %d: %s", step, memory_text(engine.device))
         if self._monitor.enabled:
@@ -272,18 +262,6 @@ class StepWatch:
         self._write_metrics(wait)
         self._monitor.close()
 
-    # --- progress ---
-
-    def _show_progress(self, step):
-        engine = self._engine
-        skipped = engine.core.skipped_steps(wait=False)
-        logger.info("step=%d, skipped=%d, lr=%s, mom=%s", step, skipped, engine.get_lr(), engine.get_mom())
-        speed = self._speed.line() if self._speed else ""
-        if speed:
-            logger.info("step %d: %s, %s", step, speed, memory_text(engine.device))
-
-    # --- metrics ---
-
     def _record_metrics(self, samples, applied):
         engine = self._engine
         norm = engine.core.known_grad_norm  # if `applied` is None, that of an earlier step
@@ -297,8 +275,6 @@ class StepWatch:
     def _write_metrics(self, wait):
         while self._pending and (wait or self._pending[0].ready()):
             self._monitor.write_events(self._pending.pop(0).all_events())
-
-    # --- times ---
 
     def _take_times(self, wait):
         for report in self._engine.core.take_step_reports(wait):
@@ -319,12 +295,8 @@ class StepWatch:
             self._engine.timers(name).add(milliseconds)
         lines = " | ".join(f"{name}: {milliseconds:.2f}" for name, milliseconds in zip(_TIMERS, times))
         logger.info("time (ms) of step %d | %s", step, lines)
-        self._monitor.write_events([
-            (f"Train/Samples/elapsed_time_ms_{name}", milliseconds, samples)
-            for name, milliseconds in zip(_NAMES, times)
-        ])
-
-    # --- the profile ---
+        self._monitor.write_events([(f"Train/Samples/elapsed_time_ms_{name}", milliseconds, samples)
+                                    for name, milliseconds in zip(_TIMERS.values(), times)])  # fmt: skip
 
     def _end_profile(self):
         profile, self._profile = self._profile, None
@@ -353,16 +325,11 @@ class StepWatch:
         for name, module in self._engine.module.named_modules():
             flops, seconds = profile.modules.get(module, (0, 0.0))
             depth = name.count(".") + 1 if name else 0
-            kind = type(module).__name__
-            rows.append((name.split(".")[-1] or "model", kind, depth, _numel_of(module), flops, seconds))
+            numel = sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters())  # full sizes of sharded ones
+            rows.append((name.split(".")[-1] or "model", type(module).__name__, depth, numel, flops, seconds))
         title = f"Profile of one micro-batch on rank 0, after {step} steps"
         shape = (self._on[f"flops_profiler.{name}"] for name in ("module_depth", "top_modules", "detailed"))
         return profile_text(title, rows, (profile.forward_flops, profile.backward_flops), *shape)
-
-
-def _numel_of(module):
-    """int: elements of a module's parameters, with the full sizes of sharded ones."""
-    return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in module.parameters())
 
 
 class _Step:

@@ -6,21 +6,15 @@ from .elementwise import ElementwiseOptimizer, in_fp32, write_back
 
 
 class DeepSpeedCPUAdagrad(ElementwiseOptimizer):
-    """Adagrad, computed in fp32. Works on any device, and in an engine on its fp32 shards.
+    """Adagrad, computed in fp32. Works on any device, and in an engine on its fp32 shards. ``state`` has of each
+    parameter ``step`` (int) and ``exp_avg_sq``, the sum of squares, of its shape. UsageError for ``amsgrad``,
+    ``maximize``, ``lr_decay`` or ``initial_accumulator_value``, also in a param group.
 
     Args:
         model_params: parameters, or dicts of param groups; float32, bfloat16 or float16.
-        lr: float, learning rate.
-        eps: float, added to the denominator.
+        lr, eps: floats, learning rate, and what is added to the denominator.
         weight_decay: float, added to the gradient times the weight.
-        amsgrad: must be False.
         fp32_optimizer_states: False keeps the sums in the parameter's dtype.
-
-    Attributes:
-        state: of each parameter ``step`` (int) and ``exp_avg_sq``, the sum of squares, of its shape.
-
-    Raises:
-        UsageError: ``amsgrad``, ``maximize``, ``lr_decay`` or ``initial_accumulator_value``, also in a param group.
     """
 
     moments = ("exp_avg_sq",)

@@ -36,7 +36,9 @@ class _Adam(ElementwiseOptimizer):
 
 
 class DeepSpeedCPUAdam(_Adam):
-    """Adam and AdamW over parameters in host memory, in one pass on all cores of the rank.
+    """Adam and AdamW over parameters in host memory, in one pass on all cores of the rank. ``state`` has of each
+    parameter ``step`` (int), ``exp_avg`` and ``exp_avg_sq``, of its shape. UsageError for ``amsgrad`` or ``maximize``,
+    also in a param group.
 
     The bits are those of the engine's Adam (``strata::kernels::adam_step``): computed in fp32, 16-bit weights rounded
     once a step. Given to ``strata.initialize``, the engine updates its shards with these settings instead, wherever
@@ -45,21 +47,12 @@ class DeepSpeedCPUAdam(_Adam):
     Args:
         model_params: parameters, or dicts of param groups; float32, bfloat16 or float16, in any mix, on the CPU. They
             need not be contiguous; others are copied for the update.
-        lr: float, learning rate.
+        lr, weight_decay: floats.
         bias_correction: bool; False uses the moments uncorrected.
-        betas: (float, float), decay of the two moments.
-        eps: float, added to the denominator.
-        weight_decay: float.
-        amsgrad: must be False.
+        betas, eps: (float, float), decay of the two moments; float, added to the denominator.
         adamw_mode: True decays weights apart from the gradient (AdamW), False adds the decay to it (Adam).
         fp32_optimizer_states: False keeps moments in the parameter's dtype; in fp32 they are more exact. In an engine
             the configuration decides.
-
-    Attributes:
-        state: of each parameter ``step`` (int), ``exp_avg`` and ``exp_avg_sq``, of its shape.
-
-    Raises:
-        UsageError: ``amsgrad`` or ``maximize``, also in a param group.
     """
 
     def __init__(self, model_params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, weight_decay=0,
@@ -79,22 +72,15 @@ class DeepSpeedCPUAdam(_Adam):
 
 
 class FusedAdam(_Adam):
-    """Adam and AdamW over parameters on GPUs, in few kernels; those in host memory are updated as by DeepSpeedCPUAdam.
+    """Adam and AdamW over parameters on GPUs, in few kernels; those in host memory are updated as by DeepSpeedCPUAdam,
+    whose errors and other arguments this class has. States have the parameter's dtype.
 
     On a GPU this is torch's fused Adam over the whole list, which computes in fp32 and rounds once, too. Given to
     ``strata.initialize``, the engine's own kernel does it.
 
     Args:
-        params: parameters, or dicts of param groups; float32, bfloat16 or float16, in any mix.
-        lr, bias_correction, betas, eps, weight_decay, amsgrad: as of DeepSpeedCPUAdam.
         adam_w_mode: True: AdamW; False: Adam.
         set_grad_none: the default of ``zero_grad()``: True drops gradients, False zeroes them.
-
-    Attributes:
-        state: of each parameter ``step`` (int), ``exp_avg`` and ``exp_avg_sq``, of its shape and dtype.
-
-    Raises:
-        UsageError: ``amsgrad`` or ``maximize``, also in a param group.
     """
 
     def __init__(self, params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, adam_w_mode=True,

@@ -39,11 +39,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group):
-        """As torch's.
-
-        Raises:
-            UsageError: for a setting that this optimizer does not have.
-        """
+        """As torch's. UsageError for a setting that this optimizer does not have."""
         self._refuse(self.defaults | param_group)
         add_group_without_compiler(self, param_group)
 
@@ -53,17 +49,9 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Updates the parameters that have a gradient; others, and their counts of steps, do not change.
-
-        Args:
-            closure: None, or a callable that computes gradients and returns the loss.
-
-        Returns:
-            The result of ``closure``, else None.
-
-        Raises:
-            UsageError: a parameter or gradient that cannot be updated; nothing has been changed then.
-        """
+        """Updates the parameters that have a gradient; others, and their counts of steps, do not change. Returns the
+        result of ``closure``, a callable that computes gradients and returns the loss, or None. UsageError for a
+        parameter or gradient that cannot be updated; nothing has been changed then."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -83,9 +71,8 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict):
         """Loads what ``state_dict()`` returned, of this class, or of torch's or DeepSpeed's with the same moments.
-
-        Moments get the dtype that they have here, at once: they are not rounded to the parameter's first, as torch
-        does it.
+        These get the dtype that they have here, at once: they are not rounded to the parameter's first, as torch does
+        it.
 
         Raises:
             UsageError: states without these moments, or with settings that this optimizer does not have.
@@ -163,9 +150,6 @@ def write_back(targets, values):
     for target, value in zip(targets, values, strict=True):
         if value is not target:
             target.copy_(value)
-
-
-# --- param groups ---
 
 
 def set_value(group, key, value):

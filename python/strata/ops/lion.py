@@ -29,7 +29,8 @@ class _Lion(ElementwiseOptimizer):
 
 
 class DeepSpeedCPULion(_Lion):
-    """Lion, computed in fp32. Works on any device, and in an engine on its fp32 shards.
+    """Lion, computed in fp32. Works on any device, and in an engine on its fp32 shards. ``state`` has of each parameter
+    ``step`` (int) and ``exp_avg``, of its shape. UsageError for ``amsgrad`` or ``maximize`` in a param group.
 
     Args:
         model_params: parameters, or dicts of param groups; float32, bfloat16 or float16.
@@ -37,12 +38,6 @@ class DeepSpeedCPULion(_Lion):
         betas: (float, float): of the direction, and of the average that is kept.
         weight_decay: float, apart from the gradient.
         fp32_optimizer_states: False keeps the average in the parameter's dtype.
-
-    Attributes:
-        state: of each parameter ``step`` (int) and ``exp_avg``, of its shape.
-
-    Raises:
-        UsageError: ``amsgrad`` or ``maximize`` in a param group.
     """
 
     def __init__(self, model_params, lr=1e-3, betas=(0.9, 0.999), weight_decay=0, fp32_optimizer_states=True):
@@ -50,12 +45,8 @@ class DeepSpeedCPULion(_Lion):
 
 
 class FusedLion(_Lion):
-    """The same with the average in the parameter's dtype.
-
-    Args:
-        params, lr, betas, weight_decay: as of DeepSpeedCPULion.
-        set_grad_none: the default of ``zero_grad()``: True drops gradients, False zeroes them.
-    """
+    """The same with the average in the parameter's dtype. ``set_grad_none``: the default of ``zero_grad()``: True drops
+    gradients, False zeroes them."""
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), weight_decay=0.0, set_grad_none=True):
         self.set_grad_none = set_grad_none

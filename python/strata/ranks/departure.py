@@ -22,8 +22,8 @@ def watch(core, engine=None, group=None):
 
     Args:
         core: a _C.ShardedModel; this function keeps neither it nor its collectives alive.
-        engine: a weak reference to the engine. At the end of the process its ``end_watching()`` and, collectively,
-            its ``wait_for_checkpoint()`` are called. Their exceptions are logged.
+        engine: a weak reference to the engine, whose ``end_watching()`` and, collectively, ``wait_for_checkpoint()``
+            are called at the end of the process. Their exceptions are logged.
         group: the same object for cores of the same collectives, which share one sync point; None: a core alone.
     """
     global _hooks
@@ -109,10 +109,8 @@ def _notify_peers(kind, value):
 
 
 def _last_words(core):
-    steps = getattr(core, "global_steps", 0)
-    words = f"its program ended after {steps} steps"
-    failures = [f" by {hook.failure}" for hook in _hooks if isinstance(hook, _ExitHook) and hook.failure]
-    words += "".join(failures)
+    words = f"its program ended after {getattr(core, 'global_steps', 0)} steps"
+    words += "".join(f" by {hook.failure}" for hook in _hooks if isinstance(hook, _ExitHook) and hook.failure)
     return (words if _last_error is None else f"{words}; its last error was {_last_error}")[:_REASON_MOST]
 
 

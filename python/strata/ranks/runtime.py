@@ -13,6 +13,7 @@ import os
 import weakref
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -22,35 +23,17 @@ from .. import _C
 logger = logging.getLogger("strata")
 
 
-_used = []  # [UsedGroups], oldest first
+# [_C.UsedBackends], each of some collectives, oldest first. Those of gloo were made for these, and end with them.
+_used = []
 _defaults = []  # [(a weak reference to a default process group, whether Strata has made it)]
 
 
-class UsedGroups:
-    """The process groups behind some collectives. Those of gloo were made for these collectives, and end with them.
-
-    Attributes:
-        backends: the _C.UsedBackends of these collectives; None before they are there.
-    """
-
-    def __init__(self):
-        for earlier in list(_used):  # some belong to engines without any reference
-            if not earlier.in_use():
-                earlier.end()
-        self.backends = None
-        _used.append(self)
-
-    def in_use(self):
-        """Whether the collectives still exist."""
-        return self.backends is not None and self.backends.in_use()
-
-    def end(self):
-        """Ends the threads that work for the collectives, which raise CommError from then on. Waits for operations that
-        this rank has started. A second call does nothing."""
-        if self in _used:
-            _used.remove(self)
-        if self.backends is not None:
-            self.backends.let_go()
+def _end_backends(used):
+    """Ends the threads that work for collectives, which raise CommError from then on. Waits for operations that this
+    rank has started. A second call does nothing."""
+    if used in _used:
+        _used.remove(used)
+    used.let_go()
 
 
 def record_default(group, made):
@@ -60,31 +43,25 @@ def record_default(group, made):
         _defaults.append((weakref.ref(group), made))
 
 
-def _is_registered(group):
-    return group in dist.distributed_c10d._world.pg_map
-
-
-def _destroy(group):
-    try:
-        if _is_registered(group):
-            dist.destroy_process_group(group)
-        _C.release_group(group)
-    except Exception as error:  # peers that died, or a GPU that is lost: an earlier message has reported it
-        logger.debug("a process group could not be destroyed: %s", error)
-
-
 @atexit.register  # with this module, before there are engines: so after they have left, for the last hook runs first
 def _end():
     for used in reversed(list(_used)):
-        used.end()
+        _end_backends(used)
     for known, made in _defaults:
         group = known()
         if group is None:
             continue
-        if made or not _is_registered(group):
-            _destroy(group)
-        elif "nccl" not in dist.get_backend_config(group):  # the script must destroy a group with NCCL itself
+        is_registered = group in dist.distributed_c10d._world.pg_map
+        if is_registered and not made:
+            if "nccl" not in dist.get_backend_config(group):  # the script must destroy a group with NCCL itself
+                _C.release_group(group)
+            continue
+        try:
+            if is_registered:
+                dist.destroy_process_group(group)
             _C.release_group(group)
+        except Exception as error:  # peers that died, or a GPU that is lost: an earlier message has reported it
+            logger.debug("a process group could not be destroyed: %s", error)
 
 
 choices = logging.getLogger(__name__)  # logs the chosen transport
@@ -96,14 +73,12 @@ _FAREWELL_S = 5.0  # how long a rank that failed waits for the others to hear of
 def init_distributed(dist_backend=None, timeout=None, **_ignored):
     """Opens torch's default process group from the environment (torchrun's RANK, WORLD_SIZE, ...). Without a launcher
     the group has this process alone, so that scripts may use torch.distributed either way. The end of the program
-    destroys the group, unless the script has done so. Does nothing where there is a group.
+    destroys the group, unless the script has done so. Does nothing where there is a group; UsageError where it has
+    other ranks than the launcher's.
 
     Args:
         dist_backend: of torch.distributed; None: gloo, and NCCL beside it where GPUs can be used.
         timeout: a ``datetime.timedelta``; torch's default when None.
-
-    Raises:
-        UsageError: there is a group of other ranks than the launcher's.
     """
     if dist.is_initialized():
         _require_launchers_group()
@@ -171,21 +146,11 @@ def expected_world_size():
 
 
 def make_collectives(config, device, waits=None):
-    """Chooses and connects the ranks' transports; returns a _C.Collectives. Collective.
-
-    Between GPUs of one host copy engines move weights and gradients from memory to memory (peer), where all of them
-    reach each other; else NCCL does. The configuration's ``gather`` and ``reduce`` choose for each of the two.
-
-    With shard groups, the ranks of a group and the replicas of a slice each get the transport that fits them: on
-    several hosts memory inside a group, and the network between groups.
+    """Chooses and connects the ranks' transports; returns a _C.Collectives. Collective. docs/design/peers.md says which
+    transport moves what.
 
     Args:
-        config: a _C.Config. Its ``collectives``: "auto", "shm" (processes of one host, shared memory), "c10d" (torch's
-            process group, gloo), "peer" (copies between the memories of one host's ranks), "nccl" (GPUs alone) or
-            "local" (one rank). "auto" takes shm when all ranks are on one host, else c10d; and between GPUs peer or
-            nccl beside it. Ranks may share a GPU only under "peer". With shard groups, "shm" and "peer" connect the
-            ranks inside a group, and also the groups if they are on one host. Its ``timeout_s``: seconds that a rank
-            waits for another one that lives but does not arrive.
+        config: a _C.Config; its ``collectives``, ``gather``, ``reduce`` and ``timeout_s`` count (docs/CONFIG.md).
         device: torch.device of this rank's model.
         waits: ``host_waits`` of its _C.Runtime, which then counts the waits of the collectives, too; None: no count.
 
@@ -200,35 +165,34 @@ def make_collectives(config, device, waits=None):
         record_default(dist.group.WORLD, made=False)
     if world_size == 1:
         return _C.single_rank(device, waits)
-    groups = UsedGroups()
-
-    def new_backend(kind, ranks):
-        return _new_backend(kind, ranks, config.timeout_s, device)
-
-    store = dist.distributed_c10d._get_default_store()
-    collectives, probe, groups.backends = _C.join_ranks(
-        config, rank, world_size, device, store, new_backend, _log_choice, waits=waits, **facts
-    )
-    collectives.probe, collectives.groups = probe, groups
+    for earlier in list(_used):  # some belong to engines without any reference
+        if not earlier.in_use():
+            _end_backends(earlier)
+    collectives, probe, backends = _C.join_ranks(
+        config, rank, world_size, device, dist.distributed_c10d._get_default_store(),
+        partial(_new_backend, timeout=timedelta(seconds=config.timeout_s), device=device),
+        lambda warning, text: choices.log(logging.WARNING if warning else logging.INFO, "%s", text),
+        waits=waits, **facts,
+    )  # fmt: skip
+    _used.append(backends)
+    collectives.probe, collectives.backends = probe, backends
     return collectives
 
 
 def end_collectives(collectives):
     """Ends the threads that work for collectives of ``make_collectives`` that are no longer used. Local."""
     collectives.all_left()
-    groups = getattr(collectives, "groups", None)  # one rank has none
-    if groups is not None:
-        groups.end()
+    backends = getattr(collectives, "backends", None)  # one rank has none
+    if backends is not None:
+        _end_backends(backends)
 
 
 def _facts(device):
     """The facts about torch and this rank's device on which the choice of transports depends."""
-    return {
-        "on_gpu": device.type == "cuda",
-        "has_nccl": dist.is_nccl_available(),
-        "nccl_runs": _nccl_runs(device),
-        "identity": _device_identity(device),
-    }
+    on_cpu = device.type == "cpu"
+    identity = "cpu" if on_cpu else f"{device.type} {torch.cuda.get_device_properties(device).uuid}"
+    return {"on_gpu": device.type == "cuda", "has_nccl": dist.is_nccl_available(), "nccl_runs": _nccl_runs(device),
+            "identity": identity}  # fmt: skip
 
 
 def _nccl_runs(device):
@@ -242,20 +206,18 @@ def _nccl_runs(device):
     return False
 
 
-def _device_identity(device):
-    if device.type == "cpu":
-        return "cpu"
-    return f"{device.type} {torch.cuda.get_device_properties(device).uuid}"
-
-
-def _new_backend(kind, ranks, timeout_s, device):
+def _new_backend(kind, ranks, timeout, device):
     """A backend "gloo" or "nccl" among ``ranks``; each of them makes the same call. For NCCL among all ranks it is the
     default process group's, where that has one, since each backend takes memory of the GPU. Other NCCL backends end
     with the default group, since their kernels may still run when the host has finished. The user of a gloo backend has
     the only reference to it."""
-    timeout = timedelta(seconds=timeout_s)
     if kind == "gloo":
-        return _new_gloo(ranks, timeout)
+        # Not by new_group(): torch names groups by their present number. Groups end with their users here, so a name
+        # would recur, and the store would have the addresses of earlier ranks under it.
+        number = next(_gloo_numbers.setdefault(tuple(ranks), itertools.count()))
+        name = f"strata/gloo/{'_'.join(map(str, ranks))}/{number}"
+        store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        return dist.ProcessGroupGloo(store, ranks.index(dist.get_rank()), len(ranks), timeout=timeout)
     if len(ranks) < dist.get_world_size():
         group = dist.new_group(ranks, backend=kind, timeout=timeout, use_local_synchronization=True)
         return group._get_backend(device)
@@ -264,19 +226,6 @@ def _new_backend(kind, ranks, timeout_s, device):
         if backend.name() == kind:
             return backend
     return dist.new_group(backend=kind, timeout=timeout)._get_backend(device)
-
-
-def _new_gloo(ranks, timeout):
-    """A gloo backend that does not come from ``new_group``. Torch names groups by their present number. Groups end
-    with their users here, so a name would recur, and the store would have the addresses of earlier ranks under it."""
-    number = next(_gloo_numbers.setdefault(tuple(ranks), itertools.count()))
-    name = f"strata/gloo/{'_'.join(map(str, ranks))}/{number}"
-    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
-    return dist.ProcessGroupGloo(store, ranks.index(dist.get_rank()), len(ranks), timeout=timeout)
-
-
-def _log_choice(warning, text):
-    choices.log(logging.WARNING if warning else logging.INFO, "%s", text)
 
 
 @contextmanager
@@ -298,13 +247,8 @@ def agree_after(collectives, what):
     """Context. Collective. An exception inside, on any rank, becomes an error on every rank that names the first
     rank that failed, so that none waits for a rank that has left. The work inside must call no collective.
 
-    Args:
-        collectives: a _C.Collectives.
-        what: names the work in messages: "opening the checkpoint".
-
-    Raises:
-        strata.Error: of the class that the first failed rank had; a rank that failed otherwise (a
-            TypeError) raises its own exception.
+    The error is a strata.Error of the class that the first failed rank had; a rank that failed otherwise (a TypeError)
+    raises its own exception. ``what`` names the work in messages: "opening the checkpoint".
     """
     kind = message = ""
     own = None

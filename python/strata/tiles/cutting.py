@@ -6,6 +6,7 @@ computation with it outside the module gets a whole copy, if that is not too lar
 
 import logging
 import math
+import re
 
 import torch
 from torch.utils._pytree import tree_map
@@ -59,26 +60,14 @@ class Budget:
 
 
 def cut_parameters(tree, config, budget, from_files=None):
-    """Cuts the parameters of a model that exceed the budget: ``tree.cut`` holds them, None if there are none. After an
-    error the model is unchanged.
-
-    Args:
-        tree: a ``ModelTree``.
-        config: a _C.Config.
-        budget: a ``Budget``.
-        from_files: {id(parameter): full shape} of parameters that are empty until they are loaded, or None; it gets
-            their tiles as well.
-    """
-    if budget.largest is None or not any(_nbytes(p, from_files) > budget.largest for _, p in tree.parameters):
+    """Cuts the parameters of a model that exceed the budget: ``tree.cut``, a ``Cut`` with the same arguments, holds
+    them, None if there are none."""
+    # An upper bound; the configuration's precision may need fewer bytes.
+    sizes = (math.prod(_full_shape(p, from_files)) * max(p.dtype.itemsize, 4) for _, p in tree.parameters)
+    if budget.largest is None or max(sizes, default=0) <= budget.largest:
         return
-
     cut = Cut(tree, config, budget, from_files)
     tree.cut = cut if cut.all else None
-
-
-def _nbytes(parameter, from_files):
-    """int: an upper bound; the configuration's precision may need fewer bytes."""
-    return math.prod(_full_shape(parameter, from_files)) * max(parameter.dtype.itemsize, 4)
 
 
 def _full_shape(parameter, from_files):
@@ -100,12 +89,9 @@ _VIEWS = {getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH")
 
 class TiledParameter(ShardedParameter):
     """A parameter that is used in tiles. It is empty (``numel() == 0``), except within ``GatheredParameters``, where it
-    is whole on the host. ``ds_shape`` and ``ds_numel`` are those of the whole.
-
-    Reading ``module.weight`` gives this object. An operation on it gathers a whole copy, which autograd knows, and
-    raises UsageError where the parameter is too large for that. An operation that would change it, or that registers a
-    hook of its gradient, raises UsageError.
-    """
+    is whole on the host. ``ds_shape`` and ``ds_numel`` are those of the whole. Reading ``module.weight`` gives this
+    object. An operation on it gathers a whole copy, which autograd knows. UsageError where it is too large for that,
+    for an operation that would change it, and for one that registers a hook of its gradient."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -116,7 +102,8 @@ class TiledParameter(ShardedParameter):
                 return func(*args, **kwargs)
             if name in _HOOKS:
                 raise _C.UsageError(no_hooks(tiles_of(args[0]).name))
-            if args and isinstance(args[0], TiledParameter) and _changes(name) and args[0].numel() == 0:
+            changes = re.search("[^_]_$", name) or name in ("__setitem__", "__iadd__", "__imul__")
+            if args and isinstance(args[0], TiledParameter) and changes and args[0].numel() == 0:
                 raise _C.UsageError(
                     f"'{tiles_of(args[0]).name}' is used in tiles, and {name}() would change a copy of it; change it "
                     "within strata.zero.GatheredParameters(parameter, modifier_rank=<rank>), or by "
@@ -125,13 +112,7 @@ class TiledParameter(ShardedParameter):
             args, kwargs = tree_map(_with_values, (args, kwargs))
             return func(*args, **kwargs)
 
-    @property
-    def ds_persist(self):
-        return False
-
-    @property
-    def ds_status(self):
-        return ParameterStatus.NOT_AVAILABLE if self.numel() == 0 else ParameterStatus.AVAILABLE
+    ds_persist = False
 
     @property
     def ds_tensor(self):
@@ -164,10 +145,6 @@ def no_hooks(name):
         "register_post_accumulate_grad_hook) would not be called; hook the module, whose forward and backward hooks "
         "are called as usual, or leave the parameter whole by strata.tiles.match"
     )
-
-
-def _changes(name):
-    return (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__iadd__", "__imul__")
 
 
 def _with_values(item):
@@ -213,8 +190,7 @@ class Cut:
 
     Args:
         tree: the ``ModelTree``; it gets the tiles in place of the parameters that are cut.
-        config: a _C.Config.
-        budget: a ``Budget``.
+        config, budget: a _C.Config and a ``Budget``.
         from_files: {id(parameter): full shape} of parameters that are empty until they are loaded, or None; it gets
             their tiles as well.
 
@@ -262,15 +238,12 @@ class Cut:
             parameters.extend((f"{name}[{t.begin}:{t.end}]", t.parameter) for t in tiles)
         for module, rule, tiles in installing.values():
             self._undo.append(rule.install(module, tiles))
-        self._undo += self._lazy_losses(installing.values())
-        self._tree.parameters = parameters
+        from . import rules, vocabulary_loss  # not before a parameter is cut
 
-    def _lazy_losses(self, installed):
-        from . import rules, vocabulary_loss
-
-        heads = {id(module): tiles["weight"] for module, rule, tiles in installed if type(rule) is rules.LinearRule}
+        heads = {id(m): tiles["weight"] for m, rule, tiles in installing.values() if type(rule) is rules.LinearRule}
         undo = (vocabulary_loss.install(module, heads) for _, module, _ in self._tree.modules if heads)
-        return filter(None, undo)
+        self._undo += filter(None, undo)
+        self._tree.parameters = parameters
 
     def _can_be_cut(self, name, homes, hooked):
         """Whether a parameter can be cut, where the configuration does not ask for tiles; warns if not."""
@@ -313,25 +286,24 @@ class Cut:
         tiles = Tiles(name, parameter, shape, ranges, [(module, own) for _, module, own in homes], self._budget.read)
         tiles.owner = owner_of(parameter)
         clear_owner(parameter)
-        for tile in tiles:
-            if id(parameter) in self._from_files:
-                self._from_files[id(tile.parameter)] = (tile.rows, *shape[1:])
+        if id(parameter) in self._from_files:
+            self._from_files.update((id(tile.parameter), (tile.rows, *shape[1:])) for tile in tiles)
         mark_tiled(parameter, tiles)
         self.all.append(tiles)
         return tiles
 
     def _no_rule(self, name, shape, row_bytes, path, module, rule, own):
         nbytes = shape[0] * row_bytes
-        why = f"no tiling rule for {type(module).__name__}"
+        kind = type(module).__name__
+        why = f"no tiling rule for {kind}"
         if rule is not None and own not in rule.parameters:
-            why = f"the tiling rule of {type(module).__name__} does not know its '{own}'"
+            why = f"the tiling rule of {kind} does not know its '{own}'"
         elif rule is not None:
-            why = f"that module has a forward of its own in place of {type(module).__name__}'s"
+            why = f"that module has a forward of its own in place of {kind}'s"
         return (
             f"'{name}' takes {nbytes} bytes, more than the {self._budget.largest} of one parameter that may be "
             f"gathered at once (strata.tiles.max_gather), and there is {why} ('{path}'). Register one, "
-            "strata.register_tiling("
-            f"{type(module).__name__}, rule) with an instance of strata.tiles.TilingRule, or give "
+            f"strata.register_tiling({kind}, rule) with an instance of strata.tiles.TilingRule, or give "
             "strata.tiles.max_gather more, or leave it out by strata.tiles.match"
         )
 
@@ -344,11 +316,8 @@ class Cut:
             tiles.owner = None, 0
 
     def undo(self):
-        """Gives the modules whole parameters again, with the values of the tiles.
-
-        Returns:
-            [Parameter] without values, since their tiles are empty.
-        """
+        """Gives the modules whole parameters again, with the values of the tiles. Returns [Parameter] without values,
+        since their tiles are empty."""
         for take_back in reversed(self._undo):
             take_back()
         empty = []

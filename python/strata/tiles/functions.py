@@ -10,26 +10,23 @@ Rows that are ordered by group, each group with its own matrix, go through one g
 kernel for it, else through one product for each group. Both ways give the same bits where their kernels do.
 """
 
+import functools
+
 import torch
 
 from .. import _C
 from ..model.tiles import write_product
-
 
 _MOST_GROUPS = 1023  # of one grouped product of torch
 
 
 class Groups:
     """Which rows belong to which group: those up to ``ends[0]`` to the first, those up to ``ends[1]`` to the next; rows
-    behind the last end to none.
-
-    Attributes:
-        ends: int32 tensor [groups], on the rows' device.
-    """
+    behind the last end to none. ``ends``: int32 tensor [groups], on the rows' device."""
 
     def __init__(self, ends):
-        self.ends = ends.int()
-        self._host, self._copied, self._bounds = None, None, None
+        self.ends = self._host = ends.int()
+        self._copied = None
         if ends.is_cuda:  # the copy runs while the host queues more work
             self._host = torch.empty(ends.shape, dtype=torch.int32, pin_memory=True)
             self._host.copy_(self.ends, non_blocking=True)
@@ -37,38 +34,26 @@ class Groups:
             self._copied.record()
 
     @staticmethod
-    def of_counts(counts, device):
-        """Groups by ``counts``, [int]: the rows of each."""
-        return Groups(torch.tensor(counts, dtype=torch.int32, device=device).cumsum(0))
-
-    @staticmethod
     def of_sorted(members, groups):
         """Groups by ``members``: each row's group, ascending; a number of ``groups`` or more belongs to none."""
         return Groups(torch.searchsorted(members, torch.arange(groups, device=members.device), right=True))
 
-    @property
+    @functools.cached_property
     def bounds(self):
         """[int]: 0 and ``ends``. The first call waits for the device, since the host decides on the rows of a tile's
         product, and whether the rank needs the tile at all."""
-        if self._bounds is None:
-            if self._copied is not None:
-                self._copied.synchronize()
-            ends = self.ends if self._host is None else self._host
-            self._bounds = [0, *ends.tolist()]
-        return self._bounds
+        if self._copied is not None:
+            self._copied.synchronize()
+        return [0, *self._host.tolist()]
 
     @property
     def rows(self):
         """int: the number of rows that belong to a group."""
         return self.bounds[-1]
 
-    def of(self, begin, end):
-        """``Members`` of the groups [begin, end)."""
-        return Members(self, begin, end)
-
 
 class Members:
-    """The rows of neighbouring groups.
+    """The rows of the ``groups`` [begin, end).
 
     Attributes:
         rows: slice of all rows.
@@ -87,13 +72,7 @@ class Members:
             self.ends = self.ends - first
 
     def multiply(self, rows, matrices, out):
-        """``out = rows @ matrix of the row's group``.
-
-        Args:
-            rows: [rows, k], of these groups.
-            matrices: [groups, k, n].
-            out: [rows, n].
-        """
+        """``out = rows @ matrix of the row's group``; rows [rows, k], of these groups; matrices [groups, k, n]."""
         if has_grouped_product(rows, matrices):
             out.copy_(torch.nn.functional.grouped_mm(rows, matrices, offs=self.ends))
             return
@@ -118,13 +97,9 @@ class Members:
 
 
 def has_grouped_product(rows, other):
-    """Whether torch has one kernel for the grouped product: in bf16, on some GPUs. Elsewhere torch's grouped product is
-    a loop that waits for the offsets, which the host already has here.
-
-    Args:
-        rows: [rows, k].
-        other: [groups, k, n], or [rows, n].
-    """
+    """Whether torch has one kernel for the grouped product of ``rows`` [rows, k] and ``other`` [groups, k, n] or
+    [rows, n]: in bf16, on some GPUs. Elsewhere torch's grouped product is a loop that waits for the offsets, which the
+    host already has here."""
     if not rows.is_cuda or torch.cuda.get_device_capability(rows.device)[0] not in (9, 10):
         return False
     if rows.dtype != torch.bfloat16 or other.dtype != torch.bfloat16 or not rows.is_contiguous():
@@ -136,82 +111,48 @@ def has_grouped_product(rows, other):
 
 
 def linear(x, tiles, bias=None):
-    """``torch.nn.functional.linear(x, weight, bias)`` for a weight [out, in] in tiles.
-
-    Args:
-        x: [..., in], floating.
-        tiles: ``Tiles`` of the weight.
-        bias: [out] or None.
-
-    Returns:
-        [..., out] of x's dtype; under autocast of autocast's.
-    """
+    """``torch.nn.functional.linear(x, weight, bias)``: x [..., in], floating, ``Tiles`` of a weight [out, in], bias
+    [out] or None to [..., out] of x's dtype; under autocast of autocast's."""
     x, bias, dtype = _autocast(x, bias)
     return _Product.apply(x, bias, tiles.anchor, tiles, dtype, True)
 
 
 def matmul(x, tiles, bias=None):
-    """``x @ weight + bias`` for a weight [in, out] in tiles: their results are added up.
-
-    Args:
-        x: [..., in], floating.
-        tiles: ``Tiles`` of the weight.
-        bias: [out] or None.
-    """
+    """``x @ weight + bias`` for a weight [in, out] in tiles, whose results are added up; else as ``linear``."""
     x, bias, dtype = _autocast(x, bias)
     return _Product.apply(x, bias, tiles.anchor, tiles, dtype, False)
 
 
 def embedding(ids, tiles, padding_idx=None, scale_grad_by_freq=False):
-    """``torch.nn.functional.embedding`` for a weight [ids, width] in tiles: each serves the ids in its range.
-
-    Args:
-        ids: [...], of integers.
-        tiles: ``Tiles`` of the weight.
-        padding_idx, scale_grad_by_freq: as torch's.
-
-    Raises:
-        UsageError: an id is not below the number of rows.
-    """
+    """``torch.nn.functional.embedding``, whose other arguments are torch's: ids [...], of integers, ``Tiles`` of a
+    weight [ids, width], each of which serves the ids in its range. UsageError where an id is not below the number of
+    rows."""
     return _Embedding.apply(ids, tiles.anchor, tiles, padding_idx, scale_grad_by_freq)
 
 
 def grouped_linear(x, tiles, counts, transposed=False):
-    """One linear layer a group of rows: the first ``counts[0]`` rows of ``x`` go through the first matrix of the
-    weight, and so on.
+    """One linear layer a group of rows: the first ``counts[0]`` rows of ``x`` [rows, in], floating, go through the
+    first matrix of the weight, and so on. Returns [rows, out]; zeroes for rows that belong to no group.
 
     Args:
-        x: [rows, in], floating.
-        tiles: ``Tiles`` of a weight [groups, out, in].
+        tiles: ``Tiles`` of a weight [groups, out, in], or [groups, in, out] if ``transposed``.
         counts: [int], rows of each group, or ``Groups``, which has them on the device.
-        transposed: the weight is [groups, in, out].
-
-    Returns:
-        [rows, out]; zeroes for rows that belong to no group.
     """
     x, _, dtype = _autocast(x, None)
-    groups = counts if isinstance(counts, Groups) else Groups.of_counts(counts, x.device)
-    return _GroupedLinear.apply(x, tiles.anchor, tiles, groups, transposed, dtype)
+    if not isinstance(counts, Groups):
+        counts = Groups(torch.tensor(counts, dtype=torch.int32, device=x.device).cumsum(0))
+    return _GroupedLinear.apply(x, tiles.anchor, tiles, counts, transposed, dtype)
 
 
 def apply_tile(function, tile, *tensors):
-    """``function(values of the tile, *tensors)``, a tensor or a tuple of them, which may depend on all of these.
-    Backward runs the function again, so that nothing of the tile is kept.
-
-    Args:
-        function: the same when it is called again; keeps nothing of the tile's values.
-        tile: a ``Tile``.
-        tensors: what it depends on; other arguments it may have bound.
-    """
+    """``function(values of the tile, *tensors)``, a tensor or a tuple of them, which may depend on all of these; other
+    arguments the function may have bound. Backward runs it again, so that nothing of the tile is kept; it must do the
+    same then, and keep nothing of the tile's values."""
     return _Again.apply(function, tile, tile.parameter, *tensors)
 
 
 def whole(tiles):
-    """All of the parameter as one tensor, whose gradient goes to the tiles.
-
-    Raises:
-        UsageError: the parameter is too large for that.
-    """
+    """All of the parameter as one tensor, whose gradient goes to the tiles. UsageError where it is too large."""
     tiles.require_readable()
     return _Whole.apply(tiles.anchor, tiles)
 
@@ -349,7 +290,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.save_for_backward(x)
         out = x.new_empty(x.shape[0], tiles.shape[2 if transposed else 1])
         for run in tiles.runs(dtype):
-            members = groups.of(run.begin, run.end)
+            members = Members(groups, run.begin, run.end)
             if not members.each and run.left_out():
                 continue
             with run as weight:
@@ -366,7 +307,7 @@ class _GroupedLinear(torch.autograd.Function):
         grad = grad.contiguous()
         dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         for run in reversed(ctx.tiles.runs(ctx.dtype)):
-            members = ctx.groups.of(run.begin, run.end)
+            members = Members(ctx.groups, run.begin, run.end)
             if dx is not None and (members.each or not run.left_out()):
                 with run as weight:
                     if members.each:
@@ -375,7 +316,7 @@ class _GroupedLinear(torch.autograd.Function):
                         members.multiply(grad[members.rows], matrices, dx[members.rows])
             for tile in reversed(run.tiles):
                 if tile.trainable:
-                    members = ctx.groups.of(tile.begin, tile.end)
+                    members = Members(ctx.groups, tile.begin, tile.end)
                     ends = x[members.rows], grad[members.rows]
                     with tile.gradient() as place:
                         members.multiply_transposed(*(ends if ctx.transposed else reversed(ends)), place)

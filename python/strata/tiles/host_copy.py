@@ -11,16 +11,15 @@ from ..model.tiles import tiles_of
 
 
 def values_on_host(parameter, keep=True):
-    """A copy of a parameter's values on the host, in its dtype and shape. Collective where gathers are. The device has
-    at most one whole tile at a time.
-
-    Args:
-        parameter: one that is used in tiles.
-        keep: False: take part in the gathers, and return None.
-    """
+    """A copy on the host, in its dtype and shape, of the values of a parameter that is used in tiles. Collective where
+    gathers are. The device has at most one whole tile at a time. ``keep=False``: take part, and return None."""
     tiles = tiles_of(parameter)
-    if keep:
-        _require_room(tiles)
+    free = available_host_memory() if keep else None
+    if free is not None and tiles.nbytes > free:
+        raise _C.UsageError(
+            f"'{tiles.name}' takes {tiles.nbytes} bytes, and the host has {free} available for it; use "
+            "strata.iter_pieces(parameter), which makes one tile of it whole at a time"
+        )
     values = torch.empty(tiles.shape, dtype=tiles.anchor.dtype) if keep else None
     for tile in tiles:
         with tile as rows:
@@ -30,14 +29,8 @@ def values_on_host(parameter, keep=True):
 
 
 class HostCopy:
-    """A parameter that is used in tiles, made whole on the host, for reading and changing, until ``end()``.
-
-    Args:
-        parameter: it holds the values meanwhile.
-
-    Raises:
-        UsageError: the host has no room for it.
-    """
+    """A parameter that is used in tiles, made whole on the host, for reading and changing, until ``end()``. UsageError
+    where the host has no room for it."""
 
     def __init__(self, parameter):
         self._parameter = parameter
@@ -52,31 +45,6 @@ class HostCopy:
                 set_values(self._parameter, values, modifier_rank)
         finally:
             self._parameter.data = values.new_empty(0, device=tiles_of(self._parameter).device)
-
-
-class HostCopies:
-    """``HostCopy`` of several parameters."""
-
-    def __init__(self):
-        self._parameters, self._made = {}, []
-
-    def add(self, parameter):
-        """Adds a parameter that is used in tiles; returns False for any other one."""
-        if tiles_of(parameter) is None:
-            return False
-        self._parameters[id(parameter)] = parameter
-        return True
-
-    def make(self):
-        """Makes copies of the parameters that are not whole yet."""
-        for parameter in self._parameters.values():
-            if parameter.numel() == 0:
-                self._made.append(HostCopy(parameter))
-
-    def end(self, modifier_rank):
-        """``HostCopy.end()`` of each that was made."""
-        while self._made:
-            self._made.pop(0).end(modifier_rank)
 
 
 def set_values(parameter, values, rank):
@@ -104,16 +72,14 @@ def _gathered(core, index, modifier_rank):
 
 def iter_pieces(parameter, modifier_rank=None):
     """Iterates over the rows of a parameter of any size, a piece at a time: tile by tile where it is used in tiles,
-    else all of it at once. Collective where gathers are; each piece is whole on every rank until the next one.
+    else all of it at once. Collective where gathers are; each piece is whole on every rank until the next one. Yields
+    (first row, behind the last row, Tensor [rows, ...] in the parameter's dtype, on the model's device). A parameter
+    without dimensions is one piece of it, rows 0 to 1.
 
     Args:
         parameter: a Parameter, under an engine or not.
         modifier_rank: the rank whose changes count: every rank gets the values that it has written to a piece, in the
             weights and the fp32 master weights. None: read only.
-
-    Yields:
-        (first row, behind the last row, Tensor [rows, ...] in the parameter's dtype, on the model's device). A
-        parameter without dimensions is one piece of it, rows 0 to 1.
     """
     tiles = tiles_of(parameter)
     if tiles is None:
@@ -128,15 +94,6 @@ def iter_pieces(parameter, modifier_rank=None):
             continue
         with _gathered(core, index, modifier_rank):
             yield begin, end, piece.detach()
-
-
-def _require_room(tiles):
-    free = available_host_memory()
-    if free is not None and tiles.nbytes > free:
-        raise _C.UsageError(
-            f"'{tiles.name}' takes {tiles.nbytes} bytes, and the host has {free} available for it; use "
-            "strata.iter_pieces(parameter), which makes one tile of it whole at a time"
-        )
 
 
 def available_host_memory():

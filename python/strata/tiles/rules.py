@@ -12,24 +12,17 @@ import torch
 from .. import _C
 from ..model.interception import replaced
 from . import functions
-from .functions import Groups, has_grouped_product
+from .functions import Groups, Members, has_grouped_product
 
 
 class TilingRule:
     """The way in which modules of a class use their parameters in tiles. Inherit from it, and call
-    ``strata.register_tiling(Class, Rule())``.
+    ``strata.register_tiling(Class, Rule())``. One rule serves many modules and keeps no reference to them.
 
-    One rule serves many modules and keeps no reference to them. It has a ``forward(module, tiles, *args, **kwargs)``,
-    which computes the module's forward with its parameters in tiles.
-
-        module: the module; its other parameters are whole.
-        tiles: {name: strata.model.tiles.Tiles} of those of ``parameters`` that are cut. The operations of
-            ``strata.tiles.functions`` take such a Tiles: linear, matmul, embedding, grouped_linear; ``apply_tile`` runs
-            a function of your own with one tile.
-        args, kwargs: of the module's forward.
-
-    Attributes:
-        parameters: names of the module's parameters that it can use in tiles.
+    It names those of the module's parameters that it can use in tiles, ``parameters``. Its ``forward(module, tiles,
+    *args, **kwargs)`` computes the module's forward with ``tiles``, {name: strata.model.tiles.Tiles} of the parameters
+    that are cut; the module's others are whole. The operations of ``strata.tiles.functions`` take such a Tiles: linear,
+    matmul, embedding, grouped_linear; ``apply_tile`` runs a function of your own with one tile.
     """
 
     parameters = ("weight",)
@@ -38,25 +31,14 @@ class TilingRule:
         """Raises UsageError, with the reason, for a module that cannot be used in tiles at all."""
 
     def cut(self, module, name, full_name, rows, row_bytes, most):
-        """[(first row, behind the last row)]: the tiles, which hold every row once, in order. The result must be the
-        same on every rank.
-
-        Args:
-            module: the module.
-            name: of its parameter, one of ``parameters``.
-            full_name: in the model, for messages.
-            rows: int, of the parameter's first dimension.
-            row_bytes: int, of one row.
-            most: int, bytes of a tile at most.
-        """
+        """[(first row, behind the last row)]: tiles of at most ``most`` bytes, which hold every row of the module's
+        parameter ``name``, one of ``parameters``, once, in order. The same on every rank. ``full_name``: in the model,
+        for messages; ``rows``, ``row_bytes``: of its first dimension, and of one of them."""
         return _C.cut_rows(full_name, rows, row_bytes, most)
 
     def install(self, module, tiles):
-        """Makes the module compute with ``tiles``: puts ``forward`` in place of its own.
-
-        Returns:
-            a function that undoes this.
-        """
+        """Makes the module compute with ``tiles``: puts ``forward`` in place of its own. Returns a function that undoes
+        this."""
         return replaced(module, "forward", _TiledForward(self, module, tiles))
 
 
@@ -71,76 +53,58 @@ class _TiledForward:
         return self._rule.forward(self._module, self._tiles, *args, **kwargs)
 
     def __deepcopy__(self, memo):
-        import copy
-
         return copy.deepcopy(self.__wrapped__, memo)
 
     def __reduce__(self):
         return getattr, (self._module, "forward")
 
 
-class _Registry:
-    def __init__(self):
-        self._by_class, self._by_test = {}, []
-
-    def add(self, module_class, rule):
-        if not isinstance(rule, TilingRule):
-            raise _C.UsageError(
-                "register_tiling(ModuleClass, rule) takes an instance of a class that inherits from "
-                f"strata.tiles.TilingRule; found {rule!r}"
-            )
-        if type(rule).install is TilingRule.install and not callable(getattr(rule, "forward", None)):
-            raise _C.UsageError(
-                f"register_tiling(ModuleClass, rule): {type(rule).__name__} has no forward(module, tiles, *args, "
-                "**kwargs), which computes what the module's forward does with its parameters in tiles; "
-                "strata.tiles.TilingRule says how"
-            )
-        if isinstance(module_class, type):
-            self._by_class[module_class] = rule
-        elif callable(module_class):
-            self._by_test.insert(0, (module_class, rule))
-        else:
-            raise _C.UsageError(
-                "register_tiling(ModuleClass, rule) takes a class of modules, or a function that says whether a module "
-                f"is one; found {module_class!r}"
-            )
-
-    def find(self, module):
-        """The rule of the module's class, or of the nearest class from which it inherits its forward; else that of the
-        newest function that accepts the module; else None."""
-        for cls in type(module).__mro__:
-            if cls in self._by_class:
-                return self._by_class[cls]
-            if "forward" in cls.__dict__:  # a rule of a base class does not know this forward
-                break
-        return next((rule for test, rule in self._by_test if test(module)), None)
-
-
-_registry = _Registry()
+_by_class, _by_test = {}, []  # rules
 
 
 def register_tiling(module_class, rule):
     """Lets modules of this class use their parameters in tiles. A rule for the same class replaces the earlier one.
-    Call it before ``strata.initialize``, on every rank.
+    Call it before ``strata.initialize``, on every rank. UsageError for anything else than:
 
     Args:
         module_class: a class of ``torch.nn.Module``. It serves classes that inherit from it as well, unless they have a
             ``forward`` of their own. Or a function: module -> bool.
         rule: an instance of ``strata.tiles.TilingRule``.
-
-    Raises:
-        UsageError: for anything else.
     """
-    _registry.add(module_class, rule)
+    if not isinstance(rule, TilingRule):
+        raise _C.UsageError(
+            "register_tiling(ModuleClass, rule) takes an instance of a class that inherits from "
+            f"strata.tiles.TilingRule; found {rule!r}"
+        )
+    if type(rule).install is TilingRule.install and not callable(getattr(rule, "forward", None)):
+        raise _C.UsageError(
+            f"register_tiling(ModuleClass, rule): {type(rule).__name__} has no forward(module, tiles, *args, "
+            "**kwargs), which computes what the module's forward does with its parameters in tiles; "
+            "strata.tiles.TilingRule says how"
+        )
+    if isinstance(module_class, type):
+        _by_class[module_class] = rule
+    elif callable(module_class):
+        _by_test.insert(0, (module_class, rule))
+    else:
+        raise _C.UsageError(
+            "register_tiling(ModuleClass, rule) takes a class of modules, or a function that says whether a module "
+            f"is one; found {module_class!r}"
+        )
 
 
 def find_rule(module):
-    """The ``TilingRule`` for this module, or None."""
-    return _registry.find(module)
+    """The rule of the module's class, or of the nearest class from which it inherits its forward; else that of the
+    newest function that accepts the module; else None."""
+    for cls in type(module).__mro__:
+        if cls in _by_class:
+            return _by_class[cls]
+        if "forward" in cls.__dict__:  # a rule of a base class does not know this forward
+            break
+    return next((rule for test, rule in _by_test if test(module)), None)
 
 
 _NAME = "strata_tiles"
-_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 
 
 def is_fused_experts(module):
@@ -153,7 +117,7 @@ class ExpertsRule(TilingRule):
     """A tile is one expert or several. Where a rank gathers without the others, it gathers only the tiles that its
     tokens use."""
 
-    parameters = _WEIGHTS
+    parameters = ("gate_up_proj", "up_proj", "down_proj")
 
     def install(self, module, tiles):
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # the module is of transformers
@@ -172,19 +136,14 @@ class ExpertsRule(TilingRule):
 
 
 def _forward(self, hidden_states, top_k_index, top_k_weights):
-    """As transformers' eager implementation, with each expert's tokens in consecutive rows.
-
-    Args:
-        self: the module of experts.
-        hidden_states: [tokens, width].
-        top_k_index, top_k_weights: [tokens, k]; an index that is the number of experts stands for none.
-    """
+    """As transformers' eager implementation, with each expert's tokens in consecutive rows. ``self``: the module of
+    experts; hidden_states [tokens, width]; top_k_* [tokens, k], where the number of experts stands for none."""
     tiles = self.__dict__["_strata_experts"]
     experts = top_k_index.t().reshape(-1)  # an expert's tokens in the order of the eager implementation
     in_order, order = torch.sort(experts, stable=True)
     groups = Groups.of_sorted(in_order, self.num_experts)
     uses = _Uses(order, *top_k_index.shape)
-    rows = _Spread.apply(hidden_states, uses)
+    rows = _Moved.apply(hidden_states, uses.spread, uses.collect)
     in_order = in_order.clamp(max=self.num_experts - 1)
     name = "gate_up_proj" if self.has_gate else "up_proj"
     rows = _project(self, tiles, name, rows, groups, in_order)
@@ -192,7 +151,7 @@ def _forward(self, hidden_states, top_k_index, top_k_weights):
     rows = _project(self, tiles, "down_proj", rows, groups, in_order)
     weights = top_k_weights.masked_fill(top_k_index >= self.num_experts, 0.0)
     rows = rows * weights.t().reshape(-1).index_select(0, order)[:, None]
-    return _Collect.apply(rows.to(hidden_states.dtype), uses)
+    return _Moved.apply(rows.to(hidden_states.dtype), uses.collect, uses.spread)
 
 
 class _Uses:
@@ -212,28 +171,18 @@ class _Uses:
         return rows.index_select(0, self._place).view(self._chosen, self._tokens, rows.shape[1]).sum(0)
 
 
-class _Spread(torch.autograd.Function):
+class _Moved(torch.autograd.Function):
+    """``there(values)``; its gradient goes ``back``."""
+
     @staticmethod
-    def forward(ctx, values, uses):
-        ctx.uses = uses
-        return uses.spread(values)
+    def forward(ctx, values, there, back):
+        ctx.back = back
+        return there(values)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        return ctx.uses.collect(grad), None
-
-
-class _Collect(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, rows, uses):
-        ctx.uses = uses
-        return uses.collect(rows)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        return ctx.uses.spread(grad), None
+        return ctx.back(grad), None, None
 
 
 def _project(self, tiles, name, rows, groups, in_order):
@@ -251,7 +200,7 @@ def _of_whole(rows, matrices, groups):
     if has_grouped_product(used, matrices):
         parts = [torch.nn.functional.grouped_mm(used, matrices, offs=groups.ends)]
     else:
-        parts = [used[here] @ matrices[expert] for expert, here in groups.of(0, len(matrices)).each]
+        parts = [used[here] @ matrices[expert] for expert, here in Members(groups, 0, len(matrices)).each]
     return torch.cat([*parts, rest]) if len(rest) or len(parts) != 1 else parts[0]
 
 
@@ -282,12 +231,8 @@ class EmbeddingRule(TilingRule):
         return functions.embedding(ids, tiles["weight"], module.padding_idx, module.scale_grad_by_freq)
 
 
-def _is_conv1d(module):
-    return any(cls.__module__ == "transformers.pytorch_utils" and cls.__name__ == "Conv1D"
-               for cls in type(module).__mro__)  # fmt: skip
-
-
 register_tiling(torch.nn.Linear, LinearRule())
 register_tiling(torch.nn.Embedding, EmbeddingRule())
-register_tiling(_is_conv1d, Conv1DRule())
+register_tiling(lambda module: ("transformers.pytorch_utils", "Conv1D") in
+                ((cls.__module__, cls.__name__) for cls in type(module).__mro__), Conv1DRule())  # fmt: skip
 register_tiling(is_fused_experts, ExpertsRule())

@@ -8,15 +8,16 @@ the whole vocabulary, so forward cannot compute gradients on the way. This takes
 its logits takes three; the memory of the logits is saved.
 """
 
+import copy
 import weakref
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 
 import torch
 from torch.utils._pytree import tree_map
 
 from .. import _C
 from ..model.interception import replaced
-from ..model.tiles import Destination, tiles_of, write_product
+from ..model.tiles import Destination, ProductSum, Tile, tiles_of, write_product
 from .functions import linear
 
 
@@ -58,9 +59,7 @@ def linear_cross_entropy(hidden, weight, labels, bias=None, ignore_index=-100, r
     if reduction not in ("mean", "sum", "none"):
         raise _C.UsageError(f"linear_cross_entropy: reduction is 'mean', 'sum' or 'none'; found {reduction!r}")
     flat, classes = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
-    kind = hidden.device.type
-    if torch.is_autocast_enabled(kind):
-        flat = flat.to(torch.get_autocast_dtype(kind))
+    flat = flat.to(_dtype_of(flat))
     blocks = _Blocks(weight, tiles, flat, block_bytes or _BLOCK_BYTES)
     anchor = weight if tiles is None else tiles.anchor
     losses = _Losses.apply(flat, anchor, bias, classes, ignore_index, blocks)
@@ -79,7 +78,7 @@ class _Blocks:
         rows = max((tile.rows for tile in tiles), default=1) if tiles is not None else min(_BLOCK_ROWS, len(weight))
         self.tokens = max(1, min(len(flat) or 1, block_bytes // (4 * max(1, rows))))
         if tiles is None:
-            self.vocabulary = [_Rows(weight, begin, min(begin + rows, len(weight)))
+            self.vocabulary = [Tile(weight.detach()[begin : begin + rows], begin, min(begin + rows, len(weight)))
                                for begin in range(0, len(weight), max(1, rows))]  # fmt: skip
         else:
             self.vocabulary = list(tiles)
@@ -92,19 +91,6 @@ class _Blocks:
         """[tokens, rows of the block], fp32 with a bias, else of hidden's dtype."""
         found = x @ weight.to(self.dtype).t()
         return found if bias is None else found.float().add_(bias[block.begin : block.end].float())
-
-
-class _Rows:
-    """A block of a weight that is not in tiles, with the interface of a tile."""
-
-    def __init__(self, weight, begin, end):
-        self._weight, self.begin, self.end = weight, begin, end
-
-    def __enter__(self):
-        return self._weight.detach()[self.begin : self.end]
-
-    def __exit__(self, kind, value, traceback):
-        return False
 
 
 def _gradient_of(block, of_weight):
@@ -156,7 +142,7 @@ class _Losses(torch.autograd.Function):
         parts = blocks.of_tokens(len(flat))
         for block in reversed(blocks.vocabulary):
             with block as rows, _gradient_of(block, of_weight) if wants_weight else nullcontext() as place:
-                dw = place.sum_of(len(parts)) if wants_weight else None
+                dw = ProductSum(place, len(parts)) if wants_weight else None
                 for part in parts:
                     given = tokens.of_logits(blocks.logits(flat[part], rows, bias, block), part, block)
                     if wants_bias:
@@ -213,11 +199,7 @@ _VIEWS = {getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH",
 class LazyLogits(torch.Tensor):
     """The output of a head in tiles within a transformers model: a tensor whose values are computed once, when an
     operation needs them. Its shape, dtype and device are known without. An operation that needs the values after the
-    weights have changed raises UsageError.
-
-    Attributes:
-        hidden: tensor [..., width], the head's input.
-    """
+    weights have changed raises UsageError. ``hidden``: tensor [..., width], the head's input."""
 
     @staticmethod
     def of(head, tiles, hidden):
@@ -251,7 +233,7 @@ class LazyLogits(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if getattr(func, "__name__", "") in _PLAIN and func not in _VIEWS:
                 return func(*args, **(kwargs or {}))
-        args, kwargs = tree_map(_valued, (args, kwargs or {}))
+        args, kwargs = tree_map(lambda x: x.values() if isinstance(x, LazyLogits) else x, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def __repr__(self):
@@ -269,10 +251,6 @@ def _dtype_of(hidden):
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
 
-def _valued(item):
-    return item.values() if isinstance(item, LazyLogits) else item
-
-
 class _LazyHead:
     """Replaces the head's forward."""
 
@@ -286,8 +264,6 @@ class _LazyHead:
         return LazyLogits.of(self._head, self._tiles, hidden)
 
     def __deepcopy__(self, memo):
-        import copy
-
         return copy.deepcopy(self.before, memo)
 
 
@@ -316,15 +292,9 @@ class _CausalLoss:
 
 
 def install(module, heads):
-    """Makes a model of transformers compute its causal loss in this way, where its head is one of ``heads``.
-
-    Args:
-        module: any module.
-        heads: {id(torch.nn.Linear): Tiles of its weight}.
-
-    Returns:
-        a function that undoes this, or None: the module is no such model, or has another loss.
-    """
+    """Makes a model of transformers compute its causal loss in this way, where its head is one of ``heads``,
+    {id(torch.nn.Linear): Tiles of its weight}. Returns a function that undoes this, or None where ``module`` is no such
+    model, or has another loss."""
     if not hasattr(module, "loss_function") or not hasattr(module, "get_output_embeddings"):
         return None
     from transformers.loss.loss_utils import ForCausalLMLoss  # the module is of transformers
@@ -332,11 +302,7 @@ def install(module, heads):
     head = module.get_output_embeddings()
     if id(head) not in heads or isinstance(head.forward, _LazyHead) or module.loss_function is not ForCausalLMLoss:
         return None
-    undo_forward = replaced(head, "forward", _LazyHead(head, heads[id(head)], head.__dict__["forward"]))
-    undo_loss = replaced(module, "_loss_function", _CausalLoss(ForCausalLMLoss))
-
-    def undo():
-        undo_forward()
-        undo_loss()
-
-    return undo
+    undo = ExitStack()
+    undo.callback(replaced(module, "_loss_function", _CausalLoss(ForCausalLMLoss)))
+    undo.callback(replaced(head, "forward", _LazyHead(head, heads[id(head)], head.__dict__["forward"])))
+    return undo.close

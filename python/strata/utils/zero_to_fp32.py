@@ -21,11 +21,7 @@ _PICKLES = "pytorch_model.bin"  # of a checkpoint in one file
 
 
 class LazyTensor:
-    """A tensor that is read when ``contiguous()`` asks for it.
-
-    Attributes:
-        shape, dtype: of the tensor.
-    """
+    """A tensor, with its ``shape`` and ``dtype``, that is read when ``contiguous()`` asks for it."""
 
     def __init__(self, tensor):
         self._stored = tensor.kinds[VALUE]
@@ -45,15 +41,13 @@ def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir, tag=None, exclude_frozen_parameters=False, lazy_mode=False
 ):
     """{name: tensor on the host} of a checkpoint: master weights in fp32, frozen parameters and buffers in their own
-    dtypes. Tied parameters are one tensor under all their names.
+    dtypes. Tied parameters are one tensor under all their names. IoError or FormatError where there is no such
+    checkpoint, or it is damaged.
 
     Args:
         checkpoint_dir: folder of the checkpoints, or that of one.
         tag: default: the one that ``latest`` names.
         lazy_mode: return ``LazyTensor``s: ``.contiguous()`` reads one. The whole model is never in memory then.
-
-    Raises:
-        IoError, FormatError: there is no such checkpoint; it is damaged.
     """
     result = {}
     for tensor in _read(checkpoint_dir, tag).tensors:
@@ -87,11 +81,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 
 def load_state_dict_from_zero_checkpoint(model, checkpoint_dir, tag=None):
-    """Moves ``model`` to the host and gives it the weights of a checkpoint. It must not be under an engine.
-
-    Returns:
-        ``model``.
-    """
+    """``model``, which must not be under an engine, moved to the host, with the weights of a checkpoint."""
     model = model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
     return model
@@ -117,9 +107,6 @@ def main(arguments=None):
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-# --- steps of that ---
 
 
 def _read(folder, tag):
@@ -162,19 +149,15 @@ def _write_pickles(state_dict, folder, most):
             files.add({member: values[id(state_dict[member])] for member in members}, name)
             index["weight_map"].update(dict.fromkeys(members, name))
         if len(shards) > 1 and any(os.path.lexists(os.path.join(folder, name)) for name in names):
-            _remove(folder, index_name)  # an incomplete folder must not mix two checkpoints
+            path = os.path.join(folder, index_name)  # an incomplete folder must not mix two checkpoints
+            try:
+                Path(path).unlink(missing_ok=True)
+            except OSError as error:
+                raise _C.IoError(f"cannot remove '{path}' of an earlier checkpoint: {error}") from error
         files.publish()
     if len(shards) > 1:
         _C.write_file_atomically(os.path.join(folder, index_name), json.dumps(index, indent=2) + "\n")
     _C.remove_other_weights(folder, {*names, index_name} if len(shards) > 1 else {*names})
-
-
-def _remove(folder, name):
-    path = os.path.join(folder, name)
-    try:
-        Path(path).unlink(missing_ok=True)
-    except OSError as error:
-        raise _C.IoError(f"cannot remove '{path}' of an earlier checkpoint: {error}") from error
 
 
 def _shards(state_dict, most):
