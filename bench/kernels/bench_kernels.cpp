@@ -79,7 +79,8 @@ void adam_with_remainder(benchmark::State& state) {
   PageVector weight16(numel() / 2 + 1, 0.02F);
   PageVector rest(numel() * 17 / 32 + 1);
   AdamSpans spans{{}, exp_avg, exp_avg_sq, gradient, bytes_at(weight16), DType::kBFloat16};
-  spans.remainder = kernels::remainder_over({bytes_at(rest), rest.size() * 4}, Numel(numel()));
+  spans.remainder = {reinterpret_cast<std::uint16_t*>(rest.data()),
+                     reinterpret_cast<std::uint8_t*>(rest.data()) + 2 * numel()};
   measure(state, 28.25, [&](ThreadPool& pool) {
     kernels::adam_step(spans, {.weight_decay = 0.1, .step = 10}, &pool);
   });

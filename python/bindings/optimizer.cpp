@@ -7,7 +7,7 @@
 #include "strata/base/thread_pool.h"
 #include "strata/engine/optimize/adam_optimizer.h"
 #include "strata/kernels/adam.h"
-#include "strata/offload/state_shelf.h"
+#include "strata/offload/state_store.h"
 #include "strata/torch/base/host_threads.h"
 #include "strata/torch/base/placement.h"
 #include "strata/torch/base/tensors.h"
@@ -182,8 +182,9 @@ std::vector<std::pair<int, int>> parts_on_drive(ShardedModel& model) {
   return params;
 }
 
-offload::StateShelf shelf_of(ShardedModel& model) {
-  return offload::StateShelf(model.engine().weights().states());
+// States of a user's optimizer rest on a drive between updates.
+offload::StateStore& states_of(ShardedModel& model) {
+  return model.engine().weights().states();
 }
 
 std::span<std::byte> host_bytes(const at::Tensor& values) {
@@ -347,19 +348,21 @@ void bind_optimizer(py::module_& module, ModelClass& model) {
       .def(
           "shelf_add",
           [](ShardedModel& m, const std::string& name, std::int64_t bytes) {
-            return shelf_of(m).add(name, Bytes(bytes));
+            return states_of(m)
+                .add_all({{name, Bytes(bytes), memory::Kind::kOptimizerState, memory::Tier::kNvme}})
+                .front();
           },
           unlocked)
       .def(
           "shelf_put",
           [](ShardedModel& m, offload::BlockId block, const at::Tensor& values) {
-            shelf_of(m).put(block, host_bytes(values));
+            states_of(m).put(block, host_bytes(values));
           },
           unlocked)
       .def(
           "shelf_bring",
           [](ShardedModel& m, offload::BlockId block, const at::Tensor& values) {
-            shelf_of(m).bring(block, host_bytes(values));
+            states_of(m).bring(block, host_bytes(values));
           },
           unlocked)
       .def("set_update",

@@ -83,7 +83,7 @@ class TrainingSaver {
   TrainingSaver(std::shared_ptr<ShardedModel> model, std::int64_t beside)
       : model_(std::move(model)),
         io_(std::make_shared<io::ThreadEngine>()),
-        calls_(std::make_shared<io::KernelFolderCalls>()) {
+        calls_(std::make_shared<io::FolderCalls>()) {
     if (!model_->config().async_checkpoints) return;
     async_ = std::make_unique<engine::AsyncSaver>(model_->engine(), io_, calls_);
     async_->expect(Bytes(beside));
@@ -121,7 +121,7 @@ class TrainingSaver {
  private:
   std::shared_ptr<ShardedModel> model_;
   std::shared_ptr<io::ThreadEngine> io_;
-  std::shared_ptr<io::KernelFolderCalls> calls_;
+  std::shared_ptr<io::FolderCalls> calls_;
   std::unique_ptr<engine::AsyncSaver> async_;  // null: saves at once
 };
 
@@ -238,7 +238,7 @@ void write_whole(const std::string& folder, const std::string& tag,
   const checkpoint::WholeCheckpoint whole{folder, tag, tensors_from(tuples), training, world_size,
                                           stage,  {}};
   io::ThreadEngine io;
-  io::KernelFolderCalls calls;
+  io::FolderCalls calls;
   at::Tensor dense;
   const auto read_one = [&](std::size_t tensor, std::size_t kind) -> std::span<const std::byte> {
     const py::gil_scoped_acquire acquire;

@@ -67,7 +67,7 @@ class WriteWhole : public ::testing::Test {
 
   testing::TemporaryFolder folder_;
   io::ThreadEngine io_;
-  io::KernelFolderCalls calls_;
+  io::FolderCalls calls_;
   std::vector<Pair> order_;
 };
 

@@ -3,7 +3,7 @@
 #include <memory>
 #include <thread>
 
-#include "strata/comm/host/shared_segment.h"
+#include "strata/comm/host/buffer_directory.h"
 
 namespace strata::comm {
 namespace {

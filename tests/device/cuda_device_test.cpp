@@ -6,6 +6,7 @@
 #include "device/device_adam_conformance.h"
 #include "device/device_conformance.h"
 #include "device/device_kernels_conformance.h"
+#include "kernels/references.h"
 
 namespace strata::device {
 namespace {

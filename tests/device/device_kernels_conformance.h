@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "device/device_fixture.h"
+#include "kernels/references.h"
 #include "strata/device/device.h"
 #include "strata/kernels/elementwise.h"
 

@@ -101,7 +101,7 @@ class FaultyCalls final : public io::SystemCalls {
     return {true, count};
   }
 
-  io::KernelCalls kernel_;
+  io::SystemCalls kernel_;
   std::mutex mutex_;
   std::mt19937 random_;
   bool benign_ = true;

@@ -27,7 +27,7 @@ class ForwardingCalls : public io::FolderCalls {
   void open_to_others(const io::File& file) override { kernel_.open_to_others(file); }
 
  private:
-  io::KernelFolderCalls kernel_;
+  io::FolderCalls kernel_;
 };
 
 }  // namespace strata::testing

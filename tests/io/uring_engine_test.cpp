@@ -11,11 +11,11 @@ namespace {
 
 using ::testing::HasSubstr;
 
-std::unique_ptr<io::UringEngine> simulated(const io::UringEngineOptions& options, unsigned seed,
-                                           std::shared_ptr<io::SystemCalls> calls,
-                                           std::shared_ptr<RingWatch> watch = {}) {
+std::unique_ptr<io::IoEngine> simulated(const io::UringEngineOptions& options, unsigned seed,
+                                        std::shared_ptr<io::SystemCalls> calls,
+                                        std::shared_ptr<RingWatch> watch = {}) {
   if (watch == nullptr) watch = std::make_shared<RingWatch>();
-  return std::make_unique<io::UringEngine>(options, [&](int depth) {
+  return io::make_uring_engine(options, [&](int depth) {
     return std::make_unique<SimulatedRing>(depth, seed, std::move(calls), std::move(watch));
   });
 }
@@ -24,7 +24,7 @@ struct SimulatedUring {
   static constexpr Bytes kPiece = 1000_B;
   static std::unique_ptr<io::IoEngine> make() {
     return simulated({.piece = kPiece, .depth = 5, .queue_max = 3}, 7,
-                     std::make_shared<io::KernelCalls>());
+                     std::make_shared<io::SystemCalls>());
   }
 };
 
@@ -32,7 +32,7 @@ struct OneAtATimeUring {
   static constexpr Bytes kPiece = 64_KiB;
   static std::unique_ptr<io::IoEngine> make() {
     return simulated({.piece = kPiece, .depth = 1, .queue_max = 1}, 8,
-                     std::make_shared<io::KernelCalls>());
+                     std::make_shared<io::SystemCalls>());
   }
 };
 
@@ -58,7 +58,7 @@ INSTANTIATE_TYPED_TEST_SUITE_P(Simulated, IoEngineConformance, Rings);
 
 class UringEngine : public ::testing::Test {
  protected:
-  std::unique_ptr<io::UringEngine> make(int depth, unsigned seed = 1) {
+  std::unique_ptr<io::IoEngine> make(int depth, unsigned seed = 1) {
     return simulated({.piece = 100_B, .depth = depth, .queue_max = 64}, seed, calls_, watch_);
   }
   // A file of that many bytes.
@@ -245,12 +245,12 @@ TEST_F(UringEngine, WhenTheRingBreaksMemoryStaysTheSystemsUntilItLetsGo) {
 }
 
 TEST_F(UringEngine, RefusesOptionsThatCannotWork) {
-  EXPECT_THAT(message_of<UsageError>([] { io::UringEngine engine({.depth = 0}); }),
+  EXPECT_THAT(message_of<UsageError>([] { io::make_uring_engine({.depth = 0}); }),
               HasSubstr("depth=0"));
-  EXPECT_THROW(io::UringEngine({.depth = 100'000}), UsageError);
-  EXPECT_THROW(io::UringEngine({.piece = 0_B}), UsageError);
-  EXPECT_THROW(io::UringEngine({.piece = 4_GiB}), UsageError);
-  EXPECT_THROW(io::UringEngine({.queue_max = 0}), UsageError);
+  EXPECT_THROW(io::make_uring_engine({.depth = 100'000}), UsageError);
+  EXPECT_THROW(io::make_uring_engine({.piece = 0_B}), UsageError);
+  EXPECT_THROW(io::make_uring_engine({.piece = 4_GiB}), UsageError);
+  EXPECT_THROW(io::make_uring_engine({.queue_max = 0}), UsageError);
 }
 
 }  // namespace

@@ -21,9 +21,9 @@ namespace {
 using ::testing::AnyOf;
 using ::testing::HasSubstr;
 
-std::unique_ptr<io::UringEngine> kernel_engine(const io::UringEngineOptions& options) {
+std::unique_ptr<io::IoEngine> kernel_engine(const io::UringEngineOptions& options) {
   try {
-    return std::make_unique<io::UringEngine>(options);
+    return io::make_uring_engine(options);
   } catch (const IoError& error) {
     throw EngineNotHere(error.what());
   }

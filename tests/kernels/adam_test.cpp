@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "kernels/adam_tensor.h"
+#include "kernels/references.h"
 #include "strata/base/error.h"
 #include "strata/base/thread_pool.h"
 #include "strata/kernels/elementwise.h"

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "kernels/every_target.h"
+#include "kernels/references.h"
 #include "strata/base/error.h"
 #include "strata/base/thread_pool.h"
 #include "strata/kernels/float16.h"

@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "kernels/every_target.h"
+#include "kernels/references.h"
 #include "strata/base/thread_pool.h"
 
 namespace strata::kernels {

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "kernels/every_target.h"
+#include "kernels/references.h"
 #include "strata/base/error.h"
 #include "strata/base/thread_pool.h"
 #include "strata/kernels/elementwise.h"

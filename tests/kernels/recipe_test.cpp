@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "every_target.h"
+#include "kernels/references.h"
 #include "strata/base/error.h"
 #include "strata/base/thread_pool.h"
 #include "strata/kernels/recipe_scalars.h"

@@ -101,11 +101,12 @@ Model random_model() {
 TEST(AdamParts, GiveTheBitsOfTheWholeFromAMegabyteOfMemory) {
   device::CpuDevice device;
   const testing::TemporaryFolder folder;
-  const auto memory = MemoryStore::on_host(device);
-  NvmeStore drive(device,
-                  {.arena = std::make_shared<StagingArena>(device, 1_MiB),
-                   .file = make_block_file(std::make_shared<io::ThreadEngine>(), folder / "states"),
-                   .verify = true});
+  const auto memory = make_memory_store(memory::Tier::kHost, device);
+  const auto made_drive = make_nvme_store(
+      device, {.arena = std::make_shared<StagingArena>(device, 1_MiB),
+               .file = make_block_file(std::make_shared<io::ThreadEngine>(), folder / "states"),
+               .verify = true});
+  StateStore& drive = *made_drive;
   Model whole = random_model();
   Model in_parts = whole;
   Unit at_rest(*memory);

@@ -31,7 +31,7 @@ struct DeviceStageTest : ::testing::Test {
   }
 
   device::LateDevice device;
-  std::unique_ptr<StateStore> store = MemoryStore::on_host(device);
+  std::unique_ptr<StateStore> store = make_memory_store(memory::Tier::kHost, device);
   BlockId block = store->add("block", 64_KiB, memory::Kind::kOptimizerState);
   LinkWatch watch;
   DeviceStage stage{device, kLargest, watch};
@@ -102,7 +102,7 @@ TEST_F(DeviceStageTest, TakesNothingBackThatWasOnlyRead) {
 // back.
 TEST(LostDevice, EndsItsStageAndTheCopiesWithoutEndingTheProcess) {
   device::LosableDevice device;
-  const auto store = MemoryStore::on_host(device);
+  const auto store = make_memory_store(memory::Tier::kHost, device);
   const BlockId block = store->add("block", 64_KiB, memory::Kind::kOptimizerState);
   const auto lease = store->fetch(Part{block, 0_B, 4_KiB}, Access::kReadWrite);
   {

@@ -15,7 +15,7 @@ INSTANTIATE_TYPED_TEST_SUITE_P(OnLateDevice, ParkingConformance, LateDeviceHarne
 
 TEST(MemoryStore, WhatFindsNoRoomOnTheDeviceStaysParked) {
   device::CpuDevice device({.memory_limit = 10'000_B});
-  const auto store = MemoryStore::on_device(device);
+  const auto store = make_memory_store(memory::Tier::kDevice, device);
   const BlockId block = store->add("block", 6000_B, memory::Kind::kOptimizerState);
   store->fetch(block, Access::kReadWrite)->bytes()[5999] = std::byte{7};
   store->offload_states(memory::Kind::kOptimizerState, true);
@@ -30,7 +30,7 @@ TEST(MemoryStore, WhatFindsNoRoomOnTheDeviceStaysParked) {
 
 TEST(MemoryStore, ALeaseKeepsItsBlockWhenTheStoreGoes) {
   device::CpuDevice device;
-  auto store = MemoryStore::on_host(device);
+  auto store = make_memory_store(memory::Tier::kHost, device);
   const auto lease =
       store->fetch(store->add("block", 10_B, memory::Kind::kMasterWeights), Access::kRead);
   store.reset();
@@ -56,7 +56,7 @@ class UnpinningDevice final : public device::CpuDevice {
 
 TEST(MemoryStore, HostMemoryThatKernelsWouldNotReachIsRefused) {
   UnpinningDevice device;
-  const auto store = MemoryStore::on_host(device);
+  const auto store = make_memory_store(memory::Tier::kHost, device);
   const auto message = testing::message_of<OutOfMemoryError>(
       [&] { store->add("layers.0.exp_avg", 5000_B, memory::Kind::kOptimizerState); });
   EXPECT_THAT(message, ::testing::HasSubstr("ulimit -l"));

@@ -27,14 +27,14 @@ struct NvmeStoreTest : ::testing::Test {
   void make(int pages, bool verify = false) {
     calls->set_benign(false);
     arena = std::make_shared<StagingArena>(device, kPartAlignment * pages);
-    store = std::make_unique<NvmeStore>(
+    store = make_nvme_store(
         device,
         NvmeStoreOptions{.arena = arena, .file = make_block_file(io, path), .verify = verify});
   }
   // Makes a store on a drive that takes no time.
   void make_prompt(int pages, bool read_ahead) {
     arena = std::make_shared<StagingArena>(device, kPartAlignment * pages);
-    store = std::make_unique<NvmeStore>(
+    store = make_nvme_store(
         device, NvmeStoreOptions{.arena = arena,
                                  .file = std::make_unique<testing::LateFile>(1, 0, /*prompt=*/true),
                                  .read_ahead = read_ahead});
@@ -71,7 +71,7 @@ struct NvmeStoreTest : ::testing::Test {
       std::make_shared<io::ThreadEngine>(io::ThreadEngineOptions{.threads = 2}, calls);
   device::CpuDevice device;
   std::shared_ptr<StagingArena> arena;
-  std::unique_ptr<NvmeStore> store;
+  std::unique_ptr<StateStore> store;
 };
 
 TEST_F(NvmeStoreTest, WhatWasNeverWrittenIsZeroesWithoutTheDrive) {
@@ -283,7 +283,9 @@ TEST_F(NvmeStoreTest, ADriveWithoutSpaceIsToldWhenBlocksAreAdded) {
 
 TEST_F(NvmeStoreTest, StoresShareAnArenaAndMakeRoomForEachOther) {
   make(8);
-  NvmeStore other(device, {.arena = arena, .file = make_block_file(io, folder / "other")});
+  const auto made_other =
+      make_nvme_store(device, {.arena = arena, .file = make_block_file(io, folder / "other")});
+  StateStore& other = *made_other;
   const auto here = add(2, 16384_B);
   const auto there = other.add("there", 32768_B, memory::Kind::kMasterWeights);
   for (int round = 0; round < 3; ++round) {

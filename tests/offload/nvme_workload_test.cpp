@@ -26,7 +26,9 @@ Outcome run_on_late_file(unsigned seed, int pages, unsigned failing, bool verify
   const LateFile& seen = *file;
   Outcome outcome;
   {
-    NvmeStore store(device, {.arena = arena, .file = std::move(file), .verify = verify});
+    const auto made_store =
+        make_nvme_store(device, {.arena = arena, .file = std::move(file), .verify = verify});
+    StateStore& store = *made_store;
     RandomWorkload workload(store, seed, {.room = arena->budget(), .may_fail = failing > 0});
     workload.run();
     try {
@@ -81,8 +83,10 @@ TEST(NvmeWorkload, SystemCallsThatMisbehaveAreToldAndNeverLendWrongBytes) {
     const bool fails = seed % 2 == 0;
     if (fails) calls->fail_at(4096_B * (1 + seed % 16), seed % 4 == 0 ? -EIO : -ENOSPC);
     auto arena = std::make_shared<StagingArena>(device, 80_KiB);
-    NvmeStore store(device, {.arena = arena,
-                             .file = make_block_file(io, folder / fmt::format("states {}", seed))});
+    const auto made_store = make_nvme_store(
+        device,
+        {.arena = arena, .file = make_block_file(io, folder / fmt::format("states {}", seed))});
+    StateStore& store = *made_store;
     RandomWorkload workload(store, seed,
                             {.room = arena->budget(), .operations = 40, .may_fail = fails});
     workload.run();
@@ -98,7 +102,9 @@ TEST(NvmeWorkload, WorkThatIsQueuedOnADeviceIsWritten) {
     device::LateDevice device({}, seed);
     device::Stream& stream = device.compute_stream();
     auto arena = std::make_shared<StagingArena>(device, kPartAlignment * 5);
-    NvmeStore store(device, {.arena = arena, .file = std::make_unique<LateFile>(seed, 0)});
+    const auto made_store =
+        make_nvme_store(device, {.arena = arena, .file = std::make_unique<LateFile>(seed, 0)});
+    StateStore& store = *made_store;
     std::vector<BlockId> blocks;
     for (int i = 0; i < 6; ++i)
       blocks.push_back(store.add("block", 8192_B, memory::Kind::kOptimizerState));
@@ -125,7 +131,7 @@ TEST(NvmeWorkload, TwoStoresLeaseTheirSharesOfOneArenaAtOnce) {
   device::CpuDevice device;
   const auto arena = std::make_shared<StagingArena>(device, 96_KiB);
   const auto store_on_late_drive = [&](std::uint64_t seed) {
-    return std::make_unique<NvmeStore>(
+    return make_nvme_store(
         device,
         NvmeStoreOptions{.arena = arena, .file = std::make_unique<testing::LateFile>(seed, 0)});
   };
@@ -159,10 +165,9 @@ TEST(NvmeWorkload, AStoreUsesTheRoomThatAnotherLeaves) {
   device::CpuDevice device;
   const auto arena = std::make_shared<StagingArena>(device, 96_KiB);
   const auto store = [&] {
-    return std::make_unique<NvmeStore>(
-        device,
-        NvmeStoreOptions{.arena = arena,
-                         .file = std::make_unique<testing::LateFile>(1, 0, /*prompt=*/true)});
+    return make_nvme_store(device, NvmeStoreOptions{.arena = arena,
+                                                    .file = std::make_unique<testing::LateFile>(
+                                                        1, 0, /*prompt=*/true)});
   };
   const auto states = store();
   const auto weights = store();

@@ -86,7 +86,7 @@ struct HostHarness : PlainAccess {
   static constexpr memory::Tier kTier = memory::Tier::kHost;
   static constexpr Bytes kRoom = 1_MiB;
 
-  std::unique_ptr<StateStore> make() { return MemoryStore::on_host(device); }
+  std::unique_ptr<StateStore> make() { return make_memory_store(memory::Tier::kHost, device); }
   Bytes charged(memory::Kind kind) const { return device.ledger()->held(kTier, kind); }
 
   OnSmallHost<device::CpuDevice, kRoom.value> device;
@@ -96,7 +96,7 @@ struct PinnedHostHarness : LateAccessOn<OnSmallHost<device::LateDevice, (1_MiB).
   static constexpr memory::Tier kTier = memory::Tier::kHost;
   static constexpr Bytes kRoom = 1_MiB;
 
-  std::unique_ptr<StateStore> make() { return MemoryStore::on_host(device); }
+  std::unique_ptr<StateStore> make() { return make_memory_store(memory::Tier::kHost, device); }
   Bytes charged(memory::Kind kind) const { return device.ledger()->held(kTier, kind); }
 };
 
@@ -104,7 +104,7 @@ struct CpuDeviceHarness : PlainAccess {
   static constexpr memory::Tier kTier = memory::Tier::kDevice;
   static constexpr Bytes kRoom = 1_MiB;
 
-  std::unique_ptr<StateStore> make() { return MemoryStore::on_device(device); }
+  std::unique_ptr<StateStore> make() { return make_memory_store(memory::Tier::kDevice, device); }
   Bytes charged(memory::Kind kind) const { return device.ledger()->held(kTier, kind); }
 
   device::CpuDevice device{{.memory_limit = kRoom}};
@@ -114,7 +114,7 @@ struct LateDeviceHarness : LateAccess {
   static constexpr memory::Tier kTier = memory::Tier::kDevice;
   static constexpr Bytes kRoom = 1_MiB;
 
-  std::unique_ptr<StateStore> make() { return MemoryStore::on_device(device); }
+  std::unique_ptr<StateStore> make() { return make_memory_store(memory::Tier::kDevice, device); }
   Bytes charged(memory::Kind kind) const { return device.ledger()->held(kTier, kind); }
 };
 
@@ -130,7 +130,7 @@ class NvmeMaker {
     const auto path = folder_ / fmt::format("states {}", ++made_);
     auto file = std::make_unique<LimitedFile>(make_block_file(io_, path), kRoom);
     auto arena = std::make_shared<StagingArena>(device, kPartAlignment * kPages);
-    return std::make_unique<NvmeStore>(
+    return make_nvme_store(
         device,
         NvmeStoreOptions{.arena = std::move(arena), .file = std::move(file), .verify = kVerify});
   }

@@ -21,7 +21,8 @@ class TieredStoreTest : public ::testing::Test {
   static constexpr memory::Kind kKind = memory::Kind::kOptimizerState;
   OnSmallHost<device::CpuDevice, 10000> device_;
   std::shared_ptr<StateStore> store_ =
-      make_tiered_store({MemoryStore::on_device(device_), MemoryStore::on_host(device_)});
+      make_tiered_store({make_memory_store(memory::Tier::kDevice, device_),
+                         make_memory_store(memory::Tier::kHost, device_)});
 };
 
 TEST_F(TieredStoreTest, NothingIsLeftWhereTheSecondTierHasNoRoom) {

@@ -163,7 +163,7 @@ class SmallStore final : public offload::StateStore {
 std::string start_with_room_for(int blocks, const std::string& tier, const Net& net) {
   ModelRuntime runtime = make_runtime(kHere, 1, comm::LocalGroup(1).rank(0));
   runtime.states = std::make_shared<SmallStore>(
-      std::shared_ptr(offload::MemoryStore::on_device(*runtime.device)), blocks);
+      std::shared_ptr(offload::make_memory_store(memory::Tier::kDevice, *runtime.device)), blocks);
   const ModuleDescription description = describe_module(*net);
   try {
     const ShardedModel model(description.input, config_of(3, 1, tier), engine::UpdateRule::kAdamW,

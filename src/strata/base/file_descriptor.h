@@ -5,9 +5,11 @@
 
 #include <utility>
 
+#include "strata/base/interface.h"
+
 namespace strata {
 
-class FileDescriptor {
+class FileDescriptor : NonCopyable {
  public:
   FileDescriptor() = default;
   explicit FileDescriptor(int fd) : fd_(fd) {}
@@ -16,8 +18,6 @@ class FileDescriptor {
     std::swap(fd_, other.fd_);
     return *this;
   }
-  FileDescriptor(const FileDescriptor&) = delete;
-  FileDescriptor& operator=(const FileDescriptor&) = delete;
   ~FileDescriptor() {
     if (fd_ >= 0) ::close(fd_);
   }

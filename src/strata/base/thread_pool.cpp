@@ -12,14 +12,12 @@
 #include <fstream>
 #include <limits>
 #include <map>
-#include <memory>
 #include <mutex>
 #include <string>
 #include <system_error>
 #include <thread>
 #include <tuple>
 #include <utility>
-#include <vector>
 
 #include "strata/base/error.h"
 

@@ -12,6 +12,8 @@
 #include <span>
 #include <vector>
 
+#include "strata/base/interface.h"
+
 namespace strata {
 
 // The cores of a host, and each rank's part of them. If the ranks of a host may all run anywhere,
@@ -48,14 +50,12 @@ std::vector<int> cores_to_bind(int rank, int ranks, int threads);
 // From now on this thread runs on these only; where the system refuses, as before.
 void bind_this_thread(std::span<const int> cores);
 
-class ThreadPool {
+class ThreadPool : NonCopyable {
  public:
   // `threads` >= 1 counts the caller: ThreadPool(1) starts no thread. `cores`: the cores of the
   // other threads; empty: the caller's.
   explicit ThreadPool(int threads, std::vector<int> cores = {});
   ~ThreadPool();
-  ThreadPool(const ThreadPool&) = delete;
-  ThreadPool& operator=(const ThreadPool&) = delete;
 
   int threads() const;
   // Calls body(begin, end) for each chunk; returns when all are done.

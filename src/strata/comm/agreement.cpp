@@ -65,6 +65,12 @@ std::string describe_broadcast(Bytes bytes, int root, int world_size) {
   return fmt::format("broadcast of {} bytes from rank {}", bytes.value, root);
 }
 
+void throw_foreign_buffer(std::string_view role, const SharedBuffer& buffer, std::string_view tag) {
+  throw UsageError(
+      fmt::format("the {} must be allocated by the same collectives ('{}' of '{}' is not)", role,
+                  buffer.name(), tag));
+}
+
 std::string departure_text(std::string_view words) {
   return fmt::format("{}{}", kDeparture, words);
 }

@@ -29,6 +29,10 @@ BulkOperation describe_gather(const SliceMap& slices, std::span<std::byte> flat,
 BulkOperation describe_reduction(const Reduction& reduction, int world_size, std::string_view tag);
 std::string describe_broadcast(Bytes bytes, int root, int world_size);
 
+// `buffer` is not one of the collectives that shall use it. `role`: "buffer of an all_gather".
+[[noreturn]] void throw_foreign_buffer(std::string_view role, const SharedBuffer& buffer,
+                                       std::string_view tag);
+
 // The text that a rank sends instead of its operation after it has announced its departure.
 std::string departure_text(std::string_view words);
 // The error of ranks that came for different operations; `whats` by rank. It names the ranks that

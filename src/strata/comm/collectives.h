@@ -1,33 +1,29 @@
-// Seam: how the ranks of one job exchange bytes. Implementations: local_collectives (ranks are
-// threads of one process), shm_collectives (processes of one host that pull from each other's
-// memory), peer_collectives (devices of one host that do), grouped_collectives (made of two others:
-// inside shard groups, and across them), split_collectives (made of two others: for weights, and
-// for gradients), and, above the torch line, c10d_collectives (gloo) and device_collectives (NCCL
-// for the bulk of device memory, one of the others for the rest).
+// Seam: how the ranks of one job exchange bytes. Implementations: local_collectives (threads of one
+// process), shm_collectives (processes of one host), peer_collectives (devices of one host),
+// grouped_collectives and split_collectives (each made of two others) and, above the torch line,
+// c10d_collectives (gloo) and device_collectives (NCCL for the bulk of device memory).
 //
 // Model. Each rank owns slices of things; a slice lives in a SharedBuffer, memory that peers may
 // read. Two kinds of operation move bulk data:
-//   all_gather      copies every rank's slice into my flat buffer. With Traits::one_sided I pull
-//                   the slices myself, when I like and in my own order, and peers need not take
-//                   part. Else it is a collective: every rank must call it, in the same order.
+//   all_gather      copies every rank's slice into my flat buffer. With Traits::one_sided I pull the
+//                   slices when I like, and peers need not take part. Else it is a collective: every
+//                   rank calls it, in the same order.
 //   reduce_scatter  adds up every rank's copy of my slice. Always a collective in one common order:
 //                   the k-th call on each rank forms one operation, checked by its `tag`. Several
 //                   may be started before the first is waited for. The work may be done in wait(),
-//                   in done() or in any later call of this rank, so a rank that computes for long
-//                   between its calls should call done() now and then.
+//                   done() or any later call of this rank, so a rank that computes for long should
+//                   call done() now and then.
 // With Traits::has_inbox, ranks may write contributions into the memory of the ranks that add them
-// up (inbox.h); Inbox::reduce() then starts a reduce_scatter in that order.
-// reduce_scatter, all_reduce, broadcast, all_gather_text and barrier share that one order.
-// One-sided gathers are sound because slices change only between two synchronisations: after an
+// up (inbox.h). reduce_scatter, Inbox::reduce, all_reduce, broadcast, all_gather_text and barrier
+// share that one order.
+// One-sided gathers are sound because slices change only between two sync points: after an
 // all_reduce (or barrier) that every rank entered having finished its gathers, and before the next
-// barrier. The engine's step is: all_reduce of the gradient statistics, update of the shards,
 // barrier. If other code than the engine can write slices, finish_gathers() follows the gathers.
 //
-// Shard groups. Things may be sharded inside groups of consecutive ranks, shard_position().count
-// each, and held alike by every group (grouped_collectives). Then slices, gathers and "my slice"
-// are those of this rank's group, and a reduction still adds up the contributions of all ranks of
-// the world; ranks that hold the same slice, its replicas, get the same bits. rank() and
-// world_size(), roots, texts and errors are those of the world, always.
+// Shard groups. Things may be sharded inside groups of consecutive ranks and held alike by every
+// group (grouped_collectives). Then slices and gathers are those of this rank's group, and a
+// reduction still adds up the contributions of all ranks; a slice's replicas get the same bits.
+// rank(), world_size(), roots, texts and errors are always those of the world.
 //
 // Device memory: an operation runs after the work that the device's compute stream held when the
 // operation was started. wait() makes that stream wait, not the host; "complete" below means this.
@@ -52,6 +48,7 @@
 
 #include "strata/base/dtype.h"
 #include "strata/base/error.h"
+#include "strata/base/interface.h"
 #include "strata/base/units.h"
 #include "strata/comm/inbox.h"
 #include "strata/comm/traits.h"
@@ -82,11 +79,11 @@ struct CommOptions {
 // Page-aligned zeroed memory of this rank that its peers can read. Freed by the destructor; every
 // rank must have finished reading it by then (a barrier after the last use). A buffer may outlive
 // its Collectives: its memory stays this rank's, and peers can no longer read it.
-class SharedBuffer {
+class SharedBuffer : public Interface {
  public:
-  virtual ~SharedBuffer() = default;
+  explicit SharedBuffer(std::string name) : name_(std::move(name)) {}
   virtual std::span<std::byte> local() = 0;
-  virtual const std::string& name() const = 0;
+  const std::string& name() const { return name_; }
   // For buffers of allocate_growing(): from now on the first `bytes` may be used. Never shrinks.
   virtual void back(Bytes /*bytes*/) {}
   // For buffers of allocate_growing(): whether release() can give the memory back to the device
@@ -96,6 +93,9 @@ class SharedBuffer {
   // called again; its content is undefined then. All ranks must have finished reading before (a
   // barrier), and may read again after every rank's back() (another barrier).
   virtual void release() {}
+
+ private:
+  std::string name_;
 };
 
 // Where each rank keeps the slice of one thing that it holds: rank r's (r counts held slices) is at
@@ -145,9 +145,8 @@ struct WorkTimes {
 // A started operation. wait() returns when it is complete: results are readable and every buffer
 // that was passed in may be changed again. wait() rethrows the operation's error; it may be called
 // again. The destructor waits and drops errors.
-class Work {
+class Work : public Interface {
  public:
-  virtual ~Work() = default;
   virtual bool done() = 0;
   virtual void wait() = 0;
   // Returns when the memory that the operation reads may be changed again; its result may come
@@ -155,6 +154,11 @@ class Work {
   // other operations, since another reduction across groups begins there; they may call this at any
   // time.
   virtual void wait_for_readers() { wait(); }
+  // wait() for destructors: drops errors, which wait() reports to those that ask.
+  void wait_quietly() noexcept {
+    FirstError dropped;
+    dropped.attempt([this] { wait(); });
+  }
   // Known for an operation that was started with record_times(true) and runs on its own streams.
   virtual WorkTimes times() const { return {}; }
 };
@@ -170,10 +174,8 @@ enum class ReduceOp { kSum, kMin, kMax };
 // The reason why a rank takes part no more: it failed, or its program ends.
 enum class Ending { kFailed, kLeft };
 
-class Collectives {
+class Collectives : public Interface {
  public:
-  virtual ~Collectives() = default;
-
   virtual std::string_view name() const = 0;  // "local", "shm", "gloo", "nccl"
   int rank() const { return rank_; }
   const Traits& traits() const { return traits_; }
@@ -284,9 +286,8 @@ class Collectives {
 // How ranks find each other before any Collectives exist: a way to exchange short texts. Above the
 // torch line a c10d Store implements it. Threads: one thread a rank. Errors: CommError that names
 // the ranks that did not come within the timeout.
-class Bootstrap {
+class Bootstrap : public Interface {
  public:
-  virtual ~Bootstrap() = default;
   virtual int rank() const = 0;
   virtual int world_size() const = 0;
   // Collective: returns what every rank passed, by rank. The k-th call on each rank forms one

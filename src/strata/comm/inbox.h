@@ -1,10 +1,9 @@
 // Ranks write their contributions to reductions straight into the memory of the ranks that add them
 // up, gradient by gradient: nothing is copied before it moves, and no rank pulls.
-// Collectives::make_inbox() returns an Inbox if ranks reach each other's memory.
 //
 // Each rank's inbox is a ring: reductions take their room one behind the other, and room is used
-// again after its content was added up. All ranks announce the same reductions in the same order.
-// So each rank knows, without asking, where in the others' memory its contributions go.
+// again after its content was added up. All ranks announce the same reductions in the same order,
+// so each knows, without asking, where in the others' memory its contributions go.
 //
 // Threads: one thread of a rank. Ownership: the destructor frees the inbox's memory, and needs a
 // barrier after the last reduction before it. Order: writes run in the contribution stream. Errors:
@@ -20,6 +19,7 @@
 
 #include "strata/base/dtype.h"
 #include "strata/base/error.h"
+#include "strata/base/interface.h"
 #include "strata/base/units.h"
 
 namespace strata::comm {
@@ -27,10 +27,8 @@ namespace strata::comm {
 struct Reduction;
 class Work;
 
-class Inbox {
+class Inbox : public Interface {
  public:
-  virtual ~Inbox() = default;
-
   // Announces the next reductions, by the bytes of a whole contribution to each, a slice for each
   // rank; none larger than the inbox, and the same on every rank. Forgets those announced before
   // that have not begun.

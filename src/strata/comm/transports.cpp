@@ -24,11 +24,10 @@ void require_sensible(std::string_view key, TransportKind found, const RankFacts
         fmt::format("strata.{}: this build of torch has no NCCL; write 'peer'. Found 'nccl'", key));
   }
   if (facts.group_size != facts.world_size) {
-    throw ConfigError(
-        fmt::format("strata.{}: for ranks that are one shard group; leave it out, since "
-                    "strata.collectives chooses for all groups. Found '{}' and groups of {} among "
-                    "{} ranks",
-                    key, name_of(found), facts.group_size, facts.world_size));
+    throw ConfigError(fmt::format(
+        "strata.{}: for ranks that are one shard group; leave it out, since strata.collectives "
+        "chooses for all groups. Found '{}' and groups of {} among {} ranks",
+        key, name_of(found), facts.group_size, facts.world_size));
   }
 }
 
@@ -40,11 +39,10 @@ void require_joint_gathers(const TransportSettings& settings, const RankFacts& f
         "zero_optimization.offload_param keeps them elsewhere; write 'auto'");
   }
   if (facts.group_size != facts.world_size) {
-    throw ConfigError(
-        fmt::format("zero_optimization.offload_param: weights that are offloaded are sharded over "
-                    "all ranks; leave out zero_hpz_partition_size and mics_shard_size. Found "
-                    "groups of {} among {} ranks",
-                    facts.group_size, facts.world_size));
+    throw ConfigError(fmt::format(
+        "zero_optimization.offload_param: weights that are offloaded are sharded over all ranks; "
+        "leave out zero_hpz_partition_size and mics_shard_size. Found groups of {} among {} ranks",
+        facts.group_size, facts.world_size));
   }
 }
 
@@ -93,10 +91,10 @@ std::string_view name_of(TransportKind kind) {
 void require_possible(const TransportSettings& settings, const RankFacts& facts) {
   const CollectivesKind kind = settings.collectives;
   if (kind == CollectivesKind::kLocal && facts.world_size > 1) {
-    throw ConfigError(fmt::format(
-        "strata.collectives: 'local' is for one rank, or for ranks that are threads; found {} "
-        "processes. Write 'auto'",
-        facts.world_size));
+    throw ConfigError(
+        fmt::format("strata.collectives: 'local' is for one rank, or for ranks that are threads; "
+                    "found {} processes. Write 'auto'",
+                    facts.world_size));
   }
   if (kind == CollectivesKind::kNccl && !facts.on_gpu) {
     throw ConfigError(fmt::format(
@@ -104,10 +102,9 @@ void require_possible(const TransportSettings& settings, const RankFacts& facts)
         facts.device));
   }
   if (facts.world_size > 1 && facts.on_gpu && kind != CollectivesKind::kPeer && !facts.has_nccl) {
-    throw ConfigError(
-        fmt::format("strata.device: {} ranks on GPUs need NCCL, and this build of torch has none; "
-                    "write 'cpu'",
-                    facts.world_size));
+    throw ConfigError(fmt::format(
+        "strata.device: {} ranks on GPUs need NCCL, and this build of torch has none; write 'cpu'",
+        facts.world_size));
   }
   require_joint_gathers(settings, facts);
   require_sensible("gather", settings.gather, facts);

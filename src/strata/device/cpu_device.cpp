@@ -1,8 +1,12 @@
 #include "strata/device/cpu_device.h"
 
+#include <fcntl.h>
 #include <fmt/core.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <cmath>
 #include <cstring>
@@ -10,7 +14,6 @@
 #include <utility>
 
 #include "strata/base/error.h"
-#include "strata/device/cpu_shared_memory.h"
 #include "strata/kernels/elementwise.h"
 #include "strata/memory/host_buffer.h"
 #include "strata/memory/system_memory.h"
@@ -21,26 +24,164 @@ namespace {
 // Copies and fills below this many bytes a thread are not worth handing over.
 constexpr Bytes kCopyGrain = 1_MiB;
 
-class CpuMemory final : public Memory {
+// Nothing can be moved faster within the host by pinning it.
+class CpuMemory final : public HostMemory {
  public:
-  CpuMemory(memory::HostBuffer buffer, memory::ByteBudget::Hold hold)
+  explicit CpuMemory(memory::HostBuffer buffer, memory::ByteBudget::Hold hold = {})
       : buffer_(std::move(buffer)), hold_(std::move(hold)) {}
   std::span<std::byte> bytes() override { return buffer_.bytes(); }
+  bool pinned() const override { return true; }
 
  private:
   memory::HostBuffer buffer_;
   memory::ByteBudget::Hold hold_;
 };
 
-// Nothing can be moved faster within the host by pinning it.
-class CpuHostMemory final : public HostMemory {
+// GrowableMemory of the CPU device: an address range reserved without access, of which a prefix is
+// made readable and writable, page by page. The kernel backs pages with zeroes when they are first
+// touched. Shared pages belong to an anonymous file, which peers map.
+// Threads: one at a time. Ownership: frees range and charge on destruction.
+// Units: the granule is the page; whole pages are charged.
+// Errors: OutOfMemoryError when the system or the budget refuses, UsageError for growth beyond the
+// range.
+class CpuGrowableMemory final : public GrowableMemory {
  public:
-  explicit CpuHostMemory(memory::HostBuffer buffer) : buffer_(std::move(buffer)) {}
-  std::span<std::byte> bytes() override { return buffer_.bytes(); }
-  bool pinned() const override { return true; }
+  enum class Pages { kPrivate, kShared };
+
+  // `budget` may be null: no bound but the system's.
+  CpuGrowableMemory(Bytes bytes, memory::Kind kind, std::shared_ptr<memory::Ledger> ledger,
+                    std::shared_ptr<memory::ByteBudget> budget, Pages pages = Pages::kPrivate)
+      : ledger_(std::move(ledger)),
+        budget_(std::move(budget)),
+        kind_(kind),
+        reserved_(align_up(bytes, memory::page_size())),
+        charge_(ledger_, memory::Tier::kDevice, kind_, Bytes()) {
+    STRATA_ASSERT(bytes.value >= 0);
+    if (reserved_ == Bytes()) return;
+    if (pages == Pages::kShared) {
+      file_ = FileDescriptor(::memfd_create("strata", MFD_CLOEXEC));
+      if (!file_.valid() || ::ftruncate(file_.get(), reserved_.value) != 0)
+        throw_out_of_memory(reserved_, errno_text(errno));
+    }
+    const int flags = file_.valid() ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS;
+    void* address =
+        ::mmap(nullptr, reserved_.size(), PROT_NONE, flags | MAP_NORESERVE, file_.get(), 0);
+    if (address == MAP_FAILED) throw_out_of_memory(reserved_, errno_text(errno));
+    base_ = static_cast<std::byte*>(address);
+    // Advice: where huge pages are off, small ones serve.
+    ::madvise(base_, reserved_.size(), MADV_HUGEPAGE);
+  }
+  ~CpuGrowableMemory() override {
+    if (base_ != nullptr) ::munmap(base_, reserved_.size());
+  }
+
+  std::byte* base() override { return base_; }
+  Bytes reserved() const override { return reserved_; }
+  Bytes backed() const override { return backed_; }
+  void grow_to(Bytes bytes) override {
+    STRATA_ASSERT(bytes.value >= 0);
+    if (bytes <= backed_) return;
+    if (bytes > reserved_) {
+      throw UsageError(
+          fmt::format("growable memory ({}) cannot grow beyond the range that was reserved: "
+                      "reserve as much as it may ever need; wanted {} B, reserved {} B",
+                      memory::name_of(kind_), bytes.value, reserved_.value));
+    }
+    const Bytes target = align_up(bytes, memory::page_size());
+    const Bytes growth = target - backed_;
+    memory::ByteBudget::Hold hold;
+    if (budget_) {
+      auto taken = budget_->take(growth);
+      if (!taken) throw_out_of_memory(growth, "beyond the device's budget");
+      hold = std::move(*taken);
+    }
+    pieces_.reserve(pieces_.size() + 1);
+    if (::mprotect(base_ + backed_.size(), growth.size(), PROT_READ | PROT_WRITE) != 0) {
+      throw_out_of_memory(growth, errno_text(errno));
+    }
+    pieces_.push_back({backed_, growth, std::move(hold)});
+    charge_.grow(growth);
+    backed_ = target;
+  }
+  // Pages of a file go wherever they are mapped.
+  void release() override {
+    if (backed_ == Bytes()) return;
+    ::madvise(base_, backed_.size(), file_.valid() ? MADV_REMOVE : MADV_DONTNEED);
+    ::mprotect(base_, backed_.size(), PROT_NONE);
+    pieces_.clear();
+    backed_ = Bytes();
+    charge_ = memory::Charge(ledger_, memory::Tier::kDevice, kind_, Bytes());
+  }
+  std::size_t pieces() const override { return pieces_.size(); }
+  SharedHandle piece(std::size_t index) const override {
+    STRATA_ASSERT(file_.valid());
+    const Piece& piece = pieces_.at(index);
+    return {FileDescriptor(::fcntl(file_.get(), F_DUPFD_CLOEXEC, 0)), piece.offset, piece.bytes};
+  }
 
  private:
-  memory::HostBuffer buffer_;
+  struct Piece {
+    Bytes offset;
+    Bytes bytes;
+    memory::ByteBudget::Hold hold;
+  };
+  [[noreturn]] void throw_out_of_memory(Bytes wanted, const std::string& reason) const {
+    throw OutOfMemoryError(fmt::format(
+        "device cpu has no memory to grow by ({}): {} wanted, {} backed, {} reserved ({}){}; free "
+        "memory or use a smaller part of it; held: {}",
+        memory::name_of(kind_), to_string(wanted), to_string(backed_), to_string(reserved_), reason,
+        budget_ ? fmt::format("; budget {}, {} left", to_string(budget_->limit()),
+                              to_string(budget_->left()))
+                : std::string(),
+        ledger_->report()));
+  }
+
+  const std::shared_ptr<memory::Ledger> ledger_;
+  const std::shared_ptr<memory::ByteBudget> budget_;
+  const memory::Kind kind_;
+  const Bytes reserved_;
+  std::byte* base_ = nullptr;  // null when reserved_ is 0
+  Bytes backed_;
+  memory::Charge charge_;
+  FileDescriptor file_;        // of shared pages
+  std::vector<Piece> pieces_;  // one a growth
+};
+
+// A peer's shared memory on the CPU device: pages of its file, mapped one behind the other.
+// Threads, ownership: device.h. Errors: DeviceError.
+class CpuPeerMapping final : public PeerMapping {
+ public:
+  explicit CpuPeerMapping(Bytes bytes) {
+    const Bytes size = align_up(std::max(bytes, Bytes(1)), memory::page_size());
+    void* address =
+        ::mmap(nullptr, size.size(), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (address == MAP_FAILED) {
+      throw DeviceError(fmt::format("no room for {} of a peer's memory in the address space: {}",
+                                    to_string(size), errno_text(errno)));
+    }
+    range_ = {static_cast<std::byte*>(address), size.size()};
+  }
+  ~CpuPeerMapping() override { ::munmap(range_.data(), range_.size()); }
+
+  const std::byte* base() const override { return range_.data(); }
+  Bytes mapped() const override { return mapped_; }
+  std::size_t pieces() const override { return pieces_; }
+  void add(SharedHandle piece) override {
+    STRATA_ASSERT((mapped_ + piece.bytes).size() <= range_.size());
+    void* const at = range_.data() + mapped_.size();
+    if (::mmap(at, piece.bytes.size(), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED,
+               piece.descriptor.get(), piece.offset.value) == MAP_FAILED) {
+      throw DeviceError(fmt::format("a peer's memory cannot be mapped ({}): {}",
+                                    to_string(piece.bytes), errno_text(errno)));
+    }
+    mapped_ += piece.bytes;
+    ++pieces_;
+  }
+
+ private:
+  std::span<std::byte> range_;  // reserved without access
+  Bytes mapped_;
+  std::size_t pieces_ = 0;
 };
 
 class CpuEvent final : public Event {
@@ -86,8 +227,7 @@ memory::ByteBudget::Hold CpuDevice::take_part(Bytes bytes, std::string_view what
   if (!taken) {
     throw OutOfMemoryError(
         fmt::format("device cpu is out of memory ({}): {} wanted, {} left of its budget of {}; "
-                    "shard over more ranks, "
-                    "offload, or raise the budget; held: {}",
+                    "shard over more ranks, offload, or raise the budget; held: {}",
                     what, to_string(bytes), to_string(budget_->left()), to_string(budget_->limit()),
                     ledger_->report()));
   }
@@ -107,8 +247,7 @@ std::unique_ptr<Memory> CpuDevice::allocate_uncharged(Bytes bytes) {
 }
 
 std::unique_ptr<HostMemory> CpuDevice::allocate_host(Bytes bytes, memory::Kind kind) {
-  return std::make_unique<CpuHostMemory>(
-      memory::HostBuffer(bytes, {.ledger = ledger_, .kind = kind}));
+  return std::make_unique<CpuMemory>(memory::HostBuffer(bytes, {.ledger = ledger_, .kind = kind}));
 }
 
 std::unique_ptr<GrowableMemory> CpuDevice::reserve(Bytes bytes, memory::Kind kind) {
@@ -124,25 +263,9 @@ std::unique_ptr<PeerMapping> CpuDevice::reserve_mapping(Bytes bytes) {
   return std::make_unique<CpuPeerMapping>(bytes);
 }
 
-std::unique_ptr<HostRegistration> CpuDevice::pin(std::span<std::byte> /*host*/) {
-  return std::make_unique<HostRegistration>();
-}
-
 Bytes CpuDevice::free_bytes() const {
   const Bytes system = memory::available_memory();
   return budget_ ? std::min(system, budget_->left()) : system;
-}
-
-bool CpuDevice::host_accessible(const std::byte* /*pointer*/) const {
-  return true;
-}
-
-bool CpuDevice::device_accessible(const std::byte* /*pointer*/) const {
-  return true;
-}
-
-Stream& CpuDevice::compute_stream() {
-  return *compute_stream_;
 }
 
 std::unique_ptr<Stream> CpuDevice::create_stream() {

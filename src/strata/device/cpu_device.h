@@ -39,15 +39,17 @@ class CpuDevice : public Device {
   std::unique_ptr<GrowableMemory> reserve(Bytes bytes, memory::Kind kind) override;
   std::unique_ptr<GrowableMemory> reserve_shared(Bytes bytes, memory::Kind kind) override;
   std::unique_ptr<PeerMapping> reserve_mapping(Bytes bytes) override;
-  std::unique_ptr<HostRegistration> pin(std::span<std::byte> host) override;
+  std::unique_ptr<HostRegistration> pin(std::span<std::byte>) override {
+    return std::make_unique<HostRegistration>();
+  }
   std::unique_ptr<Memory> allocate_uncharged(Bytes bytes) override;
   std::unique_ptr<HostMemory> allocate_host(Bytes bytes, memory::Kind kind) override;
   void expect_host(Bytes, memory::Kind) override {}  // pins nothing
   Bytes free_bytes() const override;
-  bool host_accessible(const std::byte* pointer) const override;
-  bool device_accessible(const std::byte* pointer) const override;
+  bool host_accessible(const std::byte*) const override { return true; }
+  bool device_accessible(const std::byte*) const override { return true; }
   std::unique_ptr<Stream> create_stream() override;
-  Stream& compute_stream() override;
+  Stream& compute_stream() override { return *compute_stream_; }
 
   void copy(std::span<std::byte> target, std::span<const std::byte> source,
             Stream& stream) override;

@@ -22,7 +22,7 @@ __device__ float followed(float master, Copy copy) {
   return widen(rounded) == widen(copy) ? master : widen(copy);
 }
 
-// One element: kernels/adam_reference.cpp, operation by operation.
+// One element: adam_scalar_loop() of kernels/adam.cpp, operation by operation.
 __device__ void adam_element(const AdamConstants& c, float& weight, float& m, float& v,
                              float gradient) {
   gradient = __fmul_rn(gradient, c.gradient_scale);

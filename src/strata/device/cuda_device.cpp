@@ -6,7 +6,6 @@
 #include <future>
 #include <map>
 #include <mutex>
-#include <optional>
 #include <system_error>
 #include <utility>
 
@@ -18,16 +17,6 @@
 namespace strata::device {
 namespace {
 
-CUdeviceptr address_of(const std::byte* pointer) {
-  return reinterpret_cast<CUdeviceptr>(pointer);  // one address space
-}
-
-CUstream handle_of(const Stream& stream) {
-  const auto* ours = dynamic_cast<const CudaStream*>(&stream);
-  STRATA_ASSERT(ours != nullptr);
-  return ours->handle();
-}
-
 // Host memory that a coming allocate_host() will return.
 struct ExpectedHost {
   Bytes bytes;
@@ -35,17 +24,15 @@ struct ExpectedHost {
   std::future<std::unique_ptr<HostMemory>> memory;
 };
 
-class CudaDevice final : public Device {
+class CudaDevice final : public CudaKernels {
  public:
-  CudaDevice(const CudaDriver& driver, const CudaDeviceOptions& options)
-      : context_(std::make_shared<CudaContext>(
-            driver, options.index, options.waits ? options.waits : std::make_shared<HostWaits>())),
+  CudaDevice(const std::shared_ptr<const CudaContext>& context, const CudaDeviceOptions& options)
+      : CudaKernels(context),
+        context_(context),
         pool_{context_, options.ledger ? options.ledger : std::make_shared<memory::Ledger>(),
               options.memory_limit ? memory::ByteBudget::create(*options.memory_limit) : nullptr,
               options.release_unused},
-        module_(context_),
-        kernels_(module_),
-        compute_stream_(make_compute_stream(context_, options.compute_stream)) {}
+        compute_stream_(std::make_unique<ComputeStream>(context_, options.compute_stream)) {}
 
   std::string_view name() const override { return "cuda"; }
   const std::shared_ptr<memory::Ledger>& ledger() const override { return pool_.ledger; }
@@ -71,75 +58,147 @@ class CudaDevice final : public Device {
   std::unique_ptr<HostRegistration> pin(std::span<std::byte> host) override {
     return std::make_unique<CudaHostRegistration>(context_, host);
   }
-  std::unique_ptr<HostMemory> allocate_host(Bytes bytes, memory::Kind kind) override;
-  void expect_host(Bytes bytes, memory::Kind kind) override;
+  std::unique_ptr<HostMemory> allocate_host(Bytes bytes, memory::Kind kind) override {
+    std::optional<ExpectedHost> expected;
+    {
+      const std::lock_guard lock(expected_mutex_);
+      if (expected_ && expected_->bytes == bytes && expected_->kind == kind)
+        expected = std::exchange(expected_, std::nullopt);
+    }
+    if (expected) {
+      try {
+        return expected->memory.get();
+      } catch (const Error&) {
+        // There was no memory then: there may be some now, and else it is this call that fails.
+      }
+    }
+    return std::make_unique<CudaHostMemory>(pool_, bytes, kind);
+  }
+  void expect_host(Bytes bytes, memory::Kind kind) override {
+    const std::lock_guard lock(expected_mutex_);
+    expected_.reset();  // before the next is begun
+    try {
+      expected_ = ExpectedHost{bytes, kind, std::async(std::launch::async, [this, bytes, kind] {
+                                 return std::unique_ptr<HostMemory>(
+                                     std::make_unique<CudaHostMemory>(pool_, bytes, kind));
+                               })};
+    } catch (const std::system_error&) {
+      return;  // the system has no thread for it: allocate_host() makes it
+    }
+  }
   Bytes free_bytes() const override { return pool_.free_bytes(); }
-  bool host_accessible(const std::byte* pointer) const override;
-  bool device_accessible(const std::byte* pointer) const override;
+  bool host_accessible(const std::byte* pointer) const override {
+    const unsigned kind = kind_of(pointer);
+    return kind == 0 || kind == CU_MEMORYTYPE_HOST;
+  }
+  bool device_accessible(const std::byte* pointer) const override { return kind_of(pointer) != 0; }
 
-  std::unique_ptr<Stream> create_stream() override { return make_cuda_stream(context_); }
+  std::unique_ptr<Stream> create_stream() override { return std::make_unique<OwnStream>(context_); }
   Stream& compute_stream() override { return *compute_stream_; }
 
   void copy(std::span<std::byte> target, std::span<const std::byte> source,
-            Stream& stream) override;
-  void fill_zero(std::span<std::byte> target, Stream& stream) override;
-  void cast(std::byte* target, DType target_dtype, const std::byte* source, DType source_dtype,
-            Numel numel, Stream& stream) override;
-  void accumulate(std::byte* target, DType target_dtype, const std::byte* source,
-                  DType source_dtype, Numel numel, Stream& stream) override {
-    kernels_.accumulate(target, target_dtype, source, source_dtype, numel, handle_of(stream));
+            Stream& stream) override {
+    STRATA_ASSERT(target.size() == source.size());
+    if (target.empty()) return;
+    context_->call("cuMemcpyAsync", &CudaDriver::MemcpyAsync, as_address(target.data()),
+                   as_address(source.data()), target.size(), CudaStream::handle_of(stream));
   }
-  void scale(std::span<float> target, std::span<const float> source, float factor,
-             Stream& stream) override {
-    kernels_.scale(target, source, factor, handle_of(stream));
-  }
-  void sum_in_order(std::span<float> target, std::span<const std::byte* const> sources, DType dtype,
-                    float scale, bool accumulate, Stream& stream) override {
-    kernels_.sum_in_order(target, sources, dtype, scale, accumulate, handle_of(stream));
-  }
-  void store_remainder(const kernels::MasterRemainder& target, Numel first, const std::byte* source,
-                       DType source_dtype, Numel numel, Stream& stream) override {
-    kernels_.store_remainder(target, first, source, source_dtype, numel, handle_of(stream));
-  }
-  void join_masters(std::span<float> masters, const std::byte* weights,
-                    const kernels::MasterRemainder& remainder, Numel first,
-                    Stream& stream) override {
-    kernels_.join_masters(masters, weights, remainder, first, handle_of(stream));
-  }
-  void adopt_written(std::span<float> masters, const std::byte* weights, DType dtype,
-                     Stream& stream) override {
-    kernels_.adopt_written(masters, weights, dtype, handle_of(stream));
-  }
-  void adam_step(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
-                 Stream& stream) override {
-    kernels_.adam(spans, scalars, handle_of(stream));
+  void fill_zero(std::span<std::byte> target, Stream& stream) override {
+    if (target.empty()) return;
+    context_->call("cuMemsetD8Async", &CudaDriver::MemsetD8Async, as_address(target.data()),
+                   static_cast<unsigned char>(0), target.size(), CudaStream::handle_of(stream));
   }
   std::vector<kernels::Fingerprint> fingerprints(std::span<const std::span<const std::byte>> runs,
-                                                 Bytes piece, Stream& stream) override;
-  std::vector<kernels::GradStats> grad_stats(std::span<const std::span<const float>> gradients,
-                                             Stream& stream) override;
-  void sums_of_squares(std::span<double> sums, std::span<const std::span<const float>> gradients,
-                       Stream& stream) override;
-  void gradient_factor(kernels::GradientFactor& result, std::span<const double> sums,
-                       double loss_scale, double clipping, Stream& stream) override {
-    kernels_.gradient_factor(result, sums, loss_scale, clipping, handle_of(stream));
+                                                 Bytes piece, Stream& stream) override {
+    const std::lock_guard lock(scratch_mutex_);
+    const auto pieces_of = [piece](std::span<const std::byte> run) {
+      return (run.size() + piece.size() - 1) / piece.size();
+    };
+    std::size_t pieces = 0;
+    for (const auto run : runs) pieces += pieces_of(run);
+    std::vector<kernels::Fingerprint> result(pieces);
+    if (result.empty()) return result;
+    const std::span<std::byte> host = std::as_writable_bytes(std::span(result));
+    const std::span<std::byte> sums(scratch(Bytes(host.size())), host.size());
+    fill_zero(sums, stream);
+    std::byte* next = sums.data();
+    for (const auto run : runs) {
+      add_fingerprints(next, run, piece, CudaStream::handle_of(stream));
+      next += pieces_of(run) * sizeof(kernels::Fingerprint);
+    }
+    copy(host, sums, stream);
+    stream.synchronize();
+    return result;
   }
-  void write_flag(Flag& flag, std::uint32_t value, Stream& stream) override;
-  void wait_flag(const Flag& flag, std::uint32_t value, Stream& stream) override;
+  std::vector<kernels::GradStats> grad_stats(std::span<const std::span<const float>> gradients,
+                                             Stream& stream) override {
+    const std::lock_guard lock(scratch_mutex_);
+    std::vector<double> totals(gradients.size());
+    const std::span<std::byte> host = std::as_writable_bytes(std::span(totals));
+    std::byte* const there = scratch(Bytes(host.size()));
+    sums_of_squares({reinterpret_cast<double*>(there), totals.size()}, gradients, stream);
+    copy(host, {there, host.size()}, stream);
+    stream.synchronize();
+    std::vector<kernels::GradStats> result;
+    // Squares of fp32 cannot overflow fp64 and cannot cancel.
+    for (const double sum : totals) result.push_back({sum, std::isfinite(sum)});
+    return result;
+  }
+  void sums_of_squares(std::span<double> sums, std::span<const std::span<const float>> gradients,
+                       Stream& stream) override {
+    STRATA_ASSERT(sums.size() == gradients.size());
+    const Bytes needed = bytes_of(Numel(chunks_of(gradients)), DType::kFloat64);
+    const std::lock_guard lock(chunk_sums_mutex_);
+    std::unique_ptr<CudaMemory>& chunks = chunk_sums_[CudaStream::handle_of(stream)];
+    if (chunks == nullptr || Bytes(chunks->bytes().size()) < needed) {
+      stream.synchronize();  // what was queued before uses it
+      chunks.reset();
+      chunks = std::make_unique<CudaMemory>(pool_, needed, memory::Kind::kWorkspace);
+    }
+    queue_squares(sums.data(), reinterpret_cast<double*>(chunks->bytes().data()), gradients,
+                  CudaStream::handle_of(stream));
+  }
+  void write_flag(Flag& flag, std::uint32_t value, Stream& stream) override {
+    const CudaContext::Scope scope(*context_);
+    driver().check(driver().StreamWriteValue32(CudaStream::handle_of(stream), address_of_flag(flag),
+                                               value, CU_STREAM_WRITE_VALUE_DEFAULT),
+                   "cuStreamWriteValue32");
+  }
+  void wait_flag(const Flag& flag, std::uint32_t value, Stream& stream) override {
+    const CudaContext::Scope scope(*context_);
+    driver().check(driver().StreamWaitValue32(CudaStream::handle_of(stream), address_of_flag(flag),
+                                              value, CU_STREAM_WAIT_VALUE_GEQ),
+                   "cuStreamWaitValue32");
+  }
 
  private:
   const CudaDriver& driver() const { return context_->driver(); }
   // A CUmemorytype; 0 for ordinary host memory, of which the driver knows nothing.
-  unsigned kind_of(const std::byte* pointer) const;
-  CUdeviceptr address_of_flag(const Flag& flag) const;
+  unsigned kind_of(const std::byte* pointer) const {
+    const CudaContext::Scope scope(*context_);
+    unsigned type = 0;
+    const CUresult result =
+        driver().PointerGetAttribute(&type, CU_POINTER_ATTRIBUTE_MEMORY_TYPE, as_address(pointer));
+    return result == CUDA_SUCCESS ? type : 0;
+  }
+  CUdeviceptr address_of_flag(const Flag& flag) const {
+    CUdeviceptr address = 0;
+    driver().check(driver().MemHostGetDevicePointer(&address, const_cast<Flag*>(&flag), 0),
+                   "cuMemHostGetDevicePointer");
+    return address;
+  }
 
   const std::shared_ptr<const CudaContext> context_;
   const CudaPool pool_;
-  const CudaModule module_;
-  const CudaKernels kernels_;
   const std::unique_ptr<CudaStream> compute_stream_;
   // At least so large; the mutex is held.
-  std::byte* scratch(Bytes bytes);
+  std::byte* scratch(Bytes bytes) {
+    if (scratch_ == nullptr || Bytes(scratch_->bytes().size()) < bytes) {
+      scratch_.reset();
+      scratch_ = std::make_unique<CudaMemory>(pool_, bytes, memory::Kind::kWorkspace);
+    }
+    return scratch_->bytes().data();
+  }
 
   std::mutex scratch_mutex_;             // one call that gives numbers at a time
   std::unique_ptr<CudaMemory> scratch_;  // guarded by scratch_mutex_; null: none yet
@@ -148,164 +207,6 @@ class CudaDevice final : public Device {
   std::mutex expected_mutex_;
   std::optional<ExpectedHost> expected_;  // guarded; the last: it is being made with what is above
 };
-
-std::unique_ptr<HostMemory> CudaDevice::allocate_host(Bytes bytes, memory::Kind kind) {
-  std::optional<ExpectedHost> expected;
-  {
-    const std::lock_guard lock(expected_mutex_);
-    if (expected_ && expected_->bytes == bytes && expected_->kind == kind)
-      expected = std::exchange(expected_, std::nullopt);
-  }
-  if (expected) {
-    try {
-      return expected->memory.get();
-    } catch (const Error&) {
-      // There was no memory then: there may be some now, and else it is this call that fails.
-    }
-  }
-  return std::make_unique<CudaHostMemory>(pool_, bytes, kind);
-}
-
-void CudaDevice::expect_host(Bytes bytes, memory::Kind kind) {
-  const std::lock_guard lock(expected_mutex_);
-  expected_.reset();  // before the next is begun
-  try {
-    expected_ = ExpectedHost{
-        bytes, kind, std::async(std::launch::async, [this, bytes, kind] {
-          return std::unique_ptr<HostMemory>(std::make_unique<CudaHostMemory>(pool_, bytes, kind));
-        })};
-  } catch (const std::system_error&) {
-    return;  // the system has no thread for it: allocate_host() makes it
-  }
-}
-
-unsigned CudaDevice::kind_of(const std::byte* pointer) const {
-  const CudaContext::Scope scope(*context_);
-  unsigned type = 0;
-  const CUresult result =
-      driver().PointerGetAttribute(&type, CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address_of(pointer));
-  return result == CUDA_SUCCESS ? type : 0;
-}
-
-bool CudaDevice::host_accessible(const std::byte* pointer) const {
-  const unsigned kind = kind_of(pointer);
-  return kind == 0 || kind == CU_MEMORYTYPE_HOST;
-}
-
-bool CudaDevice::device_accessible(const std::byte* pointer) const {
-  return kind_of(pointer) != 0;
-}
-
-void CudaDevice::copy(std::span<std::byte> target, std::span<const std::byte> source,
-                      Stream& stream) {
-  STRATA_ASSERT(target.size() == source.size());
-  if (target.empty()) return;
-  const CudaContext::Scope scope(*context_);
-  driver().check(driver().MemcpyAsync(address_of(target.data()), address_of(source.data()),
-                                      target.size(), handle_of(stream)),
-                 "cuMemcpyAsync");
-}
-
-void CudaDevice::fill_zero(std::span<std::byte> target, Stream& stream) {
-  if (target.empty()) return;
-  const CudaContext::Scope scope(*context_);
-  driver().check(
-      driver().MemsetD8Async(address_of(target.data()), 0, target.size(), handle_of(stream)),
-      "cuMemsetD8Async");
-}
-
-void CudaDevice::cast(std::byte* target, DType target_dtype, const std::byte* source,
-                      DType source_dtype, Numel numel, Stream& stream) {
-  if (target_dtype == source_dtype && is_floating(target_dtype)) {
-    const std::size_t bytes = bytes_of(numel, target_dtype).size();
-    if (kernels_.copy({target, bytes}, {source, bytes}, handle_of(stream))) return;
-    return copy({target, bytes}, {source, bytes}, stream);
-  }
-  kernels_.cast(target, target_dtype, source, source_dtype, numel, handle_of(stream));
-}
-
-std::byte* CudaDevice::scratch(Bytes bytes) {
-  if (scratch_ == nullptr || Bytes(scratch_->bytes().size()) < bytes) {
-    scratch_.reset();
-    scratch_ = std::make_unique<CudaMemory>(pool_, bytes, memory::Kind::kWorkspace);
-  }
-  return scratch_->bytes().data();
-}
-
-std::vector<kernels::Fingerprint> CudaDevice::fingerprints(
-    std::span<const std::span<const std::byte>> runs, Bytes piece, Stream& stream) {
-  const std::lock_guard lock(scratch_mutex_);
-  const auto pieces_of = [piece](std::span<const std::byte> run) {
-    return (run.size() + piece.size() - 1) / piece.size();
-  };
-  std::size_t pieces = 0;
-  for (const auto run : runs) pieces += pieces_of(run);
-  std::vector<kernels::Fingerprint> result(pieces);
-  if (result.empty()) return result;
-  const std::span<std::byte> host = std::as_writable_bytes(std::span(result));
-  const std::span<std::byte> sums(scratch(Bytes(host.size())), host.size());
-  fill_zero(sums, stream);
-  std::byte* next = sums.data();
-  for (const auto run : runs) {
-    kernels_.fingerprints(next, run, piece, handle_of(stream));
-    next += pieces_of(run) * sizeof(kernels::Fingerprint);
-  }
-  copy(host, sums, stream);
-  stream.synchronize();
-  return result;
-}
-
-std::vector<kernels::GradStats> CudaDevice::grad_stats(
-    std::span<const std::span<const float>> gradients, Stream& stream) {
-  const std::lock_guard lock(scratch_mutex_);
-  std::vector<double> totals(gradients.size());
-  const std::span<std::byte> host = std::as_writable_bytes(std::span(totals));
-  std::byte* const there = scratch(Bytes(host.size()));
-  sums_of_squares({reinterpret_cast<double*>(there), totals.size()}, gradients, stream);
-  copy(host, {there, host.size()}, stream);
-  stream.synchronize();
-  std::vector<kernels::GradStats> result;
-  // Squares of fp32 cannot overflow fp64 and cannot cancel.
-  for (const double sum : totals) result.push_back({sum, std::isfinite(sum)});
-  return result;
-}
-
-void CudaDevice::sums_of_squares(std::span<double> sums,
-                                 std::span<const std::span<const float>> gradients,
-                                 Stream& stream) {
-  STRATA_ASSERT(sums.size() == gradients.size());
-  const Bytes needed = bytes_of(Numel(CudaKernels::chunks_of(gradients)), DType::kFloat64);
-  const std::lock_guard lock(chunk_sums_mutex_);
-  std::unique_ptr<CudaMemory>& chunks = chunk_sums_[handle_of(stream)];
-  if (chunks == nullptr || Bytes(chunks->bytes().size()) < needed) {
-    stream.synchronize();  // what was queued before uses it
-    chunks.reset();
-    chunks = std::make_unique<CudaMemory>(pool_, needed, memory::Kind::kWorkspace);
-  }
-  kernels_.sums_of_squares(sums.data(), reinterpret_cast<double*>(chunks->bytes().data()),
-                           gradients, handle_of(stream));
-}
-
-CUdeviceptr CudaDevice::address_of_flag(const Flag& flag) const {
-  CUdeviceptr address = 0;
-  driver().check(driver().MemHostGetDevicePointer(&address, const_cast<Flag*>(&flag), 0),
-                 "cuMemHostGetDevicePointer");
-  return address;
-}
-
-void CudaDevice::write_flag(Flag& flag, std::uint32_t value, Stream& stream) {
-  const CudaContext::Scope scope(*context_);
-  driver().check(driver().StreamWriteValue32(handle_of(stream), address_of_flag(flag), value,
-                                             CU_STREAM_WRITE_VALUE_DEFAULT),
-                 "cuStreamWriteValue32");
-}
-
-void CudaDevice::wait_flag(const Flag& flag, std::uint32_t value, Stream& stream) {
-  const CudaContext::Scope scope(*context_);
-  driver().check(driver().StreamWaitValue32(handle_of(stream), address_of_flag(flag), value,
-                                            CU_STREAM_WAIT_VALUE_GEQ),
-                 "cuStreamWaitValue32");
-}
 
 }  // namespace
 
@@ -329,7 +230,10 @@ std::unique_ptr<Device> make_cuda_device(const CudaDeviceOptions& options) {
             ? std::string("the CUDA driver (libcuda.so.1) is not installed, or older than 12.0")
             : fmt::format("this process sees {} of them; see CUDA_VISIBLE_DEVICES", count)));
   }
-  return std::make_unique<CudaDevice>(*CudaDriver::find(), options);
+  auto waits = options.waits ? options.waits : std::make_shared<HostWaits>();
+  const auto context =
+      std::make_shared<const CudaContext>(*CudaDriver::find(), options.index, std::move(waits));
+  return std::make_unique<CudaDevice>(context, options);
 }
 
 }  // namespace strata::device

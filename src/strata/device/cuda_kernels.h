@@ -1,70 +1,294 @@
-// The kernels of cuda_kernels.cu. Ownership: borrows the module.
-// Threads: calls from any thread; work goes to the stream that is given. Memory: of the device, or
-// pinned. Errors: UsageError for element types that a kernel does not have; DeviceError.
+// The part of the CUDA device that runs the kernels of cuda_kernels.cu.
+// Threads, order: device.h. Memory: of the device, or pinned. Errors: UsageError for element types
+// that a kernel does not have; DeviceError.
 #pragma once
 
+#include <fmt/core.h>
+
+#include <algorithm>
 #include <array>
 #include <memory>
 #include <span>
+#include <utility>
 
+#include "strata/base/error.h"
 #include "strata/device/cuda_driver.h"
-#include "strata/kernels/adam.h"
-#include "strata/kernels/grad_stats.h"
+#include "strata/kernels/adam_constants.h"
 
 namespace strata::device {
 
-class CudaKernels {
+inline constexpr unsigned kSumBlocks = 192;
+inline constexpr unsigned kCopyBlocks = 264;
+inline constexpr std::int64_t kPack = 4;       // elements that a thread takes at once
+inline constexpr std::int64_t kByte = 8;       // the same, where a byte holds a bit of each
+inline constexpr std::int64_t kChunk = 65536;  // of a sum: strata/kernels/grad_stats.cpp
+inline constexpr unsigned kWarp = 32;
+
+// Arrays whose chunks one kernel takes, in their order.
+struct SquareArguments {
+  static constexpr int kMost = 128;
+  struct Array {
+    const float* values;
+    std::int64_t numel;
+    std::int64_t first_chunk;
+  };
+  Array at[kMost];
+  std::int64_t chunks;
+  int count;
+};
+
+struct SumArguments {
+  const std::byte* sources[Device::kSourcesMax];
+  int count;
+  float scale;
+  int accumulate;
+};
+
+// As the kernels declare it.
+struct AdamArguments {
+  float gradient_scale, decay, l2, lerp_weight, beta2, square_weight, correction2_root, eps,
+      negative_step_size;
+  int lerp_from_gradient;
+  int follows_copies;
+  const float* late_scale;
+};
+
+inline AdamArguments arguments_from(const kernels::AdamScalars& scalars, bool follows_copies) {
+  const kernels::AdamConstants c(scalars);
+  return {c.gradient_scale,
+          c.decay,
+          c.l2,
+          c.lerp_weight,
+          c.beta2,
+          c.square_weight,
+          c.correction2_root,
+          c.eps,
+          c.negative_step_size,
+          c.lerp_from_gradient ? 1 : 0,
+          follows_copies ? 1 : 0,
+          scalars.late_scale};
+}
+
+class CudaKernels : public Device {
  public:
-  explicit CudaKernels(const CudaModule& module);
+  explicit CudaKernels(std::shared_ptr<const CudaContext> context) : module_(std::move(context)) {
+    const auto find = [this](const char* kernel, std::string_view suffix) {
+      return module_.find(fmt::format("strata_{}_{}", kernel, suffix));
+    };
+    for (std::size_t to = 0; to < kKernelTypes; ++to) {
+      const char* const suffix = kKernelSuffixes[to];
+      for (std::size_t from = 0; from < kKernelTypes; ++from) {
+        const auto pair = fmt::format("{}_{}", suffix, kKernelSuffixes[from]);
+        cast_[to][from] = find("cast", pair);
+        if (to > 0 && from > 0) accumulate_[to][from] = find("accumulate", pair);
+      }
+      if (to > 0) adam_[to] = find("adam", suffix);
+      remainder_[to] = find("remainder", suffix);
+      adopt_[to] = find("adopt", suffix);
+      if (to > 0) sum_in_order_[to] = find("sum", suffix);
+    }
+    scale_ = module_.find("strata_scale");
+    copy_ = module_.find("strata_copy");
+    chunk_sums_ = module_.find("strata_chunk_sums");
+    totals_ = module_.find("strata_totals");
+    gradient_factor_ = module_.find("strata_gradient_factor");
+    fingerprints_ = module_.find("strata_fingerprints");
+    adam_remainder_ = module_.find("strata_adam_remainder");
+    join_masters_ = module_.find("strata_join_masters");
+    adam_rounded_ = module_.find("strata_adam_rounded_f32");
+    adam_rounded16_ = module_.find("strata_adam_rounded_bf16");
+  }
 
   void cast(std::byte* target, DType target_dtype, const std::byte* source, DType source_dtype,
-            Numel numel, CUstream stream) const;
+            Numel numel, Stream& stream) override {
+    if (target_dtype == source_dtype && is_floating(target_dtype)) {
+      const std::size_t bytes = bytes_of(numel, target_dtype).size();
+      if (copy_by_kernel({target, bytes}, {source, bytes}, CudaStream::handle_of(stream))) return;
+      return copy({target, bytes}, {source, bytes}, stream);
+    }
+    require_kernel_types("A cast", 0, target_dtype, source_dtype);
+    if (numel.value == 0) return;
+    module_.launch(cast_[kernel_place_of(target_dtype)][kernel_place_of(source_dtype)],
+                   numel.value / kPack + kPack, CudaStream::handle_of(stream), target, source,
+                   numel.value);
+  }
   void accumulate(std::byte* target, DType target_dtype, const std::byte* source,
-                  DType source_dtype, Numel numel, CUstream stream) const;
+                  DType source_dtype, Numel numel, Stream& stream) override {
+    require_kernel_types("Accumulation", 1, target_dtype, source_dtype);
+    if (numel.value == 0) return;
+    module_.launch(accumulate_[kernel_place_of(target_dtype)][kernel_place_of(source_dtype)],
+                   numel.value / kPack + kPack, CudaStream::handle_of(stream), target, source,
+                   numel.value);
+  }
   void scale(std::span<float> target, std::span<const float> source, float factor,
-             CUstream stream) const;
-  // By processors: copy engines have links to serve, and copies of the model. False: not aligned to
-  // 16 bytes, nothing was done.
-  bool copy(std::span<std::byte> target, std::span<const std::byte> source, CUstream stream) const;
+             Stream& stream) override {
+    STRATA_ASSERT(target.size() == source.size());
+    if (target.empty()) return;
+    const std::int64_t count = std::ssize(target);
+    module_.launch(scale_, count / kPack + kPack, CudaStream::handle_of(stream), target.data(),
+                   source.data(), factor, count);
+  }
   void sum_in_order(std::span<float> target, std::span<const std::byte* const> sources, DType dtype,
-                    float scale, bool accumulate, CUstream stream) const;
+                    float scale, bool accumulate, Stream& stream) override {
+    require_kernel_types("A sum", 1, dtype, dtype);
+    STRATA_ASSERT(!sources.empty() && sources.size() <= Device::kSourcesMax);
+    if (target.empty()) return;
+    SumArguments sum{{}, static_cast<int>(sources.size()), scale, accumulate ? 1 : 0};
+    std::copy(sources.begin(), sources.end(), sum.sources);
+    const std::int64_t count = std::ssize(target);
+    // Sums come from a link at a tenth of the device's own speed: few blocks keep up with it, and
+    // leave room on the processors for the model.
+    module_.launch_at_most(kSumBlocks, sum_in_order_[kernel_place_of(dtype)], count / kPack + kPack,
+                           CudaStream::handle_of(stream), target.data(), count, sum);
+  }
+  void gradient_factor(kernels::GradientFactor& result, std::span<const double> sums,
+                       double loss_scale, double clipping, Stream& stream) override {
+    kernels::GradientFactor* target = &result;
+    const double* from = sums.data();
+    auto count = static_cast<std::int64_t>(sums.size());
+    void* arguments[] = {&target, &from, &count, &loss_scale, &clipping};
+    module_.launch_grid(gradient_factor_, {1, 1, kWarp}, CudaStream::handle_of(stream), arguments);
+  }
+  // The update and its masters: cuda_adam.cuh.
+  void adam_step(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
+                 Stream& on) override {
+    CUstream const stream = CudaStream::handle_of(on);
+    kernels::check_adam(spans, scalars);
+    const std::int64_t count = std::ssize(spans.gradient);
+    if (count == 0) return;
+    const AdamArguments constants = arguments_from(scalars, spans.follows_weight16);
+    const std::int64_t threads = count / kPack + kPack;
+    float* const exp_avg = spans.exp_avg.data();
+    float* const exp_avg_sq = spans.exp_avg_sq.data();
+    const float* const gradient = spans.gradient.data();
+    std::byte* const copy = spans.weight16;
+    if (spans.has_remainder()) {
+      module_.launch(adam_remainder_, count / kByte + 1, stream, copy, spans.remainder, exp_avg,
+                     exp_avg_sq, gradient, count, constants);
+    } else if (spans.has_moments16()) {
+      module_.launch(adam_rounded16_, threads, stream, copy, spans.moments16.exp_avg,
+                     spans.moments16.exp_avg_sq, gradient, count, constants);
+    } else if (spans.rounds_weight16) {
+      module_.launch(adam_rounded_, threads, stream, copy, exp_avg, exp_avg_sq, gradient, count,
+                     constants);
+    } else {
+      const DType dtype = copy == nullptr ? DType::kFloat32 : spans.weight16_dtype;
+      module_.launch(adam_[kernel_place_of(dtype)], threads, stream, spans.weight.data(), exp_avg,
+                     exp_avg_sq, gradient, copy, count, constants);
+    }
+  }
+  void store_remainder(const kernels::MasterRemainder& target, Numel first, const std::byte* source,
+                       DType source_dtype, Numel numel, Stream& stream) override {
+    require_kernel_types("A remainder", 0, DType::kBFloat16, source_dtype);
+    if (numel.value == 0) return;
+    module_.launch(remainder_[kernel_place_of(source_dtype)], numel.value / kByte + 2,
+                   CudaStream::handle_of(stream), target, first.value, source, numel.value);
+  }
+  void join_masters(std::span<float> masters, const std::byte* weights,
+                    const kernels::MasterRemainder& remainder, Numel first,
+                    Stream& stream) override {
+    if (masters.empty()) return;
+    const std::int64_t count = std::ssize(masters);
+    module_.launch(join_masters_, count, CudaStream::handle_of(stream), masters.data(), weights,
+                   remainder, first.value, count);
+  }
+  void adopt_written(std::span<float> masters, const std::byte* weights, DType dtype,
+                     Stream& stream) override {
+    require_kernel_types("A cast", 0, DType::kFloat32, dtype);
+    if (masters.empty()) return;
+    const std::int64_t count = std::ssize(masters);
+    module_.launch(adopt_[kernel_place_of(dtype)], count / kPack + kPack,
+                   CudaStream::handle_of(stream), masters.data(), weights, count);
+  }
+
+ protected:
   // sums[i] = sum of squares of arrays[i]; `chunks` has room for chunks_of(arrays) doubles. Device
   // memory all.
-  void sums_of_squares(double* sums, double* chunks, std::span<const std::span<const float>> arrays,
-                       CUstream stream) const;
-  void gradient_factor(kernels::GradientFactor& result, std::span<const double> sums,
-                       double loss_scale, double clipping, CUstream stream) const;
+  // All arrays in one kernel: one of a few megabytes would not fill the device.
+  void queue_squares(double* sums, double* chunks, std::span<const std::span<const float>> arrays,
+                     CUstream stream) const {
+    while (!arrays.empty()) {
+      const auto here = arrays.first(std::min<std::size_t>(arrays.size(), SquareArguments::kMost));
+      SquareArguments taken{};
+      for (const auto values : here) {
+        taken.at[taken.count++] = {values.data(), static_cast<std::int64_t>(values.size()),
+                                   taken.chunks};
+        taken.chunks += chunks_of({&values, 1});
+      }
+      if (taken.chunks > 0)
+        module_.launch(chunk_sums_, taken.chunks * kWarp, stream, chunks, taken);
+      void* arguments[] = {&sums, &chunks, &taken};
+      module_.launch_grid(totals_, {static_cast<unsigned>(taken.count), 1, kWarp}, stream,
+                          arguments);
+      sums += taken.count;
+      chunks += taken.chunks;
+      arrays = arrays.subspan(here.size());
+    }
+  }
+  static std::int64_t chunks_of(std::span<const std::span<const float>> arrays) {
+    std::int64_t chunks = 0;
+    for (const auto values : arrays)
+      chunks += (static_cast<std::int64_t>(values.size()) + kChunk - 1) / kChunk;
+    return chunks;
+  }
   // Adds each piece's fingerprint to `sums`, which holds zeroes.
-  void fingerprints(std::byte* sums, std::span<const std::byte> bytes, Bytes piece,
-                    CUstream stream) const;
-  static std::int64_t chunks_of(std::span<const std::span<const float>> arrays);
-
-  // The update and its masters: cuda_adam.cuh.
-  void adam(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
-            CUstream stream) const;
-  void store_remainder(const kernels::MasterRemainder& target, Numel first, const std::byte* source,
-                       DType source_dtype, Numel numel, CUstream stream) const;
-  void join_masters(std::span<float> masters, const std::byte* weights,
-                    const kernels::MasterRemainder& remainder, Numel first, CUstream stream) const;
-  void adopt_written(std::span<float> masters, const std::byte* weights, DType dtype,
-                     CUstream stream) const;
+  void add_fingerprints(std::byte* sums, std::span<const std::byte> bytes, Bytes piece,
+                        CUstream stream) const {
+    if (bytes.empty()) return;
+    // Many, since blocks of a piece add to one place; of a small run fewer, so that the device has
+    // enough to do at once.
+    constexpr std::int64_t kWordsPerThread = 64;
+    constexpr std::int64_t kWordsLeast = 4;
+    const std::byte* from = bytes.data();
+    auto size = static_cast<std::int64_t>(bytes.size());
+    const std::int64_t share =
+        size / 8 / (std::int64_t{CudaModule::kThreads} * module_.blocks_max());
+    const std::int64_t words_per_thread = std::clamp(share, kWordsLeast, kWordsPerThread);
+    std::int64_t piece_size = piece.value;
+    const std::int64_t pieces = (size + piece_size - 1) / piece_size;
+    const std::int64_t words = std::min(size, piece_size) / 8 + 1;
+    const auto blocks = static_cast<unsigned>(
+        std::max<std::int64_t>(1, words / (std::int64_t{CudaModule::kThreads} * words_per_thread)));
+    void* arguments[] = {&sums, &from, &size, &piece_size};
+    // Pieces lie along x, which holds any number of them.
+    module_.launch_grid(fingerprints_,
+                        {static_cast<unsigned>(pieces), blocks, CudaModule::kThreads}, stream,
+                        arguments);
+  }
 
  private:
-  using ByTypes = std::array<std::array<CUfunction, kKernelTypes>, kKernelTypes>;
+  using ByType = std::array<CUfunction, kKernelTypes>;
 
-  const CudaModule& module_;
-  ByTypes cast_{};
-  ByTypes accumulate_{};  // null where fp64 takes part
-  std::array<CUfunction, kKernelTypes> sum_in_order_{};
+  // By processors: copy engines have links to serve, and copies of the model. False: not aligned to
+  // 16 bytes, nothing was done.
+  bool copy_by_kernel(std::span<std::byte> target, std::span<const std::byte> source,
+                      CUstream stream) const {
+    constexpr std::size_t kBytes = 16;
+    const auto aligned = [](const void* at) {
+      return reinterpret_cast<std::uintptr_t>(at) % kBytes == 0;
+    };
+    if (!aligned(target.data()) || !aligned(source.data()) || target.size() % kBytes != 0)
+      return false;
+    const auto packs = static_cast<std::int64_t>(target.size() / kBytes);
+    if (packs > 0)
+      module_.launch_at_most(kCopyBlocks, copy_, packs, stream, target.data(), source.data(),
+                             packs);
+    return true;
+  }
+
+  const CudaModule module_;
+  std::array<ByType, kKernelTypes> cast_{};
+  std::array<ByType, kKernelTypes> accumulate_{};  // null where fp64 takes part
+  ByType sum_in_order_{};
   CUfunction scale_ = nullptr;
   CUfunction copy_ = nullptr;
   CUfunction chunk_sums_ = nullptr;
   CUfunction totals_ = nullptr;
   CUfunction gradient_factor_ = nullptr;
   CUfunction fingerprints_ = nullptr;
-  std::array<CUfunction, kKernelTypes> adam_{};
-  std::array<CUfunction, kKernelTypes> remainder_{};
-  std::array<CUfunction, kKernelTypes> adopt_{};
+  ByType adam_{};
+  ByType remainder_{};
+  ByType adopt_{};
   CUfunction adam_remainder_ = nullptr;
   CUfunction join_masters_ = nullptr;
   CUfunction adam_rounded_ = nullptr;

@@ -9,7 +9,7 @@ namespace {
 constexpr int kLanes = 32;           // partial sums of a chunk: the threads of one warp
 constexpr std::int64_t kChunk = 65536;
 
-// As cuda_kernels.cpp declares them.
+// As cuda_kernels.h declares them.
 struct SquareArguments {
   struct Array {
     const float* values;

@@ -22,6 +22,7 @@
 
 #include "strata/base/dtype.h"
 #include "strata/base/file_descriptor.h"
+#include "strata/base/interface.h"
 #include "strata/base/units.h"
 #include "strata/kernels/adam.h"
 #include "strata/kernels/fingerprint.h"
@@ -58,9 +59,8 @@ struct SharedHandle {
 };
 
 // A peer's shared memory in this process, to read and to write: its pieces, one behind the other.
-class PeerMapping {
+class PeerMapping : public Interface {
  public:
-  virtual ~PeerMapping() = default;
   virtual const std::byte* base() const = 0;
   virtual Bytes mapped() const = 0;
   virtual std::size_t pieces() const = 0;
@@ -68,10 +68,7 @@ class PeerMapping {
 };
 
 // Keeps host memory registered with the driver.
-class HostRegistration {
- public:
-  virtual ~HostRegistration() = default;
-};
+class HostRegistration : public Interface {};
 
 // A count that only grows, but for its wrapping around.
 using Flag = std::atomic<std::uint32_t>;
@@ -82,9 +79,8 @@ inline bool reached(std::uint32_t flag, std::uint32_t value) {
 }
 
 // Memory of the device: aligned to at least 256 bytes, contents undefined. Charged to the ledger.
-class Memory {
+class Memory : public Interface {
  public:
-  virtual ~Memory() = default;
   virtual std::span<std::byte> bytes() = 0;
 };
 
@@ -95,9 +91,8 @@ class HostMemory : public Memory {
 };
 
 // An address range of which a prefix is backed by memory; grows without moving. New memory is zero.
-class GrowableMemory {
+class GrowableMemory : public Interface {
  public:
-  virtual ~GrowableMemory() = default;
   virtual std::byte* base() = 0;
   virtual Bytes reserved() const = 0;
   virtual Bytes backed() const = 0;
@@ -112,9 +107,8 @@ class GrowableMemory {
   virtual SharedHandle piece(std::size_t index) const = 0;
 };
 
-class Event {
+class Event : public Interface {
  public:
-  virtual ~Event() = default;
   virtual bool done() = 0;
   virtual void wait() = 0;  // blocks the calling thread
 };
@@ -126,18 +120,16 @@ class TimedEvent : public Event {
   virtual double seconds_since(TimedEvent& earlier) = 0;
 };
 
-class Stream {
+class Stream : public Interface {
  public:
-  virtual ~Stream() = default;
   virtual std::unique_ptr<Event> record() = 0;
   virtual std::unique_ptr<TimedEvent> record_timed() = 0;  // dearer: for measurements
   virtual void wait_for(Event& event) = 0;  // later work of this stream runs after the event
   virtual void synchronize() = 0;
 };
 
-class Device {
+class Device : public Interface {
  public:
-  virtual ~Device() = default;
   virtual std::string_view name() const = 0;  // "cpu", "cuda"
   virtual const std::shared_ptr<memory::Ledger>& ledger() const = 0;
   // Whether the host goes on while the device works, so that streams can overlap.

@@ -14,12 +14,10 @@ namespace {
 // Addresses that are never accessed.
 class DryBuffer final : public comm::SharedBuffer {
  public:
-  DryBuffer(std::string name, Bytes bytes) : name_(std::move(name)), memory_(bytes) {}
+  DryBuffer(std::string name, Bytes bytes) : SharedBuffer(std::move(name)), memory_(bytes) {}
   std::span<std::byte> local() override { return memory_.bytes(); }
-  const std::string& name() const override { return name_; }
 
  private:
-  std::string name_;
   memory::HostBuffer memory_;
 };
 

@@ -14,7 +14,6 @@
 #include <cstdint>
 #include <filesystem>
 #include <system_error>
-#include <utility>
 
 #include "strata/base/error.h"
 
@@ -35,8 +34,8 @@ int flags_of(File::Mode mode) {
   STRATA_ASSERT(false);
 }
 
-const char* verb_of(File::Mode mode) {
-  return mode == File::Mode::kCreate || mode == File::Mode::kCreateNew ? "create" : "open";
+bool creates(File::Mode mode) {
+  return mode == File::Mode::kCreate || mode == File::Mode::kCreateNew;
 }
 
 // Whether the file system says itself that kDirectBlock will not do. Most say nothing.
@@ -105,16 +104,14 @@ File::File(std::string path, Mode mode) : path_(std::move(path)) {
   // O_NONBLOCK changes nothing for a regular file; without it a pipe would hold us here for ever.
   descriptor_ =
       open_fully(path_, flags_of(mode) | O_NONBLOCK, mode == Mode::kCreateNew ? 0600 : 0666);
-  if (!descriptor_.valid()) {
-    const int code = errno;
-    throw IoError(
-        fmt::format("cannot {} a file: path={} {}", verb_of(mode), path_, errno_text(code)));
-  }
+  if (!descriptor_.valid())
+    throw_errno(creates(mode) ? "cannot create a file" : "cannot open a file", path_);
   struct stat status {};
   const bool known = ::fstat(fd(), &status) == 0;
   if (!known || !(S_ISREG(status.st_mode) || S_ISBLK(status.st_mode))) {
     throw IoError(fmt::format(
-        "cannot {} a file: it is {}; give the path of a regular file: path={}", verb_of(mode),
+        "cannot {} a file: it is {}; give the path of a regular file: path={}",
+        creates(mode) ? "create" : "open",
         known && S_ISDIR(status.st_mode) ? "a directory" : "not a regular file", path_));
   }
   // It has done its work, and asynchronous engines would take it as a wish for EAGAIN.
@@ -133,19 +130,15 @@ File File::in_memory(std::span<const std::byte> content) {
     done += count < 0 ? 0 : static_cast<std::size_t>(count);
   }
   if (!file.descriptor_.valid() || done < content.size()) {
-    const int code = errno;
-    throw IoError(
-        fmt::format("cannot make a file in memory: bytes={} {}", content.size(), errno_text(code)));
+    throw IoError(fmt::format("cannot make a file in memory: bytes={} {}", content.size(),
+                              errno_text(errno)));
   }
   return file;
 }
 
 File File::direct() const {
   FileDescriptor again(::fcntl(fd(), F_DUPFD_CLOEXEC, 0));
-  if (!again.valid()) {
-    const int code = errno;
-    throw IoError(fmt::format("cannot open a file again: path={} {}", path_, errno_text(code)));
-  }
+  if (!again.valid()) throw_errno("cannot open a file again", path_);
   return File(path_, std::move(again), open_direct(fd()));
 }
 
@@ -153,10 +146,7 @@ Bytes File::size() const {
   // lseek and not fstat, which calls every block device empty. No code uses the descriptor's
   // position.
   const off_t end = ::lseek(fd(), 0, SEEK_END);
-  if (end < 0) {
-    const int code = errno;
-    throw IoError(fmt::format("cannot tell a file's size: path={} {}", path_, errno_text(code)));
-  }
+  if (end < 0) throw_errno("cannot tell a file's size", path_);
   return Bytes(static_cast<std::int64_t>(end));
 }
 
@@ -167,10 +157,10 @@ void File::reserve(Bytes bytes) {
     code = ::posix_fallocate(fd(), 0, bytes.value);
   } while (code == EINTR);
   if (code != 0) {
-    throw IoError(fmt::format(
-        "cannot reserve space for a file; free space on its file system or choose another: path={} "
-        "wanted={} ({}) {}",
-        path_, bytes.value, to_string(bytes), errno_text(code)));
+    throw IoError(
+        fmt::format("cannot reserve space for a file; free space on its file system or choose "
+                    "another: path={} wanted={} ({}) {}",
+                    path_, bytes.value, to_string(bytes), errno_text(code)));
   }
 }
 
@@ -179,10 +169,12 @@ void File::sync() {
   do {
     result = ::fsync(fd());
   } while (result < 0 && errno == EINTR);
-  if (result < 0) {
-    const int code = errno;
-    throw IoError(fmt::format("cannot bring a file to disk: path={} {}", path_, errno_text(code)));
-  }
+  if (result < 0) throw_errno("cannot bring a file to disk", path_);
+}
+
+void throw_errno(std::string_view what, std::string_view path) {
+  const int code = errno;
+  throw IoError(fmt::format("{}: path={} {}", what, path, errno_text(code)));
 }
 
 FileLock::FileLock(FileLock&& other) noexcept

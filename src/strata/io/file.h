@@ -12,6 +12,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "strata/base/file_descriptor.h"
@@ -62,6 +63,9 @@ class File {
   FileDescriptor descriptor_;
   FileDescriptor direct_;  // invalid: none
 };
+
+// Throws the IoError of a call that has just failed: "<what>: path=<path> <errno>".
+[[noreturn]] void throw_errno(std::string_view what, std::string_view path);
 
 // The lock of an open file (flock), held by the process that took it until this object ends. A
 // process that was forked meanwhile, such as a worker of a DataLoader, has the descriptor, too, and

@@ -42,17 +42,16 @@ constexpr std::size_t kDigits = 16;
 
 }  // namespace
 
-void KernelFolderCalls::make_folder(const std::string& path) {
+void FolderCalls::make_folder(const std::string& path) {
   if (::mkdir(path.c_str(), 0777) == 0) return;
-  const int code = errno;
-  throw IoError(fmt::format("cannot make a folder: path={} {}", path, errno_text(code)));
+  throw_errno("cannot make a folder", path);
 }
 
-File KernelFolderCalls::create(const std::string& path) {
+File FolderCalls::create(const std::string& path) {
   return File(path, File::Mode::kCreateNew);
 }
 
-std::optional<Bytes> KernelFolderCalls::free_space(const std::string& folder) {
+std::optional<Bytes> FolderCalls::free_space(const std::string& folder) {
   struct statvfs status {};
   // Some file systems of networks say that they have no blocks at all.
   if (::statvfs(folder.c_str(), &status) != 0 || status.f_blocks == 0) return std::nullopt;
@@ -60,51 +59,38 @@ std::optional<Bytes> KernelFolderCalls::free_space(const std::string& folder) {
                static_cast<std::int64_t>(status.f_frsize));
 }
 
-void KernelFolderCalls::reserve(File& file, Bytes bytes) {
-  file.reserve(bytes);
-}
-
-void KernelFolderCalls::sync_file(File& file) {
-  file.sync();
-}
-
-void KernelFolderCalls::sync_folder(const std::string& path) {
+void FolderCalls::sync_folder(const std::string& path) {
   const std::string folder = path.empty() ? std::string(".") : path;
   const FileDescriptor opened(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
   const bool synced = opened.valid() && ::fsync(opened.get()) == 0;
   // Some file systems cannot fsync a folder, and need not.
   if (synced || errno == EINVAL || errno == ENOTSUP) return;
-  const int code = errno;
-  throw IoError(fmt::format("cannot bring a folder to disk: path={} {}", folder, errno_text(code)));
+  throw_errno("cannot bring a folder to disk", folder);
 }
 
-void KernelFolderCalls::rename(const std::string& from, const std::string& to) {
+void FolderCalls::rename(const std::string& from, const std::string& to) {
   if (::rename(from.c_str(), to.c_str()) == 0) return;
-  const int code = errno;
   throw IoError(
-      fmt::format("cannot rename what is finished: from={} to={} {}", from, to, errno_text(code)));
+      fmt::format("cannot rename what is finished: from={} to={} {}", from, to, errno_text(errno)));
 }
 
-bool KernelFolderCalls::exchange(const std::string& one, const std::string& other) {
+bool FolderCalls::exchange(const std::string& one, const std::string& other) {
   if (::renameat2(AT_FDCWD, one.c_str(), AT_FDCWD, other.c_str(), RENAME_EXCHANGE) == 0)
     return true;
-  const int code = errno;
-  if (code == EINVAL || code == ENOSYS || code == ENOTSUP) return false;
+  if (errno == EINVAL || errno == ENOSYS || errno == ENOTSUP) return false;
   throw IoError(fmt::format("cannot exchange the names of two folders: {} {} {}", one, other,
-                            errno_text(code)));
+                            errno_text(errno)));
 }
 
-void KernelFolderCalls::remove_tree(const std::string& path) {
+void FolderCalls::remove_tree(const std::string& path) {
   std::error_code error;
   std::filesystem::remove_all(path, error);
   if (error) throw IoError(fmt::format("cannot remove: path={} {}", path, error.message()));
 }
 
-void KernelFolderCalls::open_to_others(const File& file) {
+void FolderCalls::open_to_others(const File& file) {
   if (::fchmod(file.fd(), usual_permissions()) == 0) return;
-  const int code = errno;
-  throw IoError(
-      fmt::format("cannot set a file's permissions: path={} {}", file.path(), errno_text(code)));
+  throw_errno("cannot set a file's permissions", file.path());
 }
 
 std::string temporary_name(const std::string& path) {
@@ -127,7 +113,7 @@ void AtomicFile::seal() {
 
 void AtomicFile::publish() {
   if (!sealed_) seal();
-  KernelFolderCalls calls;
+  FolderCalls calls;
   calls.open_to_others(file_);
   calls.rename(file_.path(), path_);
   published_ = true;
@@ -151,9 +137,8 @@ void write_file_atomically(const std::string& path, std::string_view text) {
 
 bool remove_file(const std::string& path) {
   if (::unlink(path.c_str()) == 0) return true;
-  const int code = errno;
-  if (code == ENOENT) return false;
-  throw IoError(fmt::format("cannot remove a file: path={} {}", path, errno_text(code)));
+  if (errno == ENOENT) return false;
+  throw_errno("cannot remove a file", path);
 }
 
 }  // namespace strata::io

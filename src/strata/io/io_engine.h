@@ -1,29 +1,28 @@
-// Seam: positional reads and writes. Implementations: uring_engine (io_uring), thread_engine
-// (pread/pwrite on a pool); make_io_engine() makes the better one that the system allows.
+// Seam: positional reads and writes. Implementations: uring_engine (io_uring), thread_engine (pread
+// and pwrite on a pool); make_io_engine() makes the better one that the system allows.
 //
 // A transfer is complete or it failed. The engine continues short transfers and retries EINTR;
-// wait() throws every other error as IoError (path, offset, wanted, got, errno). Reading past the
-// end of the file is an IoError, not a short read. After a failure the target's content, or the
-// file's in the range of the write, is unspecified. Threads: internally synchronised. Transfers of
-// one engine run in no particular order, so wait() must separate two that overlap in file or
-// memory. read() and write() may block while the engine's queue is full. One Transfer belongs to
-// one thread at a time.
+// wait() throws every other error as IoError (path, offset, wanted, got, errno), as it does for a
+// read past the end of the file. After a failure the target's content, or the file's in the range
+// of the write, is unspecified.
 //
 // A File with a descriptor for direct transfers gives the same bytes, and offsets and memory may
-// lie anywhere. But only bytes at whole blocks in both file and memory bypass the page cache. A
-// caller that wants this uses whole blocks of aligned memory.
+// lie anywhere. But only bytes at whole blocks in both file and memory bypass the page cache.
 //
-// Ownership: the File and the memory must outlive the Transfer's wait(). ~Transfer waits and drops
-// errors. An engine finishes all its transfers before it is destroyed; a Transfer may outlive it.
-// Errors: UsageError at once for a range that no file can have (negative offset, end beyond 2^63).
+// Registered memory, such as a pinned arena, makes each transfer cheaper. While a registration
+// lives, its owner neither unmaps the memory nor gives its pages back; it may outlive the engine.
 //
-// A caller may register memory of many transfers, such as a pinned arena: it stays in place for
-// good, and each transfer costs less. Nothing else changes. While the registration lives, its owner
-// neither unmaps the memory nor gives its pages back. A registration may outlive the engine.
+// Threads: internally synchronised; one Transfer belongs to one thread at a time. Transfers run in
+// no particular order, so wait() must separate two that overlap in file or memory. read() and
+// write() may block while the queue is full. Ownership: the File and the memory must outlive the
+// Transfer's wait(). ~Transfer waits and drops errors. An engine finishes all its transfers before
+// it is destroyed; a Transfer may outlive it. Errors: UsageError at once for a range that no file
+// can have.
 #pragma once
 
 #include <chrono>
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -31,6 +30,7 @@
 #include <string_view>
 #include <utility>
 
+#include "strata/base/interface.h"
 #include "strata/base/units.h"
 #include "strata/io/file.h"
 
@@ -41,9 +41,8 @@ struct TransferTimes {
   std::chrono::steady_clock::time_point end;
 };
 
-class Transfer {
+class Transfer : public Interface {
  public:
-  virtual ~Transfer() = default;
   virtual bool done() = 0;
   // Throws IoError; each later call throws the same error.
   virtual void wait() = 0;
@@ -51,12 +50,9 @@ class Transfer {
   virtual std::optional<TransferTimes> times() const { return std::nullopt; }
 };
 
-class MemoryRegistration {
+class MemoryRegistration : public Interface {
  public:
   explicit MemoryRegistration(std::string refused) : refused_(std::move(refused)) {}
-  virtual ~MemoryRegistration() = default;
-  MemoryRegistration(const MemoryRegistration&) = delete;
-  MemoryRegistration& operator=(const MemoryRegistration&) = delete;
   // The reason why the memory is not registered, and used like any other; empty: it is registered.
   const std::string& refused() const { return refused_; }
 
@@ -64,9 +60,8 @@ class MemoryRegistration {
   std::string refused_;
 };
 
-class IoEngine {
+class IoEngine : public Interface {
  public:
-  virtual ~IoEngine() = default;
   virtual std::string_view name() const = 0;
   virtual std::unique_ptr<Transfer> read(const File& file, Bytes offset,
                                          std::span<std::byte> target) = 0;
@@ -99,7 +94,11 @@ struct ChosenEngine {
   std::string refused;
 };
 
-// IoError if io_uring was asked for by name and the system refuses it.
-ChosenEngine make_io_engine(const EngineOptions& options = {});
+// IoError if io_uring was asked for by name and the system refuses it. `make_ring`: tests replace
+// the kernel's ring.
+class RequestRing;
+ChosenEngine make_io_engine(
+    const EngineOptions& options = {},
+    const std::function<std::unique_ptr<RequestRing>(int depth)>& make_ring = {});
 
 }  // namespace strata::io

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdint>
 #include <limits>
 #include <utility>
 
@@ -35,12 +34,12 @@ std::int64_t pieces_of(Bytes wanted, Bytes piece, Bytes first_extra) {
 
 }  // namespace
 
-std::int64_t KernelCalls::read_at(int fd, std::span<std::byte> target, Bytes offset) {
+std::int64_t SystemCalls::read_at(int fd, std::span<std::byte> target, Bytes offset) {
   const ssize_t moved = ::pread(fd, target.data(), target.size(), offset.value);
   return moved >= 0 ? moved : -errno;
 }
 
-std::int64_t KernelCalls::write_at(int fd, std::span<const std::byte> source, Bytes offset) {
+std::int64_t SystemCalls::write_at(int fd, std::span<const std::byte> source, Bytes offset) {
   const ssize_t moved = ::pwrite(fd, source.data(), source.size(), offset.value);
   return moved >= 0 ? moved : -errno;
 }
@@ -141,12 +140,12 @@ void PendingRange::fail(const char* what, int code) const {
 }
 
 void read_fully(const File& file, Bytes offset, std::span<std::byte> target) {
-  KernelCalls calls;
+  SystemCalls calls;
   PendingRange::reading(file, offset, target).run(calls);
 }
 
 void write_fully(const File& file, Bytes offset, std::span<const std::byte> source) {
-  KernelCalls calls;
+  SystemCalls calls;
   PendingRange::writing(file, offset, source).run(calls);
 }
 
@@ -206,7 +205,9 @@ bool TransferJob::finished() const {
   return settled_ == claimed_ && (error_ != nullptr || claimed_ == pieces_);
 }
 
-std::unique_ptr<Transfer> transfer_of(std::shared_ptr<TransferJob> job) {
+std::unique_ptr<Transfer> JobEngine::start(const PendingRange& range) {
+  auto job = std::make_shared<TransferJob>(range, piece_);
+  if (!range.complete()) enqueue(job);
   return std::make_unique<JobTransfer>(std::move(job));
 }
 

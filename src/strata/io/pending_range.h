@@ -16,29 +16,22 @@
 #include <optional>
 #include <span>
 
+#include "strata/base/interface.h"
 #include "strata/base/units.h"
 #include "strata/io/file.h"
 #include "strata/io/io_engine.h"
 
 namespace strata::io {
 
-// The two system calls that move bytes, behind an interface, so that tests can inject rare results
-// of a kernel: short transfers, EINTR, EIO, ENOSPC. Threads: several threads call it at once.
+// The two system calls that move bytes. Tests override them to inject rare results of a kernel:
+// short transfers, EINTR, EIO, ENOSPC. Threads: several threads call it at once.
 // Errors: returned, never thrown.
 
-class SystemCalls {
+class SystemCalls : public Interface {
  public:
-  virtual ~SystemCalls() = default;
   // As pread(2) and pwrite(2): they return the bytes moved, or -errno.
-  virtual std::int64_t read_at(int fd, std::span<std::byte> target, Bytes offset) = 0;
-  virtual std::int64_t write_at(int fd, std::span<const std::byte> source, Bytes offset) = 0;
-};
-
-// The kernel's own.
-class KernelCalls final : public SystemCalls {
- public:
-  std::int64_t read_at(int fd, std::span<std::byte> target, Bytes offset) override;
-  std::int64_t write_at(int fd, std::span<const std::byte> source, Bytes offset) override;
+  virtual std::int64_t read_at(int fd, std::span<std::byte> target, Bytes offset);
+  virtual std::int64_t write_at(int fd, std::span<const std::byte> source, Bytes offset);
 };
 
 class PendingRange {
@@ -140,7 +133,28 @@ class TransferJob {
   TransferTimes times_;
 };
 
-// The Transfer of a job.
-std::unique_ptr<Transfer> transfer_of(std::shared_ptr<TransferJob> job);
+// An engine that serves each transfer as a job of pieces.
+class JobEngine : public IoEngine {
+ public:
+  std::unique_ptr<Transfer> read(const File& file, Bytes offset,
+                                 std::span<std::byte> target) final {
+    return start(PendingRange::reading(file, offset, target));
+  }
+  std::unique_ptr<Transfer> write(const File& file, Bytes offset,
+                                  std::span<const std::byte> source) final {
+    return start(PendingRange::writing(file, offset, source));
+  }
+
+ protected:
+  // `piece`: bytes of a piece.
+  explicit JobEngine(Bytes piece) : piece_(piece) {}
+
+ private:
+  // The job has bytes. Blocks while the engine's queue is full.
+  virtual void enqueue(const std::shared_ptr<TransferJob>& job) = 0;
+  std::unique_ptr<Transfer> start(const PendingRange& range);
+
+  const Bytes piece_;
+};
 
 }  // namespace strata::io

@@ -1,11 +1,10 @@
-// Memory of another process of this host, read like a file. So the other processes load a model
-// from the one process that has it, without a copy of the whole, not even in shared memory. The one
-// process offers parts of its memory and sends the others a text. They read the parts as if they
-// lay one behind the other in a file, through an engine that takes SystemCalls. This needs
-// process_vm_readv and the right to read another process's memory: the same user in the same
-// container. Threads: an offer belongs to one; a ProcessMemory is immutable after construction,
-// safe everywhere. Ownership: borrows the parts; no thread writes their bytes meanwhile. Errors:
-// IoError where memory cannot be read.
+// Memory of another process of this host, read like a file: the other processes load a model from
+// the one that has it, without a copy of the whole. That one offers parts of its memory and sends
+// the others a text. They read the parts as if they lay one behind the other in a file, through an
+// engine that takes SystemCalls. This needs process_vm_readv and the right to read another
+// process's memory: the same user in the same container. Threads: an offer belongs to one; a
+// ProcessMemory is immutable, safe everywhere. Ownership: borrows the parts; no thread writes their
+// bytes meanwhile. Errors: IoError where memory cannot be read.
 #pragma once
 
 #include <sys/types.h>
@@ -19,6 +18,7 @@
 #include <vector>
 
 #include "strata/base/error.h"
+#include "strata/base/interface.h"
 #include "strata/io/file.h"
 #include "strata/io/pending_range.h"
 
@@ -31,12 +31,10 @@ struct MemoryRange {
 };
 
 // Other processes can read the memory while this lives.
-class OfferedMemory {
+class OfferedMemory : NonCopyable {
  public:
   explicit OfferedMemory(std::span<const std::span<const std::byte>> parts);
   ~OfferedMemory();
-  OfferedMemory(const OfferedMemory&) = delete;
-  OfferedMemory& operator=(const OfferedMemory&) = delete;
 
   // For the constructor of ProcessMemory.
   std::string to_text() const;

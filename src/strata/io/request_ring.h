@@ -9,17 +9,17 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <map>
+#include <functional>
 #include <memory>
 #include <span>
-#include <string>
 #include <vector>
 
+#include "strata/base/interface.h"
 #include "strata/base/units.h"
 
 namespace strata::io {
 
-class RequestRing {
+class RequestRing : public Interface {
  public:
   struct Request {
     std::uint32_t id = 0;  // of those under way, this one's alone
@@ -39,7 +39,6 @@ class RequestRing {
   // The most bytes of one region.
   static constexpr Bytes kRegionMax = 1_GiB;
 
-  virtual ~RequestRing() = default;
   // Called once, by the thread that makes all later calls.
   virtual void begin() = 0;
   virtual void push(const Request& request) = 0;
@@ -66,33 +65,7 @@ class RequestRing {
 // IoError here where the kernel refuses io_uring, with the likely reason.
 // At most `depth` requests are under way at once.
 std::unique_ptr<RequestRing> make_kernel_ring(int depth);
-
-// The memory that an engine has registered with its ring: spans, cut into regions of the size that
-// a ring takes. Finds the region in which a request lies. Threads: one, the ring's. Ownership:
-// borrows the ring and the memory. Errors: texts, since transfers work with unregistered memory,
-// too.
-
-class RegisteredRegions {
- public:
-  explicit RegisteredRegions(RequestRing& ring);
-
-  // Returns the reason why the memory is not registered; empty: it is.
-  std::string add(std::span<std::byte> memory);
-  // Unregisters memory that add() has registered.
-  void remove(std::span<std::byte> memory);
-  // The region that holds all of these bytes; -1: there is none.
-  int find(const std::byte* memory, std::size_t bytes) const;
-
- private:
-  struct Region {
-    std::uintptr_t end;
-    int number;
-  };
-  bool overlaps(std::span<const std::byte> memory) const;
-
-  RequestRing& ring_;
-  std::vector<int> free_;
-  std::map<std::uintptr_t, Region> by_begin_;
-};
+// The same function, and those that replace it in tests.
+using RingMaker = std::function<std::unique_ptr<RequestRing>(int depth)>;
 
 }  // namespace strata::io

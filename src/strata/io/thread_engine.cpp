@@ -11,11 +11,12 @@
 #include <vector>
 
 #include "strata/base/error.h"
+#include "strata/base/interface.h"
 #include "strata/io/pending_range.h"
 
 namespace strata::io {
 
-class ThreadEngine::Pool {
+class ThreadEngine::Pool : NonCopyable {
  public:
   Pool(const ThreadEngineOptions& options, std::shared_ptr<SystemCalls> calls)
       : queue_max_(static_cast<std::size_t>(options.queue_max)), calls_(std::move(calls)) {
@@ -27,8 +28,6 @@ class ThreadEngine::Pool {
     }
   }
   ~Pool() { stop(); }
-  Pool(const Pool&) = delete;
-  Pool& operator=(const Pool&) = delete;
 
   void enqueue(std::shared_ptr<TransferJob> job) {
     std::unique_lock lock(mutex_);
@@ -81,13 +80,13 @@ class ThreadEngine::Pool {
   std::vector<std::thread> threads_;
 };
 
-ThreadEngine::ThreadEngine(ThreadEngineOptions options, std::shared_ptr<SystemCalls> calls)
-    : options_(options) {
+ThreadEngine::ThreadEngine(const ThreadEngineOptions& options, std::shared_ptr<SystemCalls> calls)
+    : JobEngine(options.piece) {
   if (options.threads < 1 || options.piece.value < 1 || options.queue_max < 1) {
-    throw UsageError(fmt::format(
-        "a thread engine needs at least one thread, a piece of one byte and a queue of one: "
-        "threads={} piece={} queue_max={}",
-        options.threads, options.piece.value, options.queue_max));
+    throw UsageError(
+        fmt::format("a thread engine needs at least one thread, a piece of one byte and a queue of "
+                    "one: threads={} piece={} queue_max={}",
+                    options.threads, options.piece.value, options.queue_max));
   }
   STRATA_ASSERT(calls != nullptr);
   pool_ = std::make_unique<Pool>(options, std::move(calls));
@@ -95,20 +94,8 @@ ThreadEngine::ThreadEngine(ThreadEngineOptions options, std::shared_ptr<SystemCa
 
 ThreadEngine::~ThreadEngine() = default;
 
-std::unique_ptr<Transfer> ThreadEngine::read(const File& file, Bytes offset,
-                                             std::span<std::byte> target) {
-  auto job =
-      std::make_shared<TransferJob>(PendingRange::reading(file, offset, target), options_.piece);
-  if (!target.empty()) pool_->enqueue(job);
-  return transfer_of(std::move(job));
-}
-
-std::unique_ptr<Transfer> ThreadEngine::write(const File& file, Bytes offset,
-                                              std::span<const std::byte> source) {
-  auto job =
-      std::make_shared<TransferJob>(PendingRange::writing(file, offset, source), options_.piece);
-  if (!source.empty()) pool_->enqueue(job);
-  return transfer_of(std::move(job));
+void ThreadEngine::enqueue(const std::shared_ptr<TransferJob>& job) {
+  pool_->enqueue(job);
 }
 
 }  // namespace strata::io

@@ -18,24 +18,19 @@ struct ThreadEngineOptions {
   int queue_max = 64;
 };
 
-class ThreadEngine final : public IoEngine {
+class ThreadEngine final : public JobEngine {
  public:
   // UsageError if an option is not positive.
-  explicit ThreadEngine(ThreadEngineOptions options = {},
-                        std::shared_ptr<SystemCalls> calls = std::make_shared<KernelCalls>());
+  explicit ThreadEngine(const ThreadEngineOptions& options = {},
+                        std::shared_ptr<SystemCalls> calls = std::make_shared<SystemCalls>());
   ~ThreadEngine() override;
-  ThreadEngine(const ThreadEngine&) = delete;
-  ThreadEngine& operator=(const ThreadEngine&) = delete;
 
   std::string_view name() const override { return "threads"; }
-  std::unique_ptr<Transfer> read(const File& file, Bytes offset,
-                                 std::span<std::byte> target) override;
-  std::unique_ptr<Transfer> write(const File& file, Bytes offset,
-                                  std::span<const std::byte> source) override;
 
  private:
   class Pool;
-  ThreadEngineOptions options_;
+  void enqueue(const std::shared_ptr<TransferJob>& job) override;
+
   std::unique_ptr<Pool> pool_;
 };
 

@@ -1,10 +1,16 @@
 #include "strata/io/uring_engine.h"
 
+#include <sys/resource.h>
+
+#include <algorithm>
+#include <cerrno>
 #include <condition_variable>
 #include <deque>
 #include <exception>
 #include <functional>
 #include <future>
+#include <iterator>
+#include <map>
 #include <mutex>
 #include <optional>
 #include <thread>
@@ -12,6 +18,7 @@
 #include <vector>
 
 #include "strata/base/error.h"
+#include "strata/base/interface.h"
 #include "strata/io/request_ring.h"
 #include "strata/io/thread_engine.h"
 
@@ -20,22 +27,95 @@ namespace {
 
 constexpr int kDepthMax = 4096;
 
-const UringEngineOptions& checked(const UringEngineOptions& options) {
+void require_possible(const UringEngineOptions& options) {
   if (options.depth < 1 || options.depth > kDepthMax || options.piece < 1_B ||
       options.piece > 1_GiB || options.queue_max < 1) {
-    throw UsageError(fmt::format(
-        "an io_uring engine needs a depth of 1 to {}, pieces of 1 byte to 1 GiB and a queue of at "
-        "least one: depth={} piece={} queue_max={}",
-        kDepthMax, options.depth, options.piece.value, options.queue_max));
+    throw UsageError(
+        fmt::format("an io_uring engine needs a depth of 1 to {}, pieces of 1 byte to 1 GiB and a "
+                    "queue of at least one: depth={} piece={} queue_max={}",
+                    kDepthMax, options.depth, options.piece.value, options.queue_max));
   }
-  return options;
 }
 
-}  // namespace
+std::uintptr_t address_of(const std::byte* memory) {
+  return reinterpret_cast<std::uintptr_t>(memory);
+}
 
-class UringEngine::Core {
+std::string refusal(int code, std::size_t bytes) {
+  if (code != ENOMEM) return fmt::format("the kernel does not register it: {}", errno_text(code));
+  rlimit limit{};
+  ::getrlimit(RLIMIT_MEMLOCK, &limit);
+  return fmt::format(
+      "registered memory counts as locked, and the limit is too small: raise it (ulimit -l): "
+      "wanted={} limit={} {}",
+      bytes, limit.rlim_cur, errno_text(code));
+}
+
+// The memory that an engine has registered with its ring: spans, cut into regions of the size that
+// a ring takes. Finds the region in which a request lies. Threads: one, the ring's. Ownership:
+// borrows the ring and the memory. Errors: texts, since transfers work with unregistered memory,
+// too.
+class RegisteredRegions {
  public:
-  Core(const UringEngineOptions& options, std::unique_ptr<RequestRing> ring)
+  explicit RegisteredRegions(RequestRing& ring) : ring_(ring) {
+    for (int number = ring.regions_max(); number > 0; --number) free_.push_back(number - 1);
+  }
+
+  // Returns the reason why the memory is not registered; empty: it is.
+  std::string add(std::span<std::byte> memory) {
+    if (memory.empty()) return "there is none";
+    if (overlaps(memory)) return "some of it is registered already";
+    if (ring_.regions_max() == 0) return "the kernel is older than 5.19";
+    for (std::size_t at = 0; at < memory.size();) {
+      const std::span part =
+          memory.subspan(at, std::min(memory.size() - at, RequestRing::kRegionMax.size()));
+      const int code = free_.empty() ? ENOSPC : ring_.register_region(free_.back(), part);
+      if (code != 0) {
+        remove(memory.first(at));
+        return refusal(code, memory.size());
+      }
+      by_begin_[address_of(part.data())] = {address_of(part.data()) + part.size(), free_.back()};
+      free_.pop_back();
+      at += part.size();
+    }
+    return {};
+  }
+  // Unregisters memory that add() has registered.
+  void remove(std::span<std::byte> memory) {
+    const std::uintptr_t end = address_of(memory.data()) + memory.size();
+    auto region = by_begin_.lower_bound(address_of(memory.data()));
+    while (region != by_begin_.end() && region->first < end) {
+      ring_.unregister_region(region->second.number);
+      free_.push_back(region->second.number);
+      region = by_begin_.erase(region);
+    }
+  }
+  // The region that holds all of these bytes; -1: there is none.
+  int find(const std::byte* memory, std::size_t bytes) const {
+    auto region = by_begin_.upper_bound(address_of(memory));
+    if (region == by_begin_.begin()) return -1;
+    --region;
+    return address_of(memory) + bytes <= region->second.end ? region->second.number : -1;
+  }
+
+ private:
+  struct Region {
+    std::uintptr_t end;
+    int number;
+  };
+  bool overlaps(std::span<const std::byte> memory) const {
+    auto after = by_begin_.lower_bound(address_of(memory.data()) + memory.size());
+    return after != by_begin_.begin() && std::prev(after)->second.end > address_of(memory.data());
+  }
+
+  RequestRing& ring_;
+  std::vector<int> free_;
+  std::map<std::uintptr_t, Region> by_begin_;
+};
+
+class RingCore : NonCopyable {
+ public:
+  RingCore(const UringEngineOptions& options, std::unique_ptr<RequestRing> ring)
       : queue_max_(static_cast<std::size_t>(options.queue_max)),
         ring_(std::move(ring)),
         regions_(*ring_),
@@ -51,9 +131,7 @@ class UringEngine::Core {
       throw;
     }
   }
-  ~Core() { stop(); }
-  Core(const Core&) = delete;
-  Core& operator=(const Core&) = delete;
+  ~RingCore() { stop(); }
 
   void enqueue(const std::shared_ptr<TransferJob>& job) {
     std::unique_lock lock(mutex_);
@@ -221,54 +299,49 @@ class UringEngine::Core {
   std::thread thread_;
 };
 
-class UringEngine::Registration final : public MemoryRegistration {
+class RingRegistration final : public MemoryRegistration {
  public:
-  Registration(std::weak_ptr<Core> core, std::span<std::byte> memory)
+  RingRegistration(std::weak_ptr<RingCore> core, std::span<std::byte> memory)
       : MemoryRegistration({}), core_(std::move(core)), memory_(memory) {}
-  ~Registration() override {
-    const std::shared_ptr<Core> core = core_.lock();
+  ~RingRegistration() override {
+    const std::shared_ptr<RingCore> core = core_.lock();
     if (core == nullptr) return;
     core->call([this](RegisteredRegions& regions) { regions.remove(memory_); });
   }
 
  private:
-  std::weak_ptr<Core> core_;
+  std::weak_ptr<RingCore> core_;
   std::span<std::byte> memory_;
 };
 
-UringEngine::UringEngine(const UringEngineOptions& options)
-    : UringEngine(options, make_kernel_ring) {}
+class UringEngine final : public JobEngine {
+ public:
+  UringEngine(const UringEngineOptions& options, std::unique_ptr<RequestRing> ring)
+      : JobEngine(options.piece), core_(std::make_shared<RingCore>(options, std::move(ring))) {}
+  ~UringEngine() override { core_->stop(); }
 
-UringEngine::UringEngine(const UringEngineOptions& options, const RingMaker& make_ring)
-    : options_(checked(options)),
-      core_(std::make_shared<Core>(options, make_ring(options.depth))) {}
+  std::string_view name() const override { return "io_uring"; }
+  std::unique_ptr<MemoryRegistration> register_memory(std::span<std::byte> memory) override {
+    std::string refused;
+    const bool done =
+        core_->call([&](RegisteredRegions& regions) { refused = regions.add(memory); });
+    if (!done) refused = "the kernel no longer serves the queue";
+    if (!refused.empty()) return std::make_unique<MemoryRegistration>(std::move(refused));
+    return std::make_unique<RingRegistration>(core_, memory);
+  }
 
-UringEngine::~UringEngine() {
-  core_->stop();
-}
+ private:
+  void enqueue(const std::shared_ptr<TransferJob>& job) override { core_->enqueue(job); }
 
-std::unique_ptr<Transfer> UringEngine::start(const PendingRange& range) {
-  auto job = std::make_shared<TransferJob>(range, options_.piece);
-  if (!range.complete()) core_->enqueue(job);
-  return transfer_of(std::move(job));
-}
+  std::shared_ptr<RingCore> core_;
+};
 
-std::unique_ptr<Transfer> UringEngine::read(const File& file, Bytes offset,
-                                            std::span<std::byte> target) {
-  return start(PendingRange::reading(file, offset, target));
-}
+}  // namespace
 
-std::unique_ptr<Transfer> UringEngine::write(const File& file, Bytes offset,
-                                             std::span<const std::byte> source) {
-  return start(PendingRange::writing(file, offset, source));
-}
-
-std::unique_ptr<MemoryRegistration> UringEngine::register_memory(std::span<std::byte> memory) {
-  std::string refused;
-  const bool done = core_->call([&](RegisteredRegions& regions) { refused = regions.add(memory); });
-  if (!done) refused = "the kernel no longer serves the queue";
-  if (!refused.empty()) return std::make_unique<MemoryRegistration>(std::move(refused));
-  return std::make_unique<Registration>(core_, memory);
+std::unique_ptr<IoEngine> make_uring_engine(const UringEngineOptions& options,
+                                            const RingMaker& make_ring) {
+  require_possible(options);
+  return std::make_unique<UringEngine>(options, make_ring(options.depth));
 }
 
 std::optional<EngineKind> engine_kind_from(std::string_view name) {
@@ -278,16 +351,12 @@ std::optional<EngineKind> engine_kind_from(std::string_view name) {
   return std::nullopt;
 }
 
-ChosenEngine make_io_engine(const EngineOptions& options) {
-  return make_io_engine(options, make_kernel_ring);
-}
-
 ChosenEngine make_io_engine(const EngineOptions& options, const RingMaker& make_ring) {
   ChosenEngine chosen;
   if (options.kind != EngineKind::kThreads) {
     const UringEngineOptions uring{.piece = options.piece, .depth = options.depth};
     try {
-      chosen.engine = std::make_unique<UringEngine>(uring, make_ring);
+      chosen.engine = make_uring_engine(uring, make_ring ? make_ring : make_kernel_ring);
       return chosen;
     } catch (const IoError& error) {
       if (options.kind == EngineKind::kUring) throw;

@@ -11,7 +11,7 @@
 #include "strata/base/units.h"
 #include "strata/kernels/adam_constants.h"
 #include "strata/kernels/elementwise.h"
-#include "strata/kernels/float16.h"
+#include "strata/kernels/elementwise_loops.h"
 #include "strata/kernels/targets.h"
 
 #undef HWY_TARGET_INCLUDE
@@ -205,34 +205,20 @@ void adam_step(const AdamSpans& spans, const AdamScalars& scalars, ThreadPool* p
 
 namespace {
 
-BFloat16 bfloat16_at(const std::byte* array, std::size_t i) {
-  BFloat16 value;
-  std::memcpy(&value, array + 2 * i, sizeof value);
-  return value;
-}
-
-void set_bfloat16(std::byte* array, std::size_t i, float value) {
-  const BFloat16 rounded = bfloat16_from(value);
-  std::memcpy(array + 2 * i, &rounded, sizeof rounded);
-}
-
 // The master, unless the weight beside it was written.
 float followed_master(const AdamSpans& spans, std::size_t i) {
-  const float master = spans.weight[i];
-  std::uint16_t bits = 0;
-  std::memcpy(&bits, spans.weight16 + 2 * i, sizeof bits);
-  const bool is_bfloat16 = spans.weight16_dtype == DType::kBFloat16;
-  const float weight = is_bfloat16 ? to_float(BFloat16{bits}) : to_float(Float16{bits});
-  const float rounded =
-      is_bfloat16 ? to_float(bfloat16_from(master)) : to_float(float16_from(master));
-  return rounded == weight ? master : weight;
+  float master = spans.weight[i];
+  with_storage(spans.weight16_dtype, [&](auto storage) {
+    adopt_scalars<decltype(storage)>(&master, spans.weight16 + 2 * i, 0, 1);
+  });
+  return master;
 }
 
 float master_at(const AdamSpans& spans, std::size_t i) {
-  if (spans.rounds_weight16) return to_float(bfloat16_at(spans.weight16, i));
+  if (spans.rounds_weight16) return load_element<BFloat16>(spans.weight16, i);
   if (spans.follows_weight16) return followed_master(spans, i);
   if (!spans.has_remainder()) return spans.weight[i];
-  return joined_master(bfloat16_at(spans.weight16, i), remainder_at(spans.remainder, i));
+  return joined_master(element_at<BFloat16>(spans.weight16, i), remainder_at(spans.remainder, i));
 }
 
 struct Moments {
@@ -242,14 +228,14 @@ struct Moments {
 
 Moments moments_at(const AdamSpans& spans, std::size_t i) {
   if (!spans.has_moments16()) return {spans.exp_avg[i], spans.exp_avg_sq[i]};
-  return {to_float(bfloat16_at(spans.moments16.exp_avg, i)),
-          to_float(bfloat16_at(spans.moments16.exp_avg_sq, i))};
+  return {load_element<BFloat16>(spans.moments16.exp_avg, i),
+          load_element<BFloat16>(spans.moments16.exp_avg_sq, i)};
 }
 
 void set_moments(const AdamSpans& spans, std::size_t i, const Moments& moments) {
   if (spans.has_moments16()) {
-    set_bfloat16(spans.moments16.exp_avg, i, moments.first);
-    set_bfloat16(spans.moments16.exp_avg_sq, i, moments.second);
+    store_element<BFloat16>(spans.moments16.exp_avg, i, moments.first);
+    store_element<BFloat16>(spans.moments16.exp_avg_sq, i, moments.second);
   } else {
     spans.exp_avg[i] = moments.first;
     spans.exp_avg_sq[i] = moments.second;
@@ -319,17 +305,11 @@ void adam_scalar_loop(const AdamSpans& spans, const AdamConstants& c) {
       spans.weight[i] = weight;
     }
     if (spans.weight16 != nullptr) {
-      const std::uint16_t bits = spans.weight16_dtype == DType::kBFloat16
-                                     ? bfloat16_from(weight).bits
-                                     : float16_from(weight).bits;
-      std::memcpy(spans.weight16 + 2 * i, &bits, sizeof bits);
+      with_storage(spans.weight16_dtype, [&](auto storage) {
+        store_element<decltype(storage)>(spans.weight16, i, weight);
+      });
     }
   }
-}
-
-void adam_step_reference(const AdamSpans& spans, const AdamScalars& scalars) {
-  check_adam(spans, scalars);
-  adam_scalar_loop(spans, AdamConstants(scalars));
 }
 
 namespace {
@@ -345,10 +325,10 @@ bool is_narrow(DType dtype) {
 
 void require_adam_type(DType dtype, const char* what) {
   if (dtype == DType::kFloat32 || dtype == DType::kBFloat16 || dtype == DType::kFloat16) return;
-  throw UsageError(fmt::format(
-      "Adam on the host updates float32, bfloat16 and float16; convert the parameter; found {} of "
-      "{}",
-      what, name_of(dtype)));
+  throw UsageError(
+      fmt::format("Adam on the host updates float32, bfloat16 and float16; convert the parameter; "
+                  "found {} of {}",
+                  what, name_of(dtype)));
 }
 
 template <typename Byte>
@@ -357,17 +337,12 @@ Byte* from_element(Byte* array, DType dtype, std::int64_t element) {
 }
 
 // Elements of an array as fp32: its own, or copies of them in `room`.
-std::span<float> in_fp32(std::byte* array, DType dtype, Numel numel, WidenedPiece& room) {
-  if (!is_narrow(dtype)) return {reinterpret_cast<float*>(array), numel.size()};
+template <typename Byte>
+auto in_fp32(Byte* array, DType dtype, Numel numel, WidenedPiece& room) {
+  using Float = std::conditional_t<std::is_const_v<Byte>, const float, float>;
+  if (!is_narrow(dtype)) return std::span(reinterpret_cast<Float*>(array), numel.size());
   cast(reinterpret_cast<std::byte*>(room.data()), DType::kFloat32, array, dtype, numel, nullptr);
-  return {room.data(), numel.size()};
-}
-
-std::span<const float> in_fp32(const std::byte* array, DType dtype, Numel numel,
-                               WidenedPiece& room) {
-  if (!is_narrow(dtype)) return {reinterpret_cast<const float*>(array), numel.size()};
-  cast(reinterpret_cast<std::byte*>(room.data()), DType::kFloat32, array, dtype, numel, nullptr);
-  return {room.data(), numel.size()};
+  return std::span<Float>(room.data(), numel.size());
 }
 
 // At most kWidened elements, unless all are fp32.

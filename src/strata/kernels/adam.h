@@ -4,15 +4,14 @@
 //
 // Bits: scalars are computed in fp64 and rounded once; then every operation rounds to fp32, three
 // of them as fused multiply-adds, in the order of torch's for-loop on AVX2 and AVX-512. A result
-// depends on nothing but its own element's inputs: not on the machine, the threads, or where a
-// shard begins. Against torch 2.11 on CPU in fp32, AdamW and Adam, with and without weight decay:
+// depends on nothing but its own element's inputs. Against torch 2.11 on CPU in fp32, AdamW and
+// Adam, with and without weight decay:
 //   fused=True: bit-identical for tensors whose numel is a multiple of 16. torch computes its own
-//     tails (what is left of the last 8 or 16 elements) in fp64: some are a few ulp off each step.
+//     tails in fp64: some are a few ulp off each step.
 //   for-loop and foreach (one of them is the default): exp_avg and exp_avg_sq of AdamW are
-//     bit-identical at every size. So is the weight, and all of Adam with L2, wherever torch's sqrt
-//     rounds correctly. The MKL inside torch does not on AMD processors: up to a quarter of its
-//     roots are 1 ulp off, which moves an update by 1e-7 of itself. With Tensor.sqrt replaced by
-//     one that goes through fp64, everything is bit-identical at every size.
+//     bit-identical. So is the weight, and all of Adam with L2, wherever torch's sqrt rounds
+//     correctly. The MKL inside torch does not on AMD processors: up to a quarter of its roots are
+//     1 ulp off, which moves an update by 1e-7 of itself.
 //
 // Threads: pure functions of their spans; adam_step splits the work over `pool` when one is given.
 // Errors: UsageError when weight16_dtype is no 16-bit floating type, or not bf16 where the masters
@@ -101,8 +100,5 @@ struct AdamTensor {
 
 // `scalars` but for their step, which is each tensor's own; their late_scale is null.
 void adam_step(std::span<const AdamTensor> tensors, const AdamScalars& scalars, ThreadPool* pool);
-
-// The readable reference: a plain loop with the same bits.
-void adam_step_reference(const AdamSpans& spans, const AdamScalars& scalars);
 
 }  // namespace strata::kernels

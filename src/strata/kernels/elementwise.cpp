@@ -268,44 +268,5 @@ void check_sum(std::size_t sources, DType dtype) {
   }
 }
 
-void cast_reference(std::byte* target, DType target_dtype, const std::byte* source,
-                    DType source_dtype, Numel numel) {
-  check_cast(target_dtype, source_dtype);
-  if (target_dtype == source_dtype) {
-    const std::size_t bytes = bytes_of(numel, target_dtype).size();
-    if (bytes > 0) std::memcpy(target, source, bytes);
-    return;
-  }
-  with_wide_storage(target_dtype, [&](auto to) {
-    with_wide_storage(source_dtype, [&](auto from) {
-      cast_scalars<decltype(to), decltype(from)>(target, source, 0, numel.size());
-    });
-  });
-}
-
-void accumulate_reference(std::byte* target, DType target_dtype, const std::byte* source,
-                          DType source_dtype, Numel numel) {
-  check_accumulate(target_dtype, source_dtype);
-  with_storage(target_dtype, [&](auto to) {
-    with_storage(source_dtype, [&](auto from) {
-      accumulate_scalars<decltype(to), decltype(from)>(target, source, 0, numel.size());
-    });
-  });
-}
-
-void sum_in_order_reference(std::span<float> target, std::span<const std::byte* const> sources,
-                            DType dtype, float scale, bool accumulate) {
-  check_sum(sources.size(), dtype);
-  const SumTask task{target.data(), sources, scale, accumulate};
-  with_storage(dtype, [&](auto from) { sum_scalars<decltype(from)>(task, 0, target.size()); });
-}
-
-void adopt_written_reference(std::span<float> masters, const std::byte* weights, DType dtype) {
-  check_cast(DType::kFloat32, dtype);
-  with_wide_storage(dtype, [&](auto from) {
-    adopt_scalars<decltype(from)>(masters.data(), weights, 0, masters.size());
-  });
-}
-
 }  // namespace strata::kernels
 #endif  // HWY_ONCE

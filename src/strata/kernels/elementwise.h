@@ -38,13 +38,4 @@ void sum_in_order(std::span<float> target, std::span<const std::byte* const> sou
 void adopt_written(std::span<float> masters, const std::byte* weights, DType dtype,
                    ThreadPool* pool);
 
-// The readable references: plain loops with the same bits.
-void cast_reference(std::byte* target, DType target_dtype, const std::byte* source,
-                    DType source_dtype, Numel numel);
-void accumulate_reference(std::byte* target, DType target_dtype, const std::byte* source,
-                          DType source_dtype, Numel numel);
-void sum_in_order_reference(std::span<float> target, std::span<const std::byte* const> sources,
-                            DType dtype, float scale, bool accumulate);
-void adopt_written_reference(std::span<float> masters, const std::byte* weights, DType dtype);
-
 }  // namespace strata::kernels

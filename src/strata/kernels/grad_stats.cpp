@@ -135,15 +135,5 @@ GradientFactor gradient_factor(std::span<const double> sums, double loss_scale, 
   return result;
 }
 
-GradStats grad_stats_reference(std::span<const float> gradients) {
-  double sum = 0.0;
-  for (std::size_t i = 0; i < gradients.size(); i += kChunk) {
-    PartialSums sums{};
-    add_scalars(sums, gradients.subspan(i, std::min(kChunk, gradients.size() - i)));
-    sum += total_of(sums);
-  }
-  return stats_of(sum);
-}
-
 }  // namespace strata::kernels
 #endif  // HWY_ONCE

@@ -32,7 +32,4 @@ double norm_of(double sum_of_squares, double loss_scale);
 // The factor that clipping and the loss scale give for gradients of this norm.
 float scale_of(double norm, double loss_scale, double clipping);
 
-// The readable reference: a plain loop with the same bits.
-GradStats grad_stats_reference(std::span<const float> gradients);
-
 }  // namespace strata::kernels

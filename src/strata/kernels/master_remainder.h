@@ -1,16 +1,15 @@
 // fp32 master weights beside bf16 weights without a bit kept twice: the weight is the upper half of
-// its master as it was rounded, the remainder is what that lacks. Both together take 4 1/8 bytes
-// instead of 6.
+// its master as it was rounded, the remainder is what that lacks. Both take 4 1/8 bytes, not 6.
 //
-// A master of the bits h:l, 16 each, has the weight w = bf16(master), rounded to nearest even: h
-// or, rounded up, h + 1. The low half l says which: more than 0x8000 is rounded up, less is not. An
-// exact half goes to the even neighbour, so that w does not show it; a bit of its own does. The
-// master is then (w or w - 1):l, the same bits for every number; a NaN stays a NaN.
+// A master of the bits h:l, 16 each, has the weight w = bf16(master): h or, rounded up, h + 1. The
+// low half l says which: more than 0x8000 is rounded up, less is not. An exact half goes to the
+// even neighbour, which w does not show; a bit of its own does. The master is then (w or w - 1):l,
+// the same bits for every number; a NaN stays a NaN.
 //
 // If other code writes a weight, it keeps the remainder of the weight before: the master is then
 // within half a unit in the weight's last place. No nonzero master rounds up to zero; so if the
-// remainder of a zero says that it was rounded up, other code has written the zero, and its master
-// is zero.
+// remainder of a zero says that it was rounded up, other code has written it, and its master is
+// zero.
 //
 // Threads: pure functions of their arrays; work is split over `pool` when one is given. Two threads
 // may work on the same array where they are eight elements apart.
@@ -39,16 +38,6 @@ struct MasterRemainder {
   // The remainder of the elements from `first` on; `first` is a multiple of 8.
   MasterRemainder from(std::size_t first) const { return {low + first, halves_up + first / 8}; }
 };
-
-// The memory of `numel` elements, in whole lines of 64 bytes so that one may follow another, and
-// the arrays in it.
-inline Bytes remainder_bytes(Numel numel) {
-  return align_up(Bytes(2 * numel.value + (numel.value + 7) / 8), 64_B);
-}
-inline MasterRemainder remainder_over(std::span<std::byte> memory, Numel numel) {
-  return {reinterpret_cast<std::uint16_t*>(memory.data()),
-          reinterpret_cast<std::uint8_t*>(memory.data() + 2 * numel.size())};
-}
 
 // One element: what rounding it to bf16 loses, and back.
 struct RemainderBits {

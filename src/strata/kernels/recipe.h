@@ -58,8 +58,4 @@ using Recipe = std::vector<RecipeStep>;
 void replay(std::span<const RecipeStep> recipe, Numel begin, Numel numel, std::byte* target,
             DType dtype, ThreadPool* pool);
 
-// The readable reference: a plain loop with the same bits.
-void replay_reference(std::span<const RecipeStep> recipe, Numel begin, Numel numel,
-                      std::byte* target, DType dtype);
-
 }  // namespace strata::kernels

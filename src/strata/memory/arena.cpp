@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <iterator>
 #include <mutex>
-#include <utility>
 
 #include "strata/base/error.h"
 
@@ -88,51 +87,24 @@ struct Extent::Home {
   OffsetAllocator offsets;  // guarded by mutex
 };
 
-namespace {
-
-bool is_multiple(const std::byte* address, Bytes alignment) {
-  return reinterpret_cast<std::uintptr_t>(address) % alignment.size() == 0;
-}
-
-}  // namespace
-
-Extent::Extent(std::shared_ptr<Home> home, Bytes offset, std::span<std::byte> bytes)
-    : home_(std::move(home)), offset_(offset), bytes_(bytes) {}
-
-Extent::Extent(Extent&& other) noexcept
-    : home_(std::exchange(other.home_, nullptr)),
-      offset_(other.offset_),
-      bytes_(std::exchange(other.bytes_, {})) {}
-
-Extent& Extent::operator=(Extent&& other) noexcept {
-  if (this == &other) return *this;
-  give_back();
-  home_ = std::exchange(other.home_, nullptr);
-  offset_ = other.offset_;
-  bytes_ = std::exchange(other.bytes_, {});
-  return *this;
-}
-
-Extent::~Extent() {
-  give_back();
-}
-
-void Extent::give_back() noexcept {
-  if (!home_) return;
-  const std::lock_guard lock(home_->mutex);
-  home_->offsets.release(offset_);
+void Extent::GiveBack::operator()(Home*) const noexcept {
+  const std::lock_guard lock(home->mutex);
+  home->offsets.release(offset);
 }
 
 Arena::Arena(std::span<std::byte> memory, Bytes granule)
     : home_(std::make_shared<Extent::Home>(memory, granule)) {
-  STRATA_ASSERT(is_multiple(memory.data(), granule));
+  STRATA_ASSERT(reinterpret_cast<std::uintptr_t>(memory.data()) % granule.size() == 0);
 }
 
 std::optional<Extent> Arena::try_allocate(Bytes bytes) {
   const std::lock_guard lock(home_->mutex);
   const auto offset = home_->offsets.try_allocate(bytes);
   if (!offset) return std::nullopt;
-  return Extent(home_, *offset, home_->memory.subspan(offset->size(), bytes.size()));
+  Extent extent;
+  extent.held_ = decltype(extent.held_)(home_.get(), Extent::GiveBack{home_, *offset});
+  extent.bytes_ = home_->memory.subspan(offset->size(), bytes.size());
+  return extent;
 }
 
 Bytes Arena::capacity() const {

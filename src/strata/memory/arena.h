@@ -66,19 +66,19 @@ class OffsetAllocator {
 class Extent {
  public:
   Extent() = default;
-  Extent(Extent&& other) noexcept;
-  Extent& operator=(Extent&& other) noexcept;
-  ~Extent();
-  std::span<std::byte> bytes() const { return bytes_; }  // exactly as many as asked for
+  // Exactly as many as asked for.
+  std::span<std::byte> bytes() const { return held_ ? bytes_ : std::span<std::byte>(); }
 
  private:
   friend class Arena;
   struct Home;
-  Extent(std::shared_ptr<Home> home, Bytes offset, std::span<std::byte> bytes);
-  void give_back() noexcept;
+  struct GiveBack {
+    std::shared_ptr<Home> home;
+    Bytes offset;
+    void operator()(Home*) const noexcept;
+  };
 
-  std::shared_ptr<Home> home_;  // null: holds nothing
-  Bytes offset_;
+  std::unique_ptr<Home, GiveBack> held_;  // null: holds nothing
   std::span<std::byte> bytes_;
 };
 

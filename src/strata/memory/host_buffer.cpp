@@ -6,10 +6,8 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdint>
 #include <cstring>
 #include <limits>
-#include <utility>
 
 #include "strata/base/error.h"
 #include "strata/base/thread_pool.h"
@@ -49,20 +47,11 @@ MappedMemory MappedMemory::of_file(int fd, Bytes offset, Bytes bytes, Access acc
 }
 
 void MappedMemory::give_back() const {
-  if (!bytes_.empty()) ::madvise(bytes_.data(), bytes_.size(), MADV_DONTNEED);
+  if (!bytes().empty()) ::madvise(bytes().data(), bytes().size(), MADV_DONTNEED);
 }
 
-MappedMemory::MappedMemory(MappedMemory&& other) noexcept
-    : bytes_(std::exchange(other.bytes_, {})) {}
-
-MappedMemory& MappedMemory::operator=(MappedMemory&& other) noexcept {
-  MappedMemory taken(std::move(other));
-  std::swap(bytes_, taken.bytes_);
-  return *this;
-}
-
-MappedMemory::~MappedMemory() {
-  if (bytes_.data() != nullptr) ::munmap(bytes_.data(), mapped_size(bytes_.size()));
+void MappedMemory::Unmap::operator()(std::byte* memory) const noexcept {
+  ::munmap(memory, mapped_size(bytes));
 }
 
 namespace {
@@ -70,9 +59,8 @@ namespace {
 [[noreturn]] void throw_out_of_memory(Bytes wanted, const HostBufferOptions& options, int error) {
   throw OutOfMemoryError(
       fmt::format("no memory for a buffer of the {} tier ({}): {} wanted, the system refused it "
-                  "({}); free memory or "
-                  "raise the limits of this process (ulimit -v, vm.overcommit_memory, "
-                  "vm.max_map_count); held: {}",
+                  "({}); free memory or raise the limits of this process (ulimit -v, "
+                  "vm.overcommit_memory, vm.max_map_count); held: {}",
                   name_of(options.tier), name_of(options.kind), to_string(wanted),
                   errno_text(error), options.ledger ? options.ledger->report() : "not counted"));
 }

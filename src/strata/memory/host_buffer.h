@@ -9,7 +9,6 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
 #include <memory>
 #include <span>
 #include <string_view>
@@ -37,14 +36,11 @@ class MappedMemory {
 
   MappedMemory() = default;  // nothing
   // Takes over a mapping, which begins at a page.
-  explicit MappedMemory(std::span<std::byte> bytes) : bytes_(bytes) {}
-  MappedMemory(MappedMemory&& other) noexcept;
-  MappedMemory& operator=(MappedMemory&& other) noexcept;
-  MappedMemory(const MappedMemory&) = delete;
-  MappedMemory& operator=(const MappedMemory&) = delete;
-  ~MappedMemory();
+  explicit MappedMemory(std::span<std::byte> bytes) : memory_(bytes.data(), Unmap{bytes.size()}) {}
 
-  std::span<std::byte> bytes() const { return bytes_; }
+  std::span<std::byte> bytes() const {
+    return memory_ ? std::span(memory_.get(), memory_.get_deleter().bytes) : std::span<std::byte>();
+  }
   // Only for anonymous() memory: gives its pages back to the system. A later access gets new,
   // zeroed pages.
   void give_back() const;
@@ -53,7 +49,11 @@ class MappedMemory {
   static MappedMemory map(int protection, int flags, int fd, Bytes offset, Bytes bytes,
                           std::string_view purpose);
 
-  std::span<std::byte> bytes_;  // data() is null when there is nothing to unmap
+  struct Unmap {
+    std::size_t bytes;
+    void operator()(std::byte* memory) const noexcept;
+  };
+  std::unique_ptr<std::byte, Unmap> memory_;  // null: nothing to unmap
 };
 
 // The system's page size. Buffers are aligned to it at least.

@@ -13,9 +13,7 @@
 #include <cerrno>
 #include <chrono>
 #include <cstdint>
-#include <cstring>
 #include <filesystem>
-#include <memory>
 #include <random>
 #include <system_error>
 #include <utility>
@@ -71,10 +69,9 @@ std::string below(const std::string& folder, std::string_view name) {
 void require_folder(const std::string& path) {
   struct stat status {};
   if (::stat(path.c_str(), &status) != 0) {
-    const int code = errno;
     throw IoError(fmt::format(
         "the folder for states on a drive cannot be used: path={} {}; make it, or mount the drive",
-        path, errno_text(code)));
+        path, errno_text(errno)));
   }
   if (!S_ISDIR(status.st_mode)) {
     throw IoError(fmt::format(
@@ -99,6 +96,84 @@ bool is_of_this_host(int lock) {
 bool is_removed(int fd) {
   struct stat status {};
   return ::fstat(fd, &status) != 0 || status.st_nlink == 0;
+}
+
+// One file on a drive that takes its space before it is used.
+class DriveFile {
+ public:
+  // Makes the file, which only its owner may read. `folder`: null where another object keeps the
+  // folder.
+  DriveFile(const std::string& path, std::unique_ptr<SwapFolder> folder)
+      : folder_(std::move(folder)), file_(io::File(path, io::File::Mode::kCreateNew).direct()) {}
+
+  const io::File& file() const { return file_; }
+  Bytes size() const { return size_; }
+
+  // Takes space until the file has `size` bytes in all. When it throws, the file has the same space
+  // as before.
+  void grow(Bytes size) {
+    const Bytes more = size - size_;
+    if (more.value <= 0) return;
+    // This asks first: a file that fills the drive would take space that other programs need soon.
+    if (const Bytes free = free_bytes(); free < more) refuse(more, free, ENOSPC);
+    int code = 0;
+    do {
+      code = ::posix_fallocate(file_.fd(), size_.value, more.value);
+    } while (code == EINTR);
+    if (code != 0) {
+      shrink(size_);  // what was taken of it
+      refuse(more, free_bytes(), code);
+    }
+    size_ = size;
+  }
+  void count_written(Bytes bytes) { written_ += bytes; }
+  // Counted for the folder that users named: the parent of the rank's own folder.
+  DriveWrites drive_writes() const {
+    const std::filesystem::path place(folder_ != nullptr ? folder_->path() : file_.path());
+    return {place.parent_path().string(), written_};
+  }
+  // Gives back the space beyond; no transfer is under way there.
+  void shrink(Bytes size) noexcept {
+    [[maybe_unused]] const int result = ::ftruncate(file_.fd(), size.value);
+    size_ = std::min(size_, size);
+  }
+
+ private:
+  Bytes free_bytes() const {
+    struct statvfs status {};
+    if (::fstatvfs(file_.fd(), &status) != 0) return Bytes();
+    const Bytes block(static_cast<std::int64_t>(status.f_frsize));
+    return block * static_cast<std::int64_t>(status.f_bavail);
+  }
+  [[noreturn]] void refuse(Bytes more, Bytes free, int code) const {
+    throw OutOfMemoryError(fmt::format(
+        "there is too little space for states on the drive: {} wanted beside {} taken, {} free; "
+        "free some, choose another drive or shard over more ranks: path={} wanted={} free={} {}",
+        to_string(more), to_string(size_), to_string(free), file_.path(), more.value, free.value,
+        errno_text(code)));
+  }
+
+  std::unique_ptr<SwapFolder> folder_;
+  io::File file_;
+  Bytes size_;
+  Bytes written_;
+};
+
+// The bytes a second at which a drive reads and writes in turns, measured with some megabytes that
+// the file has for a moment.
+double measure_speed(DriveFile& drive, io::IoEngine& io) {
+  constexpr Bytes kProbe = 16_MiB;
+  drive.grow(kProbe);
+  memory::HostBuffer memory(kProbe);
+  std::ranges::fill(memory.bytes(), std::byte{0x5A});
+  io.write(drive.file(), Bytes(), memory.bytes())->wait();  // each block gets its place
+  const auto begin = std::chrono::steady_clock::now();
+  io.write(drive.file(), Bytes(), memory.bytes())->wait();
+  io.read(drive.file(), Bytes(), memory.bytes())->wait();
+  const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
+  drive.count_written(kProbe * 2);
+  drive.shrink(Bytes());
+  return static_cast<double>(kProbe.value) * 2 / std::max(seconds.count(), 1e-9);
 }
 
 class StripedBlockFile final : public BlockFile {
@@ -215,11 +290,9 @@ SwapFolder::~SwapFolder() {
 bool SwapFolder::make(int rank) {
   std::string folder = below(root_, fmt::format("{}rank{}.XXXXXX", kPrefix, rank));
   if (::mkdtemp(folder.data()) == nullptr) {
-    const int code = errno;
-    throw IoError(
-        fmt::format("cannot make a folder for states on a drive; choose a path that this user may "
-                    "write to: path={} {}",
-                    root_, errno_text(code)));
+    io::throw_errno(
+        "cannot make a folder for states on a drive; choose a path that this user may write to",
+        root_);
   }
   const std::string lock_path = below(folder, kLockName);
   FileDescriptor file(
@@ -228,8 +301,8 @@ bool SwapFolder::make(int rank) {
     const int code = errno;
     ::rmdir(folder.c_str());
     if (code == ENOENT) return false;
-    throw IoError(fmt::format("cannot make a file for states on a drive: path={} {}", lock_path,
-                              errno_text(code)));
+    errno = code;
+    io::throw_errno("cannot make a file for states on a drive", lock_path);
   }
   lock_ = io::FileLock(std::move(file));
   const io::FileLock::Outcome outcome = lock_.take();
@@ -290,62 +363,6 @@ std::string SwapFolder::warning() const {
   return fmt::format(
       "{}{}{} has no locks, so the folders of killed jobs stay until you remove them", text,
       text.empty() ? "" : "; ", root_);
-}
-
-void DriveFile::grow(Bytes size) {
-  const Bytes more = size - size_;
-  if (more.value <= 0) return;
-  // This asks first: a file that fills the drive would take space that other programs need soon.
-  if (const Bytes free = free_bytes(); free < more) refuse(more, free, ENOSPC);
-  int code = 0;
-  do {
-    code = ::posix_fallocate(file_.fd(), size_.value, more.value);
-  } while (code == EINTR);
-  if (code != 0) {
-    shrink(size_);  // what was taken of it
-    refuse(more, free_bytes(), code);
-  }
-  size_ = size;
-}
-
-void DriveFile::shrink(Bytes size) noexcept {
-  [[maybe_unused]] const int result = ::ftruncate(file_.fd(), size.value);
-  size_ = std::min(size_, size);
-}
-
-DriveWrites DriveFile::drive_writes() const {
-  const std::filesystem::path place(folder_ != nullptr ? folder_->path() : file_.path());
-  return {place.parent_path().string(), written_};
-}
-
-Bytes DriveFile::free_bytes() const {
-  struct statvfs status {};
-  if (::fstatvfs(file_.fd(), &status) != 0) return Bytes();
-  const Bytes block(static_cast<std::int64_t>(status.f_frsize));
-  return block * static_cast<std::int64_t>(status.f_bavail);
-}
-
-void DriveFile::refuse(Bytes more, Bytes free, int code) const {
-  throw OutOfMemoryError(fmt::format(
-      "there is too little space for states on the drive: {} wanted beside {} taken, {} free; free "
-      "some, choose another drive or shard over more ranks: path={} wanted={} free={} {}",
-      to_string(more), to_string(size_), to_string(free), file_.path(), more.value, free.value,
-      errno_text(code)));
-}
-
-double measure_speed(DriveFile& drive, io::IoEngine& io) {
-  constexpr Bytes kProbe = 16_MiB;
-  drive.grow(kProbe);
-  memory::HostBuffer memory(kProbe);
-  std::ranges::fill(memory.bytes(), std::byte{0x5A});
-  io.write(drive.file(), Bytes(), memory.bytes())->wait();  // each block gets its place
-  const auto begin = std::chrono::steady_clock::now();
-  io.write(drive.file(), Bytes(), memory.bytes())->wait();
-  io.read(drive.file(), Bytes(), memory.bytes())->wait();
-  const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
-  drive.count_written(kProbe * 2);
-  drive.shrink(Bytes());
-  return static_cast<double>(kProbe.value) * 2 / std::max(seconds.count(), 1e-9);
 }
 
 std::unique_ptr<BlockFile> make_block_file(std::shared_ptr<io::IoEngine> io,

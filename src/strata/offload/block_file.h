@@ -1,9 +1,8 @@
 // The file behind the blocks of a store on a drive (BlockFile), and how fast its drives are. The
-// bytes lie in one file, or in several files on as many drives (DriveFile).
+// bytes lie in one file, or in several files on as many drives.
 //
-// Threads: one at a time. Ownership: a DriveFile owns its file and folder; the folder is removed
-// after the file. The BlockFile outlives its transfers, as io::IoEngine requires. Errors:
-// OutOfMemoryError from grow(); IoError.
+// Threads: one at a time. Ownership: a BlockFile owns its files and their folders, and outlives its
+// transfers, as io::IoEngine requires. Errors: OutOfMemoryError from grow(); IoError.
 #pragma once
 
 #include <sys/types.h>
@@ -15,6 +14,7 @@
 #include <string_view>
 #include <vector>
 
+#include "strata/base/interface.h"
 #include "strata/base/units.h"
 #include "strata/io/file.h"
 #include "strata/io/io_engine.h"
@@ -29,14 +29,12 @@ namespace strata::offload {
 // hosts, so there a job removes only leftovers of its own host.
 // Threads: one. Ownership: owns the folder; its users close their files in it first. Errors:
 // IoError for an unusable path. A leftover that cannot be removed is no error.
-class SwapFolder {
+class SwapFolder : NonCopyable {
  public:
   // `path`: an existing folder. Making it could fill another drive when the named one is not
   // mounted.
   SwapFolder(const std::string& path, int rank);
   ~SwapFolder();
-  SwapFolder(const SwapFolder&) = delete;
-  SwapFolder& operator=(const SwapFolder&) = delete;
 
   const std::string& path() const { return folder_; }  // its own, absolute
 
@@ -63,44 +61,9 @@ class SwapFolder {
   pid_t owner_ = 0;  // a process that was forked removes nothing
 };
 
-// One file on a drive that takes its space before it is used.
-class DriveFile {
- public:
-  // Makes the file, which only its owner may read. `folder`: null where another object keeps the
-  // folder.
-  DriveFile(const std::string& path, std::unique_ptr<SwapFolder> folder)
-      : folder_(std::move(folder)), file_(io::File(path, io::File::Mode::kCreateNew).direct()) {}
-
-  const io::File& file() const { return file_; }
-  Bytes size() const { return size_; }
-
-  // Takes space until the file has `size` bytes in all. When it throws, the file has the same space
-  // as before.
-  void grow(Bytes size);
-  void count_written(Bytes bytes) { written_ += bytes; }
-  // Counted for the folder that users named: the parent of the rank's own folder.
-  DriveWrites drive_writes() const;
-  // Gives back the space beyond; no transfer is under way there.
-  void shrink(Bytes size) noexcept;
-
- private:
-  Bytes free_bytes() const;
-  [[noreturn]] void refuse(Bytes more, Bytes free, int code) const;
-
-  std::unique_ptr<SwapFolder> folder_;
-  io::File file_;
-  Bytes size_;
-  Bytes written_;
-};
-
-// The bytes a second at which a drive reads and writes in turns, measured with some megabytes that
-// the file has for a moment.
-double measure_speed(DriveFile& drive, io::IoEngine& io);
-
 // One range of bytes that begins at 0 and grows. It is read and written at multiples of 4 KiB.
-class BlockFile {
+class BlockFile : public Interface {
  public:
-  virtual ~BlockFile() = default;
   virtual const std::string& path() const = 0;  // the path that messages name
   // Takes space until the file has `size` bytes in all. When it throws, the file has the same space
   // as before. New space may hold any bytes.

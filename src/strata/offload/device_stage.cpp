@@ -27,8 +27,6 @@ class DeviceStage::Copy final : public Lease {
        Access access)
       : stage_(stage), taken_(std::move(taken)), lease_(lease), host_(host), access_(access) {}
   ~Copy() override { stage_.take_back(*taken_, lease_, host_, access_); }
-  Copy(const Copy&) = delete;
-  Copy& operator=(const Copy&) = delete;
   std::span<std::byte> bytes() override { return stage_.bytes_of(*taken_, host_.size()); }
 
  private:

@@ -1,7 +1,6 @@
 // Copies of host memory in device memory, for kernels that would otherwise read and write it over
 // the link word by word. Copy engines bring the data and take it back at the link's full speed, in
-// both directions at once, beside the kernels. While kernels work on one copy, the next copy comes
-// and the one before goes back, as long as the stage has room. The host never waits.
+// both directions at once, beside the kernels. The host never waits.
 //
 // Memory: one ring on the device, charged as staging. A caller may always hold copies of share()
 // bytes. Threads: one. Ownership: the device outlives the stage, the stage outlives its copies, and
@@ -17,19 +16,18 @@
 #include <memory>
 #include <span>
 
+#include "strata/base/interface.h"
 #include "strata/device/device.h"
 #include "strata/offload/state_store.h"
 
 namespace strata::offload {
 
-class DeviceStage {
+class DeviceStage : NonCopyable {
  public:
   // `largest`: the most bytes that any caller brings at once. Where that is large, share() is less.
   // The stage notifies `watch` of every copy.
   DeviceStage(device::Device& device, Bytes largest, LinkWatch& watch);
   ~DeviceStage();  // waits for copies under way
-  DeviceStage(const DeviceStage&) = delete;
-  DeviceStage& operator=(const DeviceStage&) = delete;
 
   // The bytes that may be held at once, in at most kPieces pieces.
   Bytes share() const { return share_; }

@@ -1,9 +1,7 @@
 #include "strata/offload/make_store.h"
 
-#include <algorithm>
 #include <iterator>
 #include <utility>
-#include <vector>
 
 #include "strata/base/error.h"
 #include "strata/io/io_engine.h"
@@ -161,11 +159,6 @@ class DryFile final : public BlockFile {
   std::string path_ = "nowhere";
 };
 
-std::shared_ptr<StateStore> memory_store(memory::Tier tier, device::Device& device) {
-  if (tier == memory::Tier::kDevice) return MemoryStore::on_device(device);
-  return MemoryStore::on_host(device);
-}
-
 // One store, or one of several tiers. `on_drive` makes that one.
 template <typename OnDrive>
 std::shared_ptr<StateStore> store_of(const StatePlacement& place, device::Device& device,
@@ -174,7 +167,7 @@ std::shared_ptr<StateStore> store_of(const StatePlacement& place, device::Device
   const auto add = [&](memory::Tier tier) {
     const auto is_there = [&](const auto& store) { return store->tier() == tier; };
     if (std::ranges::any_of(stores, is_there)) return;
-    stores.push_back(tier == memory::Tier::kNvme ? on_drive() : memory_store(tier, device));
+    stores.push_back(tier == memory::Tier::kNvme ? on_drive() : make_memory_store(tier, device));
   };
   add(place.tier);
   std::ranges::for_each(place.others, add);
@@ -198,7 +191,7 @@ MadeStores stores_of(const StatePlacement& states, const StatePlacement& weights
       if (arena == nullptr) arena = std::make_shared<StagingArena>(device, budget);
       options.arena = arena;
       options.verify = place.verify;
-      return std::make_shared<NvmeStore>(device, std::move(options));
+      return make_nvme_store(device, std::move(options));
     });
   };
   MadeStores made;

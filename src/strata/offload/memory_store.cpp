@@ -16,149 +16,143 @@ namespace {
 
 constexpr Bytes kAlignment = 64_B;  // of a block in its buffer
 
-}  // namespace
-
-// The blocks of one kind that one add_all() added.
-struct MemoryStore::Buffer {
-  memory::Kind kind;
-  std::unique_ptr<device::Memory> memory;  // null: offloaded
-  std::unique_ptr<OffloadedCopy> offloaded = nullptr;
-  Bytes bytes = {};
-};
-
-struct MemoryStore::Block {
-  std::string name;
-  Bytes size;
-  std::shared_ptr<Buffer> buffer;
-  Bytes offset;
-  std::multiset<Part> leased;  // empty ones any number of times
-};
-
-class MemoryStore::PartLease final : public Lease {
+class MemoryStore final : public StateStore {
  public:
-  PartLease(std::shared_ptr<Block> block, const Part& part)
-      : block_(std::move(block)), leased_(block_->leased.insert(part)) {}
-  ~PartLease() override { block_->leased.erase(leased_); }
-  PartLease(const PartLease&) = delete;
-  PartLease& operator=(const PartLease&) = delete;
-  std::span<std::byte> bytes() override {
-    const Bytes begin = block_->offset + leased_->begin;
-    return block_->buffer->memory->bytes().subspan(begin.size(), leased_->bytes().size());
+  MemoryStore(memory::Tier tier, device::Device& device) : tier_(tier), device_(device) {}
+
+  memory::Tier tier() const override { return tier_; }
+  std::vector<BlockId> add_all(std::vector<BlockSpec> blocks) override {
+    std::map<memory::Kind, Bytes> used;
+    std::vector<std::shared_ptr<Block>> added;
+    for (BlockSpec& spec : blocks) {
+      STRATA_ASSERT(spec.bytes.value >= 0);
+      Bytes& end = used[spec.kind];
+      const Bytes offset = align_up(end, kAlignment);
+      end = offset + spec.bytes;
+      added.push_back(std::make_shared<Block>(
+          Block{std::move(spec.name), spec.bytes, nullptr, offset, /*leased=*/{}}));
+    }
+    std::map<memory::Kind, std::shared_ptr<Buffer>> buffers;
+    for (const auto& [kind, bytes] : used)
+      buffers[kind] = std::make_shared<Buffer>(Buffer{kind, allocate(bytes, kind), nullptr, bytes});
+    for (const auto& [kind, buffer] : buffers) buffers_.push_back(buffer);
+    std::vector<BlockId> ids;
+    for (std::size_t i = 0; i < added.size(); ++i) {
+      added[i]->buffer = buffers.at(blocks[i].kind);
+      ids.push_back(static_cast<BlockId>(blocks_.size()));
+      blocks_.push_back(std::move(added[i]));
+    }
+    return ids;
   }
+  void take_back(std::span<const BlockId> added) noexcept override {
+    blocks_.resize(blocks_.size() - added.size());
+    // Buffers of theirs are in use by no other block: those of one call share none with another's.
+    std::erase_if(buffers_, [](const auto& buffer) { return buffer.use_count() == 1; });
+  }
+  Bytes size_of(BlockId block) const override { return block_of(block)->size; }
+  std::vector<std::unique_ptr<Lease>> fetch_all(std::span<const Part> parts,
+                                                Access /*access*/) override {
+    require_apart(parts);
+    for (const Part& part : parts) require_fetchable(*block_of(part.block), part);
+    std::vector<std::unique_ptr<Lease>> leases;
+    for (const Part& part : parts)
+      leases.push_back(std::make_unique<PartLease>(block_of(part.block), part));
+    const auto count = static_cast<std::int64_t>(parts.size());
+    counts_.parts += count;
+    counts_.parts_ready += count;
+    return leases;
+  }
+  void offload_states(memory::Kind kind, bool pinned) override {
+    if (tier_ == memory::Tier::kHost) return;
+    for (const auto& block : blocks_) {
+      if (block->buffer->kind == kind && !block->leased.empty())
+        throw_leased(*block->leased.begin(), block->name);
+    }
+    std::vector<OffloadedMemory> memory;
+    for (const auto& buffer : buffers_) {
+      if (buffer->kind == kind && buffer->memory != nullptr)
+        memory.push_back({buffer->memory->bytes(), &buffer->offloaded});
+    }
+    offload_all(device_, memory, kind, pinned);
+    for (const auto& buffer : buffers_) {
+      if (buffer->offloaded != nullptr) buffer->memory.reset();
+    }
+  }
+  void reload_states() override {
+    for (const auto& buffer : buffers_) {
+      if (buffer->offloaded == nullptr) continue;
+      buffer->memory = allocate(buffer->bytes, buffer->kind);
+      reload(buffer->offloaded, buffer->memory->bytes());
+    }
+  }
+  StoreCounts counts() const override { return counts_; }
 
  private:
-  const std::shared_ptr<Block> block_;
-  const std::multiset<Part>::const_iterator leased_;
+  // The blocks of one kind that one add_all() added.
+  struct Buffer {
+    memory::Kind kind;
+    std::unique_ptr<device::Memory> memory;  // null: offloaded
+    std::unique_ptr<OffloadedCopy> offloaded = nullptr;
+    Bytes bytes = {};
+  };
+
+  struct Block {
+    std::string name;
+    Bytes size;
+    std::shared_ptr<Buffer> buffer;
+    Bytes offset;
+    std::multiset<Part> leased;  // empty ones any number of times
+  };
+
+  class PartLease final : public Lease {
+   public:
+    PartLease(std::shared_ptr<Block> block, const Part& part)
+        : block_(std::move(block)), leased_(block_->leased.insert(part)) {}
+    ~PartLease() override { block_->leased.erase(leased_); }
+    std::span<std::byte> bytes() override {
+      const Bytes begin = block_->offset + leased_->begin;
+      return block_->buffer->memory->bytes().subspan(begin.size(), leased_->bytes().size());
+    }
+
+   private:
+    const std::shared_ptr<Block> block_;
+    const std::multiset<Part>::const_iterator leased_;
+  };
+
+  // Makes zeroed memory.
+  std::unique_ptr<device::Memory> allocate(Bytes bytes, memory::Kind kind) const {
+    if (tier_ == memory::Tier::kHost) return pinned_memory(device_, bytes, kind);
+    auto memory = device_.allocate(bytes, kind);
+    device_.fill_zero(memory->bytes(), device_.compute_stream());
+    return memory;
+  }
+  void require_fetchable(const Block& block, const Part& part) const {
+    require_part(part, block.name, block.size);
+    if (block.buffer->memory == nullptr) throw_offloaded(fmt::format("block '{}'", block.name));
+    for (const Part& leased : block.leased) {
+      if (leased.overlaps(part)) throw_leased(leased, block.name);
+    }
+  }
+  const std::shared_ptr<Block>& block_of(BlockId block) const {
+    if (block < 0 || static_cast<std::size_t>(block) >= blocks_.size()) {
+      throw UsageError(fmt::format(
+          "no such block in the {} store: use the ids that add() returned; block {}, {} blocks",
+          memory::name_of(tier_), block, blocks_.size()));
+    }
+    return blocks_[static_cast<std::size_t>(block)];
+  }
+
+  const memory::Tier tier_;
+  device::Device& device_;
+  std::vector<std::shared_ptr<Buffer>> buffers_;
+  std::vector<std::shared_ptr<Block>> blocks_;  // by id
+  StoreCounts counts_;
 };
 
-std::unique_ptr<MemoryStore> MemoryStore::on_device(device::Device& device) {
-  auto allocate = [&device](Bytes bytes, memory::Kind kind) {
-    auto memory = device.allocate(bytes, kind);
-    device.fill_zero(memory->bytes(), device.compute_stream());
-    return memory;
-  };
-  return std::unique_ptr<MemoryStore>(
-      new MemoryStore(memory::Tier::kDevice, std::move(allocate), &device));
-}
+}  // namespace
 
-std::unique_ptr<MemoryStore> MemoryStore::on_host(device::Device& device) {
-  auto allocate = [&device](Bytes bytes, memory::Kind kind) {
-    return pinned_memory(device, bytes, kind);
-  };
-  return std::unique_ptr<MemoryStore>(
-      new MemoryStore(memory::Tier::kHost, std::move(allocate), nullptr));
-}
-
-MemoryStore::MemoryStore(memory::Tier tier, Allocate allocate, device::Device* device)
-    : tier_(tier), allocate_(std::move(allocate)), device_(device) {}
-
-std::vector<BlockId> MemoryStore::add_all(std::vector<BlockSpec> blocks) {
-  std::map<memory::Kind, Bytes> used;
-  std::vector<std::shared_ptr<Block>> added;
-  for (BlockSpec& spec : blocks) {
-    STRATA_ASSERT(spec.bytes.value >= 0);
-    Bytes& end = used[spec.kind];
-    const Bytes offset = align_up(end, kAlignment);
-    end = offset + spec.bytes;
-    added.push_back(std::make_shared<Block>(
-        Block{std::move(spec.name), spec.bytes, nullptr, offset, /*leased=*/{}}));
-  }
-  std::map<memory::Kind, std::shared_ptr<Buffer>> buffers;
-  for (const auto& [kind, bytes] : used)
-    buffers[kind] = std::make_shared<Buffer>(Buffer{kind, allocate_(bytes, kind), nullptr, bytes});
-  for (const auto& [kind, buffer] : buffers) buffers_.push_back(buffer);
-  std::vector<BlockId> ids;
-  for (std::size_t i = 0; i < added.size(); ++i) {
-    added[i]->buffer = buffers.at(blocks[i].kind);
-    ids.push_back(static_cast<BlockId>(blocks_.size()));
-    blocks_.push_back(std::move(added[i]));
-  }
-  return ids;
-}
-
-void MemoryStore::take_back(std::span<const BlockId> added) noexcept {
-  blocks_.resize(blocks_.size() - added.size());
-  // Buffers of theirs are in use by no other block: those of one call share none with another's.
-  std::erase_if(buffers_, [](const auto& buffer) { return buffer.use_count() == 1; });
-}
-
-Bytes MemoryStore::size_of(BlockId block) const {
-  return block_of(block)->size;
-}
-
-std::vector<std::unique_ptr<Lease>> MemoryStore::fetch_all(std::span<const Part> parts,
-                                                           Access /*access*/) {
-  require_apart(parts);
-  for (const Part& part : parts) require_fetchable(*block_of(part.block), part);
-  std::vector<std::unique_ptr<Lease>> leases;
-  for (const Part& part : parts)
-    leases.push_back(std::make_unique<PartLease>(block_of(part.block), part));
-  const auto count = static_cast<std::int64_t>(parts.size());
-  counts_.parts += count;
-  counts_.parts_ready += count;
-  return leases;
-}
-
-void MemoryStore::require_fetchable(const Block& block, const Part& part) const {
-  require_part(part, block.name, block.size);
-  if (block.buffer->memory == nullptr) throw_offloaded(fmt::format("block '{}'", block.name));
-  for (const Part& leased : block.leased) {
-    if (leased.overlaps(part)) throw_leased(leased, block.name);
-  }
-}
-
-void MemoryStore::offload_states(memory::Kind kind, bool pinned) {
-  if (device_ == nullptr) return;
-  for (const auto& block : blocks_) {
-    if (block->buffer->kind == kind && !block->leased.empty())
-      throw_leased(*block->leased.begin(), block->name);
-  }
-  std::vector<OffloadedMemory> memory;
-  for (const auto& buffer : buffers_) {
-    if (buffer->kind == kind && buffer->memory != nullptr)
-      memory.push_back({buffer->memory->bytes(), &buffer->offloaded});
-  }
-  offload_all(*device_, memory, kind, pinned);
-  for (const auto& buffer : buffers_) {
-    if (buffer->offloaded != nullptr) buffer->memory.reset();
-  }
-}
-
-void MemoryStore::reload_states() {
-  for (const auto& buffer : buffers_) {
-    if (buffer->offloaded == nullptr) continue;
-    buffer->memory = allocate_(buffer->bytes, buffer->kind);
-    reload(buffer->offloaded, buffer->memory->bytes());
-  }
-}
-
-const std::shared_ptr<MemoryStore::Block>& MemoryStore::block_of(BlockId block) const {
-  if (block < 0 || static_cast<std::size_t>(block) >= blocks_.size()) {
-    throw UsageError(fmt::format(
-        "no such block in the {} store: use the ids that add() returned; block {}, {} blocks",
-        memory::name_of(tier_), block, blocks_.size()));
-  }
-  return blocks_[static_cast<std::size_t>(block)];
+std::unique_ptr<StateStore> make_memory_store(memory::Tier tier, device::Device& device) {
+  return std::make_unique<MemoryStore>(tier, device);
 }
 
 }  // namespace strata::offload

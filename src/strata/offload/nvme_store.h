@@ -19,7 +19,6 @@
 
 #include "strata/device/device.h"
 #include "strata/offload/block_file.h"
-#include "strata/offload/part_cache.h"
 #include "strata/offload/staging_arena.h"
 #include "strata/offload/state_store.h"
 
@@ -76,37 +75,6 @@ struct NvmeStoreOptions {
   bool read_ahead = true;
 };
 
-class NvmeStore final : public StateStore {
- public:
-  NvmeStore(device::Device& device, NvmeStoreOptions options);
-  memory::Tier tier() const override { return memory::Tier::kNvme; }
-  std::vector<BlockId> add_all(std::vector<BlockSpec> blocks) override;
-  void take_back(std::span<const BlockId> added) noexcept override {
-    blocks_->remove_last(added.size());
-  }
-  Bytes size_of(BlockId block) const override { return blocks_->size_of(block); }
-  std::vector<std::unique_ptr<Lease>> fetch_all(std::span<const Part> parts,
-                                                Access access) override;
-  // StagingArena::lease_share(). While nothing else is leased, one fetch may lease more.
-  Bytes lease_budget(BlockId /*block*/) const override { return arena_->lease_share(); }
-  void advance() override;
-  void flush() override { cache_->flush(); }
-  StoreCounts counts() const override { return cache_->counts(); }
-  void watch(LinkWatch* watch) override { cache_->watch(watch); }
-  std::vector<DriveWrites> drive_writes() const override { return file_->drive_writes(); }
-  DriveLimit measure_drives() override { return measure_drive(*file_, blocks_->end()); }
-
- private:
-  class PartLease;
-  class EmptyLease;
-  void prefetch();
-
-  const std::shared_ptr<StagingArena> arena_;
-  const std::shared_ptr<BlockFile> file_;
-  const std::shared_ptr<DriveBlocks> blocks_;
-  const std::shared_ptr<PartCache> cache_;
-  const bool read_ahead_;
-  FetchSequence sequence_;
-};
+std::unique_ptr<StateStore> make_nvme_store(device::Device& device, NvmeStoreOptions options);
 
 }  // namespace strata::offload

@@ -2,7 +2,6 @@
 
 #include <fmt/core.h>
 
-#include <algorithm>
 #include <utility>
 
 #include "strata/base/error.h"
@@ -18,11 +17,11 @@ std::unique_ptr<device::HostMemory> staging_memory(device::Device& device, Bytes
   }
   auto memory = device.allocate_host(bytes, memory::Kind::kStaging);
   if (!memory->pinned()) {
-    throw OutOfMemoryError(fmt::format(
-        "the system does not let this process pin the memory that states on a drive are staged "
-        "through: {} wanted; raise the limit on locked memory (ulimit -l) or lower the budget; "
-        "held: {}",
-        to_string(bytes), device.ledger()->report()));
+    throw OutOfMemoryError(
+        fmt::format("the system does not let this process pin the memory that states on a drive "
+                    "are staged through: {} wanted; raise the limit on locked memory (ulimit -l) "
+                    "or lower the budget; held: {}",
+                    to_string(bytes), device.ledger()->report()));
   }
   return memory;
 }

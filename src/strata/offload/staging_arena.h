@@ -1,28 +1,27 @@
 // The memory through which a rank stages blocks: one allocation of host memory, pinned where the
-// device is a GPU, so that drives write into it and kernels work in it. It has a budget in bytes,
-// and gives out extents of any size and number within it. A caller that asks for more than is free
-// waits: the arena asks the holders to give way. A holder gives way when it drops extents that only
-// save it time, or waits for a transfer of its own.
+// device is a GPU, so that drives write into it and kernels work in it. It gives out extents of any
+// size and number within its budget. A caller that asks for more than is free waits: the arena asks
+// the holders to give way. A holder drops extents that only save it time, or waits for a transfer
+// of its own.
 //
-// No deadlock. One thread does everything, no call waits for later work of another user of the
-// arena, and every transfer ends. Extents that are held at once are taken in one call. If nothing
-// is leased, that call gives any extents that fit into an empty arena. Leases in between may
-// fragment the room: then the call may give nothing, and its caller reports that. This does not
-// happen to holders that keep to lease_share(), since the largest gap between other leases has a
-// share's room.
+// No deadlock: one thread does everything, no call waits for later work of another user, and every
+// transfer ends. Extents that are held at once are taken in one call. If nothing is leased, that
+// call gives any extents that fit into an empty arena. Leases in between may fragment the room:
+// then the call may give nothing, and its caller reports that; not to holders that keep to
+// lease_share(), since the largest gap between other leases has a share's room.
 //
 // Threads: one at a time, the thread of the holders. Ownership: an extent keeps the bookkeeping
 // alive, but not the memory; so each holder keeps the arena. Units: extents are whole pages of 4
-// KiB, and begin at one. Errors: OutOfMemoryError; UsageError for a budget below one page.
+// KiB. Errors: OutOfMemoryError; UsageError for a budget below one page.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <span>
 #include <vector>
 
+#include "strata/base/interface.h"
 #include "strata/device/device.h"
 #include "strata/memory/arena.h"
 #include "strata/offload/state_store.h"
@@ -35,9 +34,8 @@ class StagingArena {
   // bytes.
   enum class Effort { kNone, kWait, kReadAgain };
   // A user of the arena with extents that it can give back early.
-  class Holder {
+  class Holder : public Interface {
    public:
-    virtual ~Holder() = default;
     // Gives an extent back, or comes one step nearer to that. False: it can do nothing with this
     // effort.
     virtual bool free_memory(Effort effort) = 0;

@@ -2,7 +2,6 @@
 
 #include <fmt/core.h>
 
-#include <algorithm>
 #include <bit>
 
 #include "strata/base/error.h"
@@ -61,6 +60,42 @@ Numel elements_at_once(std::span<const int> bits, Bytes budget) {
   const std::int64_t fitting =
       budget.value / all > INT64_MAX / kBitsInByte ? INT64_MAX : budget.value / all * kBitsInByte;
   return Numel(std::max(fitting / step, std::int64_t{1}) * step);
+}
+
+namespace {
+
+template <typename Copy>
+void for_each_part(StateStore& store, BlockId block, std::size_t bytes, Access access,
+                   const Copy& copy) {
+  const Bytes all = store.size_of(block);
+  if (Bytes(bytes) != all) {
+    throw UsageError(fmt::format("a state of the optimizer on a drive has {} bytes; found {}",
+                                 all.value, bytes));
+  }
+  const Bytes budget = store.lease_budget(block);
+  const Bytes most = std::max(kPartAlignment, budget - budget % kPartAlignment);
+  for (Bytes at; at < all;) {
+    const Bytes end = most < all - at ? at + most : all;
+    const auto lease = store.fetch(Part{block, at, end}, access);
+    copy(at.size(), lease->bytes().first((end - at).size()));
+    at = end;
+  }
+}
+
+}  // namespace
+
+void StateStore::put(BlockId block, std::span<const std::byte> values) {
+  for_each_part(*this, block, values.size(), Access::kReadWrite,
+                [&](std::size_t at, std::span<std::byte> part) {
+                  std::ranges::copy(values.subspan(at, part.size()), part.begin());
+                });
+}
+
+void StateStore::bring(BlockId block, std::span<std::byte> values) {
+  for_each_part(*this, block, values.size(), Access::kRead,
+                [&](std::size_t at, std::span<std::byte> part) {
+                  std::ranges::copy(part, values.subspan(at).begin());
+                });
 }
 
 }  // namespace strata::offload

@@ -1,21 +1,18 @@
 // Seam: the place of optimizer states (master weights, exp_avg, exp_avg_sq) between steps, on any
-// tier. The optimizer fetches a block, or parts of blocks, works on them through leases, and gives
-// them back. Implementations: memory_store (device or host memory), nvme_store (a drive).
+// tier. The optimizer fetches parts of blocks, works on them through leases, and gives them back.
+// Implementations: memory_store (device or host memory), nvme_store (a drive).
 //
 // Work. Kernels of the store's device reach a lease; the host reaches it if its memory is host
 // memory. A caller may give a lease back while work on it is queued on the device's compute stream;
-// the host's own work on it has ended by then. A later fetch of the part finds it as that work
-// leaves it: the same stream does, and so does the host in a store on a drive.
+// the host's own work on it has ended by then. A later fetch finds the part as that work leaves it.
 // Room. A caller fetches all that it holds at once in one call. When no lease is held, a call
 // always succeeds if its leases have at most lease_budget() bytes in all, each rounded up to
 // kPartAlignment. When leases are held already, a call may fail, but never waits for ever.
-// Offloading states. A script can free device memory for other uses: offload_states() moves blocks
-// of one kind from the device to the host, and reload_states() brings them back. Blocks on other
-// tiers stay there. Threads: one thread at a time. Ownership: a Lease borrows memory of the store
-// until it is destroyed; leases that are held at the same time do not overlap. Errors:
-// OutOfMemoryError from add_all(); earlier blocks stay unchanged. IoError from fetch() and flush():
-// the store never lends a block again that it failed to read or write. The next of these calls
-// throws an error of work beside the caller. UsageError.
+// Threads: one at a time. Ownership: a Lease borrows memory of the store until it is destroyed;
+// leases held at the same time do not overlap. Errors: OutOfMemoryError from add_all(); earlier
+// blocks stay unchanged. IoError from fetch() and flush(): the store never lends a block again that
+// it failed to read or write. The next of these calls throws an error of work beside the caller.
+// UsageError.
 #pragma once
 
 #include <algorithm>
@@ -32,6 +29,7 @@
 #include <utility>
 #include <vector>
 
+#include "strata/base/interface.h"
 #include "strata/base/units.h"
 #include "strata/device/device.h"
 #include "strata/io/io_engine.h"
@@ -92,11 +90,10 @@ enum class Link : std::uint8_t {
 };
 inline constexpr int kLinkCount = 4;
 
-class LinkWatch {
+class LinkWatch : public Interface {
  public:
   using Call = std::function<void()>;
 
-  virtual ~LinkWatch() = default;
   // Calls `queue`, which queues work in `stream` that moves `bytes` up or down: a copy, or a kernel
   // that works on the host's memory.
   virtual void copy(Link /*link*/, Bytes /*bytes*/, device::Stream& /*stream*/, const Call& queue) {
@@ -160,18 +157,16 @@ struct BlockSpec {
 
 // Borrowed memory of one part. The destructor gives it back; after kReadWrite the store keeps its
 // content.
-class Lease {
+class Lease : public Interface {
  public:
-  virtual ~Lease() = default;
   virtual std::span<std::byte> bytes() = 0;  // aligned to 64 bytes at least
   // The work that this stream holds now uses the lease, instead of work on the compute stream. The
   // caller may give the lease back before that work ends. At most one call.
   virtual void used_in(device::Stream& /*stream*/) {}
 };
 
-class StateStore {
+class StateStore : public Interface {
  public:
-  virtual ~StateStore() = default;
   virtual memory::Tier tier() const = 0;
   // Declares blocks of zeroes. Takes their space now: a store that is too small fails here, and
   // adds none of them. The blocks of one call cost one allocation for each kind.
@@ -193,6 +188,10 @@ class StateStore {
   std::unique_ptr<Lease> fetch(BlockId block, Access access) {
     return fetch({block, Bytes(), size_of(block)}, access);
   }
+  // Copy an array of the host to a whole block and back, part by part. UsageError for an array of
+  // another size than its block.
+  void put(BlockId block, std::span<const std::byte> values);
+  void bring(BlockId block, std::span<std::byte> values);
   // The most bytes that leases which are fetched together should hold, of this block and of others
   // in its tier. In a store on a drive this leaves room for prefetched parts and for parts that are
   // still being written.

@@ -41,7 +41,7 @@ TEST_P(AsyncSaverMemory, IsHeldOnceWhateverIsSavedBesideTheShards) {
       return rank.device->ledger()->held(memory::Tier::kHost, memory::Kind::kStaging);
     };
     AsyncSaver saver(*rank.engine, std::make_shared<io::ThreadEngine>(),
-                     std::make_shared<io::KernelFolderCalls>());
+                     std::make_shared<io::FolderCalls>());
     saver.expect(GetParam() ? Bytes(buffer.size()) : Bytes());
     SaveRequest request;
     request.folder = folder.path();

@@ -64,7 +64,7 @@ struct RankModel {
     options.stage = stage;
     model = std::make_unique<engine::Engine>(
         params, plan, options, engine::UpdateRule::kNone, "settings", collectives, device,
-        engine::Stores{offload::MemoryStore::on_device(*device), nullptr}, views);
+        engine::Stores{offload::make_memory_store(memory::Tier::kDevice, *device), nullptr}, views);
   }
 
   // The whole bytes of a parameter, gathered. Collective where gathers are.

@@ -187,7 +187,7 @@ class CrashingDisk final : public io::FolderCalls {
     io::write_fully(file, written.offset + kept, zeroes);
   }
 
-  io::KernelFolderCalls kernel_;
+  io::FolderCalls kernel_;
   std::mutex mutex_;
   std::mt19937 random_;
   std::string graveyard_;

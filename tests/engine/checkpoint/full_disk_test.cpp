@@ -81,7 +81,7 @@ class FullDisk : public ::testing::TestWithParam<SavingWay> {
       request.tag = "before";
       rank.set_states(1);
       testing::save_by(GetParam(), rank, request, std::make_shared<io::ThreadEngine>(),
-                       std::make_shared<io::KernelFolderCalls>());
+                       std::make_shared<io::FolderCalls>());
       rank.set_states(2);
       request.tag = "after";
       const auto io = std::make_shared<CountingIo>();

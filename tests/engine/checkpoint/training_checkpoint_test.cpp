@@ -37,7 +37,7 @@ SaveRequest request_for(const std::string& folder, const std::string& tag) {
 
 void save(TrainedRank& rank, const SaveRequest& request) {
   io::ThreadEngine io;
-  io::KernelFolderCalls calls;
+  io::FolderCalls calls;
   save_training(*rank.engine, request, io, calls, kStaging);
 }
 
@@ -269,7 +269,7 @@ TEST(TrainingCheckpoint, ATagStaysInItsFolder) {
 
 TEST(TrainingCheckpoint, ASecondJobThatSavesMeanwhileIsTold) {
   const testing::TemporaryFolder folder;
-  io::KernelFolderCalls calls;
+  io::FolderCalls calls;
   const checkpoint::NewCheckpoint first(folder.path(), "first", calls);
   const auto outcomes = testing::on_ranks(2, [&](const auto& ranks) {
     TrainedRank rank(ranks, DType::kFloat32, 3);

@@ -34,7 +34,8 @@ struct TrainedRank {
     options.stage = stage;
     engine = std::make_unique<engine::Engine>(
         params, two_units(dtype), options, engine::UpdateRule::kAdamW, "settings", collectives,
-        device, engine::Stores{offload::MemoryStore::on_device(*device), nullptr}, views);
+        device, engine::Stores{offload::make_memory_store(memory::Tier::kDevice, *device), nullptr},
+        views);
   }
 
   // Collective.

@@ -3,6 +3,7 @@
 #include <tuple>
 
 #include "engine/checkpoint/checkpoint_model.h"
+#include "kernels/references.h"
 #include "strata/base/error.h"
 #include "strata/engine/checkpoint/weight_loader.h"
 

@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "engine/core/offloaded_cases.h"
+#include "kernels/references.h"
 #include "strata/engine/optimize/external_optimizer.h"
 
 namespace strata::engine::fake {

@@ -22,7 +22,7 @@ unsigned seeds() {
 
 std::shared_ptr<offload::StateStore> failing_store(device::Device& device, unsigned seed,
                                                    unsigned failing) {
-  return std::make_shared<offload::NvmeStore>(
+  return offload::make_nvme_store(
       device,
       offload::NvmeStoreOptions{.arena = std::make_shared<offload::StagingArena>(device, 128_KiB),
                                 .file = std::make_unique<testing::LateFile>(seed, failing),

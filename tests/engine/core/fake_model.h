@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "engine/core/fake_compute.h"
+#include "kernels/references.h"
 #include "plan/model_builder.h"
 #include "strata/base/error.h"
 #include "strata/comm/collectives.h"

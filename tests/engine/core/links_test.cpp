@@ -24,7 +24,7 @@ std::shared_ptr<offload::StateStore> drive_store(device::Device& device, Bytes s
   offload::NvmeStoreOptions options{
       .arena = std::make_shared<offload::StagingArena>(device, kTightStaging),
       .file = std::move(file)};
-  return std::make_shared<offload::NvmeStore>(device, std::move(options));
+  return offload::make_nvme_store(device, std::move(options));
 }
 
 RankOptions options_with(Tier states, std::shared_ptr<device::CpuDevice> device) {

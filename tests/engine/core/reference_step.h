@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "engine/core/fake_model.h"
+#include "kernels/references.h"
 #include "strata/kernels/adam.h"
 #include "strata/kernels/grad_stats.h"
 

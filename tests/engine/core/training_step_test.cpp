@@ -5,6 +5,7 @@
 #include <random>
 
 #include "engine/core/training_step_cases.h"
+#include "kernels/references.h"
 #include "strata/engine/optimize/external_optimizer.h"
 
 namespace strata::engine::fake {

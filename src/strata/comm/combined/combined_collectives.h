@@ -16,11 +16,8 @@ namespace strata::comm {
 // one carries any memory, and goes on by itself while this rank waits for a peer's buffer. A
 // barrier is one of both. all_reduce, after which slices may change, goes through the gathers'
 // collectives. An exchange on the device goes through the one that has it, and waits for gathers of
-// the other. traits.h says what the pair promises.
-//
-// Both compare what ranks do over one control plane (agreement.h), so a rank that gathers while
-// another reduces gets an error that names both, without one more sync point.
-// Threads, ownership: collectives.h. Errors: collectives.h; a failure of either part ends both.
+// the other. Both compare what ranks do over one control plane (agreement.h), so a rank that
+// gathers while another reduces gets an error that names both, without one more sync point.
 
 // Both are of the same ranks and share a control plane; the caller uses neither afterwards. The
 // world must be one shard group.
@@ -29,26 +26,25 @@ std::unique_ptr<Collectives> make_split_collectives(std::shared_ptr<Collectives>
 
 // Collectives of ranks in shard groups: things are sharded inside a group of consecutive ranks, and
 // every group holds all of them. Made of two Collectives of each rank: `inside`, of its group, and
-// `across`, of the ranks at the same place in all groups, its replicas. Past one host: fast links
+// `across`, of its replicas, the ranks at the same place in all groups. Past one host: fast links
 // inside, the network across.
 //
 // A gather is one of `inside`. A reduction is a reduce-scatter inside, then a sum of this rank's
 // slice over the replicas, in fp32, to the same bits on all of them: where replicas read each
 // other's memory each adds up all slices itself, in the order of groups; else each adds up a part
-// and the parts are gathered. It goes on beside what the rank does: each call that starts a
-// reduction brings those before it one step further, so that the sums across run while later
-// contributions are made, in one order on all ranks. Everything else goes through both, first
-// inside: a sum of doubles is one of the groups' sums, texts come by rank.
+// and the parts are gathered. Each call that starts a reduction brings those before it one step
+// further, so that sums across run while later contributions are made, in one order on all ranks.
+// Everything else goes through both, first inside: a sum of doubles is one of the groups' sums,
+// texts come by rank.
 //
 // With secondary slices ranks hold the same, and own less: the replicas of a held slice own an
 // equal part of it each. A reduction's sum over them is a second reduce-scatter, and
-// complete_slices() gathers what the owners have made of their parts. Owned slices are numbered as
-// they lie: those of a held slice, in the order of groups.
+// complete_slices() gathers the parts. Owned slices are numbered as they lie: those of a held
+// slice, in the order of groups.
 //
-// Memory: fp32 copies of the slices that are on their way, twice one, or one for every group where
-// replicas read each other's; allocated by `across`, uncharged, kept.
-// Threads, ownership: collectives.h. Errors: collectives.h; a failure of either part ends both.
-// `inside` and `across` name ranks in errors by CommOptions::names.
+// Memory: fp32 copies of the slices on their way, twice one, or one for every group where replicas
+// read each other's; allocated by `across`, uncharged, kept. `inside` and `across` name ranks in
+// errors by CommOptions::names.
 
 // The members of each group: group g is ranks [g * size, (g + 1) * size).
 struct ShardGroups {
@@ -72,10 +68,9 @@ std::unique_ptr<Collectives> make_grouped_collectives(std::shared_ptr<Collective
 // (Traits::one_sided): for slices in memory that no peer can read, or on a drive. A gather in place
 // (SliceMap without a buffer) copies this rank's slice to memory that peers reach, waits for the
 // others, and reads their slices. All other operations are those of the collectives underneath.
-//
 // For devices that do not run ahead: a gather is complete when all_gather() returns. Holds two
-// slices of the largest size that was gathered in place. Threads, ownership, errors: collectives.h.
-// If ranks gather different things, the error names them.
+// slices of the largest size that was gathered in place. If ranks gather different things, the
+// error names them.
 
 // `inner` is not used otherwise afterwards; one shard group.
 std::shared_ptr<Collectives> make_joint_gathers(std::shared_ptr<Collectives> inner,

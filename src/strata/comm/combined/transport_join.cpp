@@ -6,7 +6,6 @@
 #include <chrono>
 #include <cmath>
 #include <limits>
-#include <memory>
 #include <utility>
 
 #include "strata/base/error.h"

@@ -1,18 +1,16 @@
 // Collectives for ranks that can read each other's memory: each rank pulls what it needs from its
 // peers' buffers. One implementation for threads and processes; RankMemory is what differs.
 //
-// all_gather copies at once: when it returns, the slices are there; its Work is complete.
-// reduce_scatter only publishes; the sum is made when all ranks have published, in a later call of
-// this rank: wait(), done(), the next operation of any kind. Several may be started before the
-// first is waited for (64 at most; then the call itself waits). A rank that computes for long
-// without a call makes peers wait that wait() for a reduction, so call done() in between. Threads,
-// ownership, errors: see collectives.h. An error may come from the call that starts an operation as
-// well as from its wait(). Works and buffers may outlive the Collectives; a reduction that is not
-// complete by then fails.
+// all_gather copies at once: when it returns, the slices are there. reduce_scatter only publishes;
+// a later call of this rank (wait(), done(), the next operation) makes the sum when all ranks have
+// published. At most 64 may be under way; then the call itself waits. Threads, ownership, errors:
+// collectives.h. Works and buffers may outlive the Collectives; a reduction that is not complete by
+// then fails.
 #pragma once
 
 #include <memory>
 
+#include "strata/base/interface.h"
 #include "strata/comm/collectives.h"
 #include "strata/comm/host/rank_link.h"
 
@@ -25,13 +23,11 @@ std::unique_ptr<Collectives> make_pull_collectives(std::unique_ptr<RankMemory> m
 // several devices from one process. The bytes that peers read are this process's own memory.
 // Threads: a group may be used from any thread; each rank's Collectives from one thread at a time.
 // Ownership: the Collectives and their buffers may outlive the group. Errors: see collectives.h.
-class LocalGroup {
+class LocalGroup : NonCopyable {
  public:
   // world_size >= 1.
   explicit LocalGroup(int world_size, const CommOptions& options = {});
   ~LocalGroup();
-  LocalGroup(const LocalGroup&) = delete;
-  LocalGroup& operator=(const LocalGroup&) = delete;
 
   int world_size() const;
   // That rank's Collectives; each can be taken once. The options' pool is ignored for a world size

@@ -42,24 +42,25 @@ class LocalBuffer final : public SharedBuffer {
  public:
   LocalBuffer(std::shared_ptr<LocalGroup::State> state, int rank, std::string name,
               std::shared_ptr<const memory::MappedMemory> memory)
-      : state_(std::move(state)), rank_(rank), name_(std::move(name)), memory_(std::move(memory)) {}
+      : SharedBuffer(std::move(name)),
+        state_(std::move(state)),
+        rank_(rank),
+        memory_(std::move(memory)) {}
 
   // Peers that are reading it now keep the memory alive.
   ~LocalBuffer() override {
     LocalRank& owner = state_->at(rank_);
     const std::lock_guard lock(owner.mutex);
-    owner.buffers.erase(id_of(name_));
+    owner.buffers.erase(id_of(name()));
   }
 
   std::span<std::byte> local() override { return memory_->bytes(); }
   bool releasable() const override { return true; }
   void release() override { memory_->give_back(); }
-  const std::string& name() const override { return name_; }
 
  private:
   std::shared_ptr<LocalGroup::State> state_;
   int rank_;
-  std::string name_;
   std::shared_ptr<const memory::MappedMemory> memory_;
 };
 

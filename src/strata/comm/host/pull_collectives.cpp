@@ -2,14 +2,18 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
+#include <deque>
+#include <functional>
 #include <optional>
 #include <utility>
 
 #include "strata/base/error.h"
+#include "strata/comm/agreement.h"
 #include "strata/comm/host/bulk_copy.h"
 #include "strata/comm/host/host_collectives.h"
 #include "strata/comm/host/rank_link.h"
-#include "strata/comm/host/rank_operations.h"
+#include "strata/kernels/elementwise.h"
 
 namespace strata::comm {
 namespace {
@@ -17,6 +21,258 @@ namespace {
 // A flat buffer of this size leaves little of a last-level cache to anything else. Measured: below
 // it plain copies are faster by half, above it streaming ones.
 constexpr std::size_t kPastCachesFrom = std::size_t{16} << 20;
+
+Bytes slice_bytes(const Reduction& reduction) {
+  return bytes_of(Numel(reduction.result.size()), reduction.dtype);
+}
+
+void check_arguments(const Reduction& reduction, std::string_view tag) {
+  if (reduction.source == nullptr) {
+    throw UsageError(fmt::format("reduce_scatter needs a source buffer ('{}' has none)", tag));
+  }
+  if (!is_floating(reduction.dtype) || reduction.dtype == DType::kFloat64) {
+    throw UsageError(fmt::format(
+        "reduce_scatter sums float32, bfloat16 and float16: convert the source first ('{}' is {})",
+        tag, name_of(reduction.dtype)));
+  }
+}
+
+void check_bounds(const Reduction& reduction, const BufferView& own, int world_size,
+                  std::string_view tag) {
+  const Bytes wanted = slice_bytes(reduction) * world_size;
+  const Bytes size(own.bytes.size());
+  if (reduction.source_offset < Bytes(0) || reduction.source_offset + wanted > size) {
+    throw UsageError(
+        fmt::format("reduce_scatter of '{}' reads past its source '{}' (offset {}, {} slices of {} "
+                    "B, buffer of {} B)",
+                    tag, reduction.source->name(), reduction.source_offset.value, world_size,
+                    slice_bytes(reduction).value, size.value));
+  }
+}
+
+std::string text_of(std::uint64_t number, const OperationEntry& entry) {
+  return fmt::format("operation {} ({})", number, describe(entry));
+}
+
+double combine(double a, double b, ReduceOp op) {
+  switch (op) {
+    case ReduceOp::kSum:
+      return a + b;
+    case ReduceOp::kMin:
+      return b < a ? b : a;
+    case ReduceOp::kMax:
+      return b > a ? b : a;
+  }
+  return a;
+}
+
+// The reductions of one rank of a host over its RankLink. They go on beside the rank's other work.
+class ReductionQueue {
+ public:
+  ReductionQueue(RankLink& link, ThreadPool* pool) : link_(link), pool_(pool) {}
+
+  // Returns the operation's number. Throws UsageError for arguments that do not fit together.
+  std::uint64_t start(const Reduction& reduction, std::string_view tag) {
+    check_arguments(reduction, tag);
+    OperationEntry entry{.kind = OperationKind::kReduceScatter,
+                         .detail = static_cast<std::uint32_t>(reduction.dtype),
+                         .count = std::ssize(reduction.result),
+                         .buffer_id = id_of(reduction.source->name()),
+                         .buffer_offset = reduction.source_offset.value};
+    set_tag(entry, tag);
+    const auto own = link_.memory().find(link_.rank(), entry.buffer_id);
+    if (!own) throw_foreign_buffer("source of a reduce_scatter", *reduction.source, tag);
+    check_bounds(reduction, *own, link_.world_size(), tag);
+    const std::uint64_t number = link_.publish(entry);
+    pending_.push_back({number, reduction});
+    return number;
+  }
+  // Finishes the oldest one if every rank has published it; false when there is nothing to do.
+  bool pull_next() {
+    if (pending_.empty()) return false;
+    const Pending next = pending_.front();
+    if (link_.unpublished_by(next.number) != RankLink::kNobody) return false;
+    link_.check_agreement(next.number);
+    try {
+      pull(next);
+    } catch (const CommError&) {
+      throw;
+    } catch (const std::exception& error) {  // peers wait for this rank's part and must not hang
+      link_.fail(fmt::format("reduce_scatter failed on rank {}: {}", link_.name_of(link_.rank()),
+                             error.what()));
+    }
+    pending_.pop_front();
+    link_.finish(next.number);
+    link_.ring_peers();
+    return true;
+  }
+  // Waits until this rank has pulled every one it started.
+  void drain() {
+    if (pending_.empty()) return;
+    const auto missing = [&] {
+      return pending_.empty() ? RankLink::kNobody : link_.unpublished_by(pending_.back().number);
+    };
+    link_.wait_until(missing, [&] {
+      const std::uint64_t first = pending_.front().number;
+      return text_of(first, link_.entry(link_.rank(), first));
+    });
+    while (pull_next()) {
+    }
+  }
+  // Whether every rank has pulled operation `number`, so that its buffers are free again.
+  bool complete(std::uint64_t number) { return link_.unfinished_by(number) == RankLink::kNobody; }
+  void wait(std::uint64_t number) {
+    link_.wait_until([&] { return link_.unfinished_by(number); },
+                     [&] { return text_of(number, link_.entry(link_.rank(), number)); });
+  }
+
+ private:
+  struct Pending {
+    std::uint64_t number;
+    Reduction reduction;
+  };
+
+  void pull(const Pending& pending) {
+    const Reduction& reduction = pending.reduction;
+    const std::size_t bytes = slice_bytes(reduction).size();
+    const std::size_t mine = static_cast<std::size_t>(link_.rank()) * bytes;
+    views_.clear();
+    sources_.clear();
+    for (int r = 0; r < link_.world_size(); ++r) {
+      views_.push_back(source_of(r, pending));
+      const OperationEntry& entry = link_.entry(r, pending.number);
+      sources_.push_back(views_.back().bytes.data() + entry.buffer_offset + mine);
+    }
+    kernels::sum_in_order(reduction.result, sources_, reduction.dtype, reduction.scale,
+                          reduction.accumulate, pool_);
+    views_.clear();
+  }
+  BufferView source_of(int rank, const Pending& pending) {
+    const OperationEntry& entry = link_.entry(rank, pending.number);
+    auto view = link_.memory().find(rank, entry.buffer_id);
+    if (!view) {
+      link_.check_usable();  // a rank that failed has given its reason before it freed anything
+      link_.fail(
+          fmt::format("rank {} freed the source buffer of an operation that is not complete: "
+                      "wait() for it first (operation {}: {})",
+                      link_.name_of(rank), pending.number, describe(entry)));
+    }
+    const Bytes end =
+        Bytes(entry.buffer_offset) + slice_bytes(pending.reduction) * link_.world_size();
+    STRATA_ASSERT(end <= Bytes(view->bytes.size()));
+    return *std::move(view);
+  }
+
+  RankLink& link_;
+  ThreadPool* pool_;
+  std::deque<Pending> pending_;
+  std::vector<BufferView> views_;  // of one pull; kept to save allocations
+  std::vector<const std::byte*> sources_;
+};
+
+// The small collectives: every rank puts a message in its mailbox, and when all have done so each
+// rank reads all of them. A message larger than a mailbox takes several rounds. Threads: those of
+// the RankLink. Errors: CommError through the link.
+class MessageRounds {
+ public:
+  MessageRounds(RankLink& link, ReductionQueue& reductions)
+      : link_(link), reductions_(reductions) {}
+
+  void all_reduce(std::span<double> values, ReduceOp op) {
+    constexpr std::size_t kPart = kMailboxBytes / sizeof(double);
+    const auto total = static_cast<std::int64_t>(values.size());
+    do {
+      const std::size_t part = std::min(kPart, values.size());
+      all_reduce_part(values.first(part), op, total);
+      values = values.subspan(part);
+    } while (!values.empty());
+  }
+  void broadcast(std::span<std::byte> bytes, int root) {
+    if (root < 0 || root >= link_.world_size()) {
+      throw UsageError(
+          fmt::format("the root of a broadcast must be a rank (root {}, world size {})", root,
+                      link_.world_size()));
+    }
+    const OperationEntry entry{.kind = OperationKind::kBroadcast,
+                               .detail = static_cast<std::uint32_t>(root),
+                               .count = std::ssize(bytes)};
+    do {
+      const std::span<std::byte> part = bytes.first(std::min(kMailboxBytes, bytes.size()));
+      const bool sender = link_.rank() == root;
+      round(entry, sender ? part : std::span<std::byte>(),
+            [&](int rank, const OperationEntry&, std::span<const std::byte> mail) {
+              if (rank != root || sender || part.empty()) return;
+              std::memcpy(part.data(), mail.data(), part.size());
+            });
+      bytes = bytes.subspan(part.size());
+    } while (!bytes.empty());
+  }
+  std::vector<std::string> all_gather_text(const std::string& text) {
+    std::vector<std::string> texts(static_cast<std::size_t>(link_.world_size()));
+    std::span<const std::byte> rest = std::as_bytes(std::span(text));
+    OperationEntry entry{.kind = OperationKind::kText};
+    bool more = true;
+    while (more) {
+      const auto part = rest.first(std::min(kMailboxBytes, rest.size()));
+      rest = rest.subspan(part.size());
+      entry.remaining_bytes = rest.size();
+      more = false;
+      round(entry, part,
+            [&](int rank, const OperationEntry& theirs, std::span<const std::byte> mail) {
+              const std::size_t at = static_cast<std::size_t>(rank);
+              texts[at].append(reinterpret_cast<const char*>(mail.data()), mail.size());
+              more = more || theirs.remaining_bytes > 0;
+            });
+    }
+    return texts;
+  }
+  void barrier() {
+    round({.kind = OperationKind::kBarrier}, {},
+          [](int, const OperationEntry&, std::span<const std::byte>) {});
+  }
+
+ private:
+  using Read = std::function<void(int rank, const OperationEntry&, std::span<const std::byte>)>;
+
+  // One operation. Reductions that were started before it are pulled first, so that no rank waits
+  // here for one that waits for this rank's part of a reduction.
+  void round(OperationEntry entry, std::span<const std::byte> message, const Read& read) {
+    STRATA_ASSERT(message.size() <= kMailboxBytes);
+    reductions_.drain();
+    const std::size_t box = rounds_++ % 2;
+    ControlBlock& own = link_.memory().control(link_.rank());
+    if (!message.empty()) std::memcpy(own.mailbox[box].data(), message.data(), message.size());
+    entry.payload_bytes = message.size();
+    const std::uint64_t number = link_.publish(entry);
+    link_.wait_until([&] { return link_.unpublished_by(number); },
+                     [&] { return text_of(number, entry); });
+    link_.check_agreement(number);
+    for (int r = 0; r < link_.world_size(); ++r) {
+      const OperationEntry& theirs = link_.entry(r, number);
+      const std::span<const std::byte> mail(link_.memory().control(r).mailbox[box]);
+      read(r, theirs, mail.first(theirs.payload_bytes));
+    }
+    // No bell: a rank that waits for a free slot of its ring looks again by itself.
+    link_.finish(number);
+  }
+  void all_reduce_part(std::span<double> values, ReduceOp op, std::int64_t total) {
+    round({.kind = OperationKind::kAllReduce,
+           .detail = static_cast<std::uint32_t>(op),
+           .count = total},
+          std::as_bytes(values),
+          [&](int rank, const OperationEntry&, std::span<const std::byte> mail) {
+            for (std::size_t i = 0; i < values.size(); ++i) {
+              double theirs = 0;
+              std::memcpy(&theirs, mail.data() + i * sizeof(double), sizeof(double));
+              values[i] = rank == 0 ? theirs : combine(values[i], theirs, op);
+            }
+          });
+  }
+
+  RankLink& link_;
+  ReductionQueue& reductions_;
+  std::uint64_t rounds_ = 0;
+};
 
 // Shared by the Collectives and its Works, which may outlive it.
 struct PullCore {
@@ -39,13 +295,7 @@ class PullReduction final : public Work {
   PullReduction(std::shared_ptr<PullCore> core, std::uint64_t number)
       : core_(std::move(core)), number_(number) {}
 
-  ~PullReduction() override {
-    try {
-      wait();
-    } catch (const std::exception&) {
-      return;  // wait() reports the error
-    }
-  }
+  ~PullReduction() override { wait_quietly(); }
 
   bool done() override {
     if (complete_ || core_->link.broken()) return true;
@@ -85,7 +335,18 @@ class PullCollectives final : public Collectives {
   }
 
   std::unique_ptr<Work> all_gather(const SliceMap& slices, std::span<std::byte> flat,
-                                   std::string_view tag) override;
+                                   std::string_view tag) override {
+    begin("all_gather", tag);
+    check_arguments(slices, flat, tag);
+    while (core_->reductions.pull_next()) {  // peers may be waiting for it
+    }
+    // Each rank starts at its right neighbour, so that not all read from the same one.
+    const bool empty = slices.slice_bytes == Bytes(0);
+    for (int step = 0; !empty && step < world_size(); ++step) {
+      pull_slice((rank() + step) % world_size(), slices, flat, tag);
+    }
+    return std::make_unique<CompletedWork>();
+  }
 
   std::unique_ptr<Work> reduce_scatter(const Reduction& reduction, std::string_view tag) override {
     begin("reduce_scatter", tag);
@@ -142,84 +403,56 @@ class PullCollectives final : public Collectives {
   }
 
   void check_arguments(const SliceMap& slices, std::span<const std::byte> flat,
-                       std::string_view tag);
+                       std::string_view tag) {
+    const Bytes wanted = slices.slice_bytes * world_size();
+    if (slices.buffer == nullptr || Bytes(flat.size()) != wanted) {
+      throw UsageError(
+          fmt::format("all_gather needs a buffer and a target of world size x slice bytes ('{}': "
+                      "{} buffer, {} x {} B, target of {} B)",
+                      tag, slices.buffer == nullptr ? "no" : "a", world_size(),
+                      slices.slice_bytes.value, flat.size()));
+    }
+  }
   void pull_slice(int from, const SliceMap& slices, std::span<std::byte> flat,
-                  std::string_view tag);
-  BufferView wait_for_buffer(int from, const SharedBuffer& mine, std::string_view tag);
+                  std::string_view tag) {
+    const BufferView view = wait_for_buffer(from, *slices.buffer, tag);
+    const Bytes offset = slices.first_offset + slices.stride * from;
+    if (offset < Bytes(0) || offset + slices.slice_bytes > Bytes(view.bytes.size())) {
+      const std::string message = fmt::format(
+          "all_gather of '{}': the slice of rank {} lies outside its buffer '{}'; every rank must "
+          "allocate it for the same layout (offset {}, slice of {} B, buffer of {} B)",
+          tag, core_->link.name_of(from), slices.buffer->name(), offset.value,
+          slices.slice_bytes.value, view.bytes.size());
+      if (from == rank()) throw UsageError(message);
+      core_->link.fail(message);
+    }
+    const std::size_t bytes = slices.slice_bytes.size();
+    const auto source = view.bytes.subspan(offset.size(), bytes);
+    const auto target = flat.subspan(static_cast<std::size_t>(from) * bytes, bytes);
+    if (source.data() == target.data()) return;  // gathered in place
+    const bool large = flat.size() >= kPastCachesFrom;
+    bulk_copy(target, source, large ? CopyHint::kPastCaches : CopyHint::kInCaches, core_->pool);
+  }
+  BufferView wait_for_buffer(int from, const SharedBuffer& mine, std::string_view tag) {
+    const std::uint64_t id = id_of(mine.name());
+    std::optional<BufferView> view = core_->link.memory().find(from, id);
+    if (!view && from == rank()) throw_foreign_buffer("buffer of an all_gather", mine, tag);
+    if (!view) {
+      core_->link.wait_until(
+          [&] {
+            view = core_->link.memory().find(from, id);
+            return view ? RankLink::kNobody : from;
+          },
+          [&] {
+            return fmt::format("buffer '{}' of rank {} to be allocated (all_gather of '{}')",
+                               mine.name(), core_->link.name_of(from), tag);
+          });
+    }
+    return *std::move(view);
+  }
 
   std::shared_ptr<PullCore> core_;
 };
-
-std::unique_ptr<Work> PullCollectives::all_gather(const SliceMap& slices, std::span<std::byte> flat,
-                                                  std::string_view tag) {
-  begin("all_gather", tag);
-  check_arguments(slices, flat, tag);
-  while (core_->reductions.pull_next()) {  // peers may be waiting for it
-  }
-  // Each rank starts at its right neighbour, so that not all read from the same one.
-  const bool empty = slices.slice_bytes == Bytes(0);
-  for (int step = 0; !empty && step < world_size(); ++step) {
-    pull_slice((rank() + step) % world_size(), slices, flat, tag);
-  }
-  return std::make_unique<CompletedWork>();
-}
-
-void PullCollectives::check_arguments(const SliceMap& slices, std::span<const std::byte> flat,
-                                      std::string_view tag) {
-  const Bytes wanted = slices.slice_bytes * world_size();
-  if (slices.buffer == nullptr || Bytes(flat.size()) != wanted) {
-    throw UsageError(
-        fmt::format("all_gather needs a buffer and a target of world size x slice bytes ('{}': {} "
-                    "buffer, {} x {} B, target of {} B)",
-                    tag, slices.buffer == nullptr ? "no" : "a", world_size(),
-                    slices.slice_bytes.value, flat.size()));
-  }
-}
-
-void PullCollectives::pull_slice(int from, const SliceMap& slices, std::span<std::byte> flat,
-                                 std::string_view tag) {
-  const BufferView view = wait_for_buffer(from, *slices.buffer, tag);
-  const Bytes offset = slices.first_offset + slices.stride * from;
-  if (offset < Bytes(0) || offset + slices.slice_bytes > Bytes(view.bytes.size())) {
-    const std::string message = fmt::format(
-        "all_gather of '{}': the slice of rank {} lies outside its buffer '{}'; every rank must "
-        "allocate it for the same layout (offset {}, slice of {} B, buffer of {} B)",
-        tag, core_->link.name_of(from), slices.buffer->name(), offset.value,
-        slices.slice_bytes.value, view.bytes.size());
-    if (from == rank()) throw UsageError(message);
-    core_->link.fail(message);
-  }
-  const std::size_t bytes = slices.slice_bytes.size();
-  const auto source = view.bytes.subspan(offset.size(), bytes);
-  const auto target = flat.subspan(static_cast<std::size_t>(from) * bytes, bytes);
-  if (source.data() == target.data()) return;  // gathered in place
-  const bool large = flat.size() >= kPastCachesFrom;
-  bulk_copy(target, source, large ? CopyHint::kPastCaches : CopyHint::kInCaches, core_->pool);
-}
-
-BufferView PullCollectives::wait_for_buffer(int from, const SharedBuffer& mine,
-                                            std::string_view tag) {
-  const std::uint64_t id = id_of(mine.name());
-  std::optional<BufferView> view = core_->link.memory().find(from, id);
-  if (!view && from == rank()) {
-    throw UsageError(
-        fmt::format("the buffer of an all_gather must be allocated by the same "
-                    "collectives ('{}' of '{}' is not)",
-                    mine.name(), tag));
-  }
-  if (!view) {
-    core_->link.wait_until(
-        [&] {
-          view = core_->link.memory().find(from, id);
-          return view ? RankLink::kNobody : from;
-        },
-        [&] {
-          return fmt::format("buffer '{}' of rank {} to be allocated (all_gather of '{}')",
-                             mine.name(), core_->link.name_of(from), tag);
-        });
-  }
-  return *std::move(view);
-}
 
 }  // namespace
 

@@ -3,10 +3,10 @@
 // A gather is this rank's own copies from its peers' memory, on a stream of their own: no processor
 // of the device takes part, no peer has to come, and ranks may gather different things. In a
 // reduction each rank adds up its slice of all contributions in fp32 in the order of ranks: the
-// same bits in every run, from contributions of 16 bits, too. Contributions that go through an
-// inbox lie in this rank's memory already; all others it reads where their ranks have them, over
-// the link. Streams of different ranks wait for each other by flags in host memory; no kernel
-// waits. Texts, numbers and the sync point before each reduction go through `control`.
+// same bits in every run. Contributions that go through an inbox lie in this rank's memory already;
+// all others it reads where their ranks have them. Streams of different ranks wait for each other
+// by flags in host memory; no kernel waits. Texts, numbers and the sync point before each reduction
+// go through `control`.
 //
 // Threads, errors: collectives.h. A rank that dies is noticed at once by a thread of this object;
 // streams that wait for it go on then, with invalid values: every later call throws.

@@ -4,6 +4,8 @@
 // first.
 #pragma once
 
+#include <fmt/core.h>
+
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -12,6 +14,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 
 #include "strata/base/units.h"
 #include "strata/device/device.h"
@@ -77,6 +80,23 @@ class PeerFlags {
   int world_size_ = 0;
 };
 
+inline std::string_view text_of(PeerFlags::Kind kind) {
+  switch (kind) {
+    case PeerFlags::Kind::kWritten:
+      return "its part of a reduction";
+    case PeerFlags::Kind::kRead:
+      return "it to read this rank's part of a reduction";
+    case PeerFlags::Kind::kBarrier:
+    case PeerFlags::Kind::kGathered:
+      return "it at a barrier";
+    case PeerFlags::Kind::kGiven:
+      return "its values of an exchange";
+    case PeerFlags::Kind::kRounds:
+      return "it to read this rank's new weights";
+  }
+  return "it";
+}
+
 // Watches the flags of peers for which this rank's streams wait, so that no wait lasts for ever: a
 // stopped or hanging peer never writes its flag, and its socket stays open. Time is counted
 // in looks, some in each timeout: a whole job that is stopped and goes on again has missed at most
@@ -95,15 +115,33 @@ class FlagWatch {
   explicit FlagWatch(std::chrono::milliseconds timeout) : timeout_(timeout) {}
 
   // A stream is about to wait until the flag, which `peer` writes, has reached `value`.
-  void expect(PeerFlags::Kind kind, int peer, const device::Flag& flag, std::uint32_t value);
-  // The same, and has the stream wait.
-  void wait_for(device::Device& device, PeerFlags::Kind kind, int peer, const device::Flag& flag,
-                std::uint32_t value, device::Stream& stream) {
-    expect(kind, peer, flag, value);
-    device.wait_flag(flag, value, stream);
+  void expect(PeerFlags::Kind kind, int peer, const device::Flag& flag, std::uint32_t value) {
+    const std::lock_guard lock(mutex_);
+    const auto [place, is_new] = waits_.try_emplace(&flag, Wait{kind, peer, value, value});
+    Wait& wait = place->second;
+    wait.newest = value;
+    if (is_new || !device::reached(flag.load(), wait.oldest)) return;
+    wait.oldest = value;
+    wait.looks = 0;
   }
   // Called kLooks times in a timeout. A peer for which a stream waited at more looks in a row.
-  std::optional<LatePeer> look();
+  std::optional<LatePeer> look() {
+    const std::lock_guard lock(mutex_);
+    for (auto& [flag, wait] : waits_) {
+      const std::uint32_t count = flag->load();
+      if (device::reached(count, wait.oldest)) {
+        wait.oldest = wait.newest;
+        wait.looks = 0;
+      }
+      if (device::reached(count, wait.oldest) || ++wait.looks <= kLooks) continue;
+      return LatePeer{
+          wait.peer,
+          fmt::format("lives but does not come: this rank's streams have waited for {} longer than "
+                      "the timeout of {} ms; look there for a process that is stopped or hangs",
+                      text_of(wait.kind), timeout_.count())};
+    }
+    return std::nullopt;
+  }
 
  private:
   // The oldest value of one flag that is not known to be there, and the newest.

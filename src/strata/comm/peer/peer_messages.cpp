@@ -8,7 +8,6 @@
 #include <array>
 #include <cerrno>
 #include <charconv>
-#include <cstddef>
 #include <cstring>
 #include <random>
 #include <sstream>
@@ -37,7 +36,7 @@ socklen_t fill(sockaddr_un& target, const std::string& address) {
   return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + address.size());
 }
 
-struct alignas(cmsghdr) Control {
+struct alignas(cmsghdr) DescriptorRoom {
   std::array<std::byte, CMSG_SPACE(sizeof(int) * kDescriptorsMax)> bytes;
 };
 
@@ -90,7 +89,7 @@ bool send_message(int socket, std::string_view text, std::span<const int> descri
   msghdr message{};
   message.msg_iov = &part;
   message.msg_iovlen = 1;
-  Control control{};
+  DescriptorRoom control{};
   if (!descriptors.empty()) {
     message.msg_control = control.bytes.data();
     message.msg_controllen = CMSG_SPACE(descriptors.size_bytes());
@@ -110,7 +109,7 @@ SocketMessage receive_message(int socket) {
   SocketMessage result;
   result.text.resize(kTextMax);
   iovec part{result.text.data(), result.text.size()};
-  Control control{};
+  DescriptorRoom control{};
   msghdr message{};
   message.msg_iov = &part;
   message.msg_iovlen = 1;

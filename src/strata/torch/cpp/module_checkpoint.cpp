@@ -214,7 +214,7 @@ void save_training_of(ShardedModel& model, const ::torch::nn::Module& module, Tr
                                        0});
   }
   io::ThreadEngine io;
-  io::KernelFolderCalls calls;
+  io::FolderCalls calls;
   engine::save_training(engine, request, io, calls);
 }
 

@@ -153,21 +153,22 @@ void GroupWork::wait() {
 NamedBuffer::NamedBuffer(std::string name, std::shared_ptr<BufferNames> names,
                          std::shared_ptr<void> owner, std::span<std::byte> memory,
                          BufferActions actions)
-    : name_(std::move(name)),
+    : SharedBuffer(std::move(name)),
       names_(std::move(names)),
       owner_(std::move(owner)),
       memory_(memory),
       actions_(std::move(actions)) {
   const std::lock_guard lock(names_->mutex);
-  if (!names_->living.insert(name_).second) {
-    throw UsageError(fmt::format("a buffer named '{}' exists already; names are unique", name_));
+  if (!names_->living.insert(SharedBuffer::name()).second) {
+    throw UsageError(
+        fmt::format("a buffer named '{}' exists already; names are unique", SharedBuffer::name()));
   }
 }
 
 NamedBuffer::~NamedBuffer() {
   if (actions_.before_free) actions_.before_free();
   const std::lock_guard lock(names_->mutex);
-  names_->living.erase(name_);
+  names_->living.erase(name());
 }
 
 void NamedBuffer::release() {

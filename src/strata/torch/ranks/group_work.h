@@ -139,7 +139,6 @@ class NamedBuffer final : public comm::SharedBuffer {
   NamedBuffer& operator=(const NamedBuffer&) = delete;
 
   std::span<std::byte> local() override { return memory_; }
-  const std::string& name() const override { return name_; }
   void back(Bytes bytes) override {
     if (actions_.back) actions_.back(bytes);
   }
@@ -147,7 +146,6 @@ class NamedBuffer final : public comm::SharedBuffer {
   void release() override;
 
  private:
-  std::string name_;
   std::shared_ptr<BufferNames> names_;
   std::shared_ptr<void> owner_;
   std::span<std::byte> memory_;
