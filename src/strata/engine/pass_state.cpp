@@ -2,8 +2,6 @@
 
 #include <utility>
 
-#include "strata/base/error.h"
-
 namespace strata::engine {
 namespace {
 
@@ -35,23 +33,10 @@ void PassState::end_backward() {
   gradients_ = Gradients::kHeld;
 }
 
-void PassState::abandon_backward() {
-  phase_ = Phase::kBefore;
-  gradients_ = Gradients::kNone;
-}
-
 void PassState::end_micro_step() {
-  switch (gradients_) {
-    case Gradients::kHeld:
-      gradients_ = Gradients::kEarlier;
-      break;
-    case Gradients::kDropped:
-      gradients_ = Gradients::kNone;
-      break;
-    case Gradients::kNone:
-    case Gradients::kEarlier:
-      throw_no_backward();
-  }
+  const bool held = gradients_ == Gradients::kHeld;
+  if (!held && gradients_ != Gradients::kDropped) throw_no_backward();
+  gradients_ = held ? Gradients::kEarlier : Gradients::kNone;
   if (phase_ == Phase::kAfter) phase_ = Phase::kBefore;
 }
 
@@ -66,20 +51,21 @@ void PassState::drop_gradients() {
 }
 
 void PassState::fail_update(std::string_view cause) {
-  broken_ = fmt::format(
-      "an update of the weights failed half-way, so weights and optimizer states are partly those "
-      "of the step before; load the weights again, or start anew from a checkpoint, before "
-      "training or saving goes on. The cause: {}",
-      cause);
-  abandon_backward();
+  fail("an update of the weights", "the step before",
+       "load the weights again, or start anew from a checkpoint", cause);
 }
 
 void PassState::fail_loading(std::string_view cause) {
+  fail("loading a checkpoint", "before", "load that one again when it is mended, or another",
+       cause);
+}
+
+void PassState::fail(std::string_view what, std::string_view others, std::string_view remedy,
+                     std::string_view cause) {
   broken_ = fmt::format(
-      "loading a checkpoint failed half-way, so weights and optimizer states are partly those of "
-      "before; load that one again when it is mended, or another, before training or saving goes "
-      "on. The cause: {}",
-      cause);
+      "{} failed half-way, so weights and optimizer states are partly those of {}; {}, before "
+      "training or saving goes on. The cause: {}",
+      what, others, remedy, cause);
   abandon_backward();
 }
 

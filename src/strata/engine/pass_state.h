@@ -36,7 +36,10 @@ class PassState {
   void begin_backward() { phase_ = Phase::kBackward; }
   bool in_backward() const { return phase_ == Phase::kBackward; }
   void end_backward();
-  void abandon_backward();
+  void abandon_backward() {
+    phase_ = Phase::kBefore;
+    gradients_ = Gradients::kNone;
+  }
   void end_micro_step();
 
   void require_gradients() const;
@@ -53,6 +56,9 @@ class PassState {
   bool forward_seen() const { return phase_ != Phase::kBefore; }
 
  private:
+  void fail(std::string_view what, std::string_view others, std::string_view remedy,
+            std::string_view cause);
+
   enum class Phase { kBefore, kForward, kBackward, kAfter };
   enum class Gradients {
     kNone,     // since the last step

@@ -2,7 +2,6 @@
 
 #include <fmt/core.h>
 
-#include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -13,8 +12,8 @@
 namespace strata::engine {
 namespace {
 
-// Goes when nothing that was queued uses it: the model's kernels, and gathers, for each of which
-// the compute stream was told to wait before the memory was given back.
+// Goes when nothing that was queued uses it: no kernel of the model, and no gather, since the
+// compute stream waits for each gather before the memory is given back.
 class GatheredMemory final : public device::Memory {
  public:
   GatheredMemory(device::Device& device, Bytes bytes)
@@ -69,20 +68,17 @@ GatherMemory::Ranks GatherMemory::ranks_of(const comm::Collectives& collectives)
   return place.groups == 1 ? Ranks::kAgree : Ranks::kCannotAgree;
 }
 
-GatherMemory::Taken GatherMemory::take(Bytes bytes) {
-  return ranks_ == Ranks::kAgree ? take_together(bytes) : take_alone(bytes);
-}
-
-GatherMemory::Taken GatherMemory::take_alone(Bytes bytes) {
+GatherMemory::Taken GatherMemory::take(Bytes footprint) {
+  if (ranks_ == Ranks::kAgree) return take_together(footprint);
   try {
-    return {pool_.acquire(bytes), ""};
+    return {pool_.acquire(footprint), ""};
   } catch (const OutOfMemoryError& error) {
     return {{}, error.what()};
   }
 }
 
-GatherMemory::Taken GatherMemory::take_together(Bytes bytes) {
-  if (pool_.has_cached(bytes)) return {pool_.acquire(bytes), ""};
+GatherMemory::Taken GatherMemory::take_together(Bytes footprint) {
+  if (pool_.has_cached(footprint)) return {pool_.acquire(footprint), ""};
   std::string shortage;
   // Free buffers are freed by all ranks or none: that one rank alone has them would have it make
   // fewer new ones, and miss an agreement.
@@ -91,12 +87,16 @@ GatherMemory::Taken GatherMemory::take_together(Bytes bytes) {
     Pool::Lease lease;
     std::string mine;
     try {
-      lease = pool_.acquire_new(bytes);
+      lease = pool_.acquire_new(footprint);
     } catch (const OutOfMemoryError& error) {
       mine = error.what();
     }
-    shortage = shortage_of_any(mine);
-    if (shortage.empty()) return {std::move(lease), ""};
+    const std::vector<std::string> all = collectives_.all_gather_text(mine);
+    const std::optional<std::size_t> first = comm::first_text(all);
+    if (!first) return {std::move(lease), ""};
+    shortage = static_cast<int>(*first) == collectives_.rank()
+                   ? mine
+                   : fmt::format("rank {}: {}", *first, all[*first]);
   }
   pool_.trim();
   return {{}, shortage};
@@ -108,15 +108,6 @@ std::shared_ptr<device::Memory> GatherMemory::replace(Pool::Lease& lease) {
   } catch (const OutOfMemoryError&) {
     return nullptr;
   }
-}
-
-std::string GatherMemory::shortage_of_any(const std::string& mine) {
-  const std::vector<std::string> all = collectives_.all_gather_text(mine);
-  const std::optional<std::size_t> first = comm::first_text(all);
-  if (!first) return "";
-  return static_cast<int>(*first) == collectives_.rank()
-             ? mine
-             : fmt::format("rank {}: {}", *first, all[*first]);
 }
 
 void ShardGather::upload(const Unit& unit, std::span<std::byte> own) {

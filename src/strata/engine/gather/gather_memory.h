@@ -1,17 +1,17 @@
-// Memory for units while they are gathered. Buffers of the same few sizes are taken and given back
-// again and again, so a pass allocates nothing once it has seen all sizes.
+// Memory for units while they are gathered (memory::BufferPool).
 //
 // Where gathers are one-sided, a rank whose device is out of memory may gather less than others.
-// Where gathers are collectives, all ranks have to gather the same. So whenever ranks have to make
-// a buffer, they agree whether all of them got one: if one rank has no memory, take() fails on all.
-// Ranks make buffers at the same points, since they give back and free the same ones. Several shard
-// groups may gather different units, so their ranks cannot agree; there a shortage is an error
+// Where they are collectives, all ranks have to gather the same. So whenever ranks make a buffer,
+// they agree whether all of them got one: if one rank has no memory, take() fails on all. Ranks
+// make buffers at the same points, since they give back and free the same ones. Several shard
+// groups may gather different units and cannot agree; there a shortage is an error
 // (may_do_without()).
 //
-// Threads: one thread at a time. Ownership: a Lease may outlive this object. Errors: CommError from
-// take() where it agrees.
+// Threads: one thread at a time. Ownership: must outlive its leases. Errors: CommError from take()
+// where it agrees.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -22,6 +22,7 @@
 #include "strata/engine/unit/unit.h"
 #include "strata/engine/unit/weight_shards.h"
 #include "strata/memory/buffer_pool.h"
+#include "strata/memory/host_buffer.h"
 #include "strata/offload/state_store.h"
 
 namespace strata::engine {
@@ -45,14 +46,16 @@ class GatherMemory {
     Pool::Lease lease;
     std::string shortage;
   };
-  Taken take(Bytes bytes);
+  Taken take(Bytes footprint);
   // Takes the buffer out of a lease, which gets another one. Null: there is no memory for that.
   std::shared_ptr<device::Memory> replace(Pool::Lease& lease);
   // Whether a rank may go on with less than take() was asked for.
   bool may_do_without() const { return ranks_ != Ranks::kCannotAgree; }
 
   // The memory of a gathered unit of `bytes`.
-  static Bytes footprint(Bytes bytes) { return Pool::footprint(bytes); }
+  static Bytes footprint(Bytes bytes) {
+    return align_up(std::max(bytes, Bytes(1)), memory::page_size());
+  }
   std::int64_t allocations() const { return pool_.allocations(); }
 
  private:
@@ -60,20 +63,16 @@ class GatherMemory {
   enum class Ranks { kNeedNot, kAgree, kCannotAgree };
   static Ranks ranks_of(const comm::Collectives& collectives);
 
-  Taken take_alone(Bytes bytes);
-  Taken take_together(Bytes bytes);
-  // Collective. The text of the first rank with a shortage.
-  std::string shortage_of_any(const std::string& mine);
+  Taken take_together(Bytes footprint);  // collective
 
   comm::Collectives& collectives_;
   Ranks ranks_;
   Pool pool_;
 };
 
-// One gather of a sharded unit: copies every rank's shard into a flat buffer. Peers read shards in
-// device memory, so for those the collectives alone gather. An offloaded shard is first copied to
-// its offset in the flat buffer, on a stream of its own, beside the model's work; the gather among
-// ranks follows in place.
+// Gathers every rank's shard of a unit into a flat buffer. The collectives alone gather shards in
+// device memory. An offloaded shard is first copied to its offset in the flat buffer, on a stream
+// of its own, beside the model's work; the gather among ranks follows in place.
 //
 // Threads: one thread at a time; if anything is offloaded, all ranks gather the same units in the
 // same order. Ownership: borrows all; a Work may outlive the call, but not this object. Errors:

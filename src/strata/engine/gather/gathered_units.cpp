@@ -10,16 +10,18 @@ namespace strata::engine {
 GatheredUnits::GatheredUnits(const std::vector<Unit>& units, const WeightShards& shards,
                              comm::Collectives& collectives, device::Device& device,
                              ParameterViews& views, StepRecorder& recorder,
-                             const plan::FetchOrder& order, const GatherBounds& bounds)
+                             const plan::FetchOrder& order, const EngineOptions& options,
+                             Bytes least_ahead)
     : units_(units),
       gathers_(shards, collectives, device, recorder),
       views_(views),
       recorder_(recorder),
       order_(order),
-      bounds_(bounds),
+      options_(options),
+      least_ahead_(least_ahead),
       memory_(device, collectives),
       slots_(units.size()) {
-  if (bounds.hard) memory_.set_total_limit(bounds.max_live);
+  if (options.max_live_is_hard) memory_.set_total_limit(options.max_live);
   for (const Unit& u : units) {
     if (u.spec.tile() && !u.whole) largest_tile_ = std::max(largest_tile_, u.layout.flat_bytes());
   }
@@ -32,23 +34,13 @@ GatheredUnits::~GatheredUnits() {
     if (s.state != State::kGathered) continue;
     try {
       if (views_.held(u.id)) {
-        views_.leave(u.id, std::make_shared<GatherMemory::Pool::Lease>(std::move(s.memory)));
+        views_.leave(u.id, std::shared_ptr<device::Memory>(s.memory.release()));
       } else {
         views_.detach(u.id);
       }
     } catch (...) {  // the parameters keep their memory; a destructor cannot report it
     }
   }
-}
-
-std::span<std::byte> GatheredUnits::flat(int index) const {
-  STRATA_ASSERT(gathered(index));
-  return of(index).memory.bytes().first(unit(index).layout.flat_bytes().size());
-}
-
-void GatheredUnits::unpin(int index) {
-  STRATA_ASSERT(of(index).pins > 0);
-  --of(index).pins;
 }
 
 void GatheredUnits::count_use(State state) {
@@ -78,7 +70,7 @@ void GatheredUnits::gather(int index) {
 }
 
 GatherMemory::Pool::Lease GatheredUnits::take(int index) {
-  const Bytes bytes = memory_of(index);
+  const Bytes bytes = footprint(index);
   GatherMemory::Taken taken = memory_.take(bytes);
   if (taken.shortage.empty()) return std::move(taken.lease);
   // The device has less than the bound allows.
@@ -103,10 +95,10 @@ void GatheredUnits::report_exhausted(int index, const std::string& cause) const 
 }
 
 bool GatheredUnits::start_ahead(int index) {
-  GatherMemory::Taken taken = memory_.take(memory_of(index));
+  GatherMemory::Taken taken = memory_.take(footprint(index));
   if (!taken.shortage.empty()) {
     if (!memory_.may_do_without()) report_exhausted(index, taken.shortage);
-    return false;  // its use will evict what it must, and tell what is missing
+    return false;  // its use will evict what it must, and report what is missing
   }
   of(index).memory = std::move(taken.lease);
   start(index);
@@ -123,7 +115,7 @@ void GatheredUnits::start(int index) {
   if (u.spec.tile()) tiles_.push_back(index);
   try {
     s.recording = recorder_.begin_transfer(Activity::kGather, index, bytes);
-    s.work = gathers_.start(u, s.memory.bytes().first(bytes.size()));
+    s.work = gathers_.start(u, s.memory->bytes().first(bytes.size()));
   } catch (...) {
     drop(index);
     throw;
@@ -147,10 +139,6 @@ void GatheredUnits::finish(int index) {
   views_.attach(index, flat(index));
 }
 
-void GatheredUnits::gather_again(int index) {
-  gathers_.start(unit(index), flat(index))->wait();
-}
-
 void GatheredUnits::drop(int index) {
   Slot& s = of(index);
   if (s.state == State::kReleased) return;
@@ -158,7 +146,7 @@ void GatheredUnits::drop(int index) {
   if (unit(index).spec.tile()) std::erase(tiles_, index);
   s.work.reset();
   s.recording.reset();
-  s.memory = {};
+  s.memory.reset();
   s.state = State::kReleased;
   live_ -= footprint(index);
 }
@@ -177,7 +165,7 @@ void GatheredUnits::detach(int index) {
 }
 
 bool GatheredUnits::make_room(Bytes bytes, std::int64_t distance) {
-  while (live_ + bytes > bounds_.max_live) {
+  while (live_ + bytes > options_.max_live) {
     const int evicted = farthest(bytes, distance);
     if (evicted < 0) return false;
     drop(evicted);
@@ -209,12 +197,12 @@ int GatheredUnits::farthest(Bytes bytes, std::int64_t distance) const {
 }
 
 bool GatheredUnits::fits_ahead(Bytes bytes) const {
-  if (bounds_.hard) return false;
+  if (options_.max_live_is_hard) return false;
   Bytes unpinned = bytes;
   for (const Unit& u : units_) {
     if (!u.whole && !released(u.id) && !pinned(u.id)) unpinned += footprint(u.id);
   }
-  return unpinned <= std::max(bounds_.least_ahead, bytes);
+  return unpinned <= std::max(least_ahead_, bytes);
 }
 
 // Called when a unit is used, not when one is released: at the release of forward's last unit we
@@ -225,7 +213,7 @@ void GatheredUnits::drop_what_is_not_reused_soon(int current) {
   for (const int next : order_.upcoming()) {
     nth(soon, next) = true;
     if (next != current) between += unit(next).layout.used();
-    if (between > *bounds_.max_reuse) break;
+    if (between > *options_.max_reuse) break;
   }
   for (const Unit& u : units_) {
     const bool idle = !u.whole && gathered(u.id) && !pinned(u.id);
@@ -247,11 +235,6 @@ void GatheredUnits::evict_all() {
   for (const Unit& u : units_) {
     if (!u.whole && !pinned(u.id)) drop(u.id);
   }
-}
-
-void GatheredUnits::free_memory() {
-  evict_all();
-  memory_.trim();
 }
 
 }  // namespace strata::engine

@@ -1,9 +1,6 @@
-// The sharded units while they have memory: which units are gathered, which are pinned, and which
-// are evicted when another unit needs the room.
-//
-// States of a unit: released (no memory) -> gathering (memory, an operation runs) -> gathered
-// (memory, parameters attached, pinned or evictable) -> released. The gathered bytes have a bound,
-// which only units in use may exceed. The unit that is used last is evicted first
+// The sharded units while they have memory: released (no memory) -> gathering (an operation runs)
+// -> gathered (parameters attached, pinned or evictable) -> released. The gathered bytes have a
+// bound, which only units in use may exceed. The unit that is used last is evicted first
 // (plan::FetchOrder).
 //
 // Threads: one thread at a time. Ownership: owns the memory; borrows the rest. Errors: CommError
@@ -13,7 +10,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -22,40 +18,37 @@
 #include "strata/device/device.h"
 #include "strata/engine/gather/gather_memory.h"
 #include "strata/engine/record/step_recorder.h"
+#include "strata/engine/unit/engine_options.h"
 #include "strata/engine/unit/unit.h"
 #include "strata/plan/fetch_order.h"
 
 namespace strata::engine {
 
-struct GatherBounds {
-  Bytes max_live;       // gathered bytes and free buffers; exceeded only by what is pinned at once
-  Bytes prefetch;       // fetched ahead of use; none where 0
-  bool hard = true;     // false: `least_ahead` is fetched even where it exceeds max_live
-  Bytes least_ahead{};  // fetched ahead in any case: the units of a scope, which come together
-  bool gather_lazily = false;  // whole units may be gathering when a step is over
-  // Releases a unit even if there is room for it, unless it is used again with at most `max_reuse`
-  // elements of other units in between.
-  std::optional<Numel> max_reuse{};
-};
-
 class GatheredUnits {
  public:
-  // `order`: the order of uses. It, `units` and `bounds` belong to the Gatherer. `shards`: the
-  // weights of these units.
+  // `order`: the order of uses; it and `units` belong to the Gatherer. `shards`: the weights of
+  // these units. `least_ahead`: see fits_ahead().
   GatheredUnits(const std::vector<Unit>& units, const WeightShards& shards,
                 comm::Collectives& collectives, device::Device& device, ParameterViews& views,
-                StepRecorder& recorder, const plan::FetchOrder& order, const GatherBounds& bounds);
+                StepRecorder& recorder, const plan::FetchOrder& order, const EngineOptions& options,
+                Bytes least_ahead);
   ~GatheredUnits();
   GatheredUnits(const GatheredUnits&) = delete;
   GatheredUnits& operator=(const GatheredUnits&) = delete;
 
   bool released(int unit) const { return of(unit).state == State::kReleased; }
   bool gathered(int unit) const { return of(unit).state == State::kGathered; }
-  std::span<std::byte> flat(int unit) const;  // of a gathered unit
+  std::span<std::byte> flat(int index) const {  // of a gathered unit
+    STRATA_ASSERT(gathered(index));
+    return of(index).memory->bytes().first(unit(index).layout.flat_bytes().size());
+  }
 
   // A pin keeps a unit's memory. Whole units may be pinned, to no effect.
   void pin(int unit) { ++of(unit).pins; }
-  void unpin(int unit);
+  void unpin(int index) {
+    STRATA_ASSERT(of(index).pins > 0);
+    --of(index).pins;
+  }
   bool pinned(int unit) const { return of(unit).pins > 0; }
 
   // The unit is gathered when this returns. It evicts any unpinned unit that it must.
@@ -64,23 +57,24 @@ class GatheredUnits {
   bool start_ahead(int unit);
   void drop(int unit);
   // Gathers the weights of a gathered unit again, in place.
-  void gather_again(int unit);
+  void gather_again(int index) { gathers_.start(unit(index), flat(index))->wait(); }
 
   // Evicts unpinned units that are used later than `distance`; true if `bytes` fit then.
   bool make_room(Bytes bytes, std::int64_t distance);
-  // Whether `bytes` may be prefetched beside the units in use even though they exceed the bound:
-  // only if they and all unpinned units together have at most `least_ahead`, or no unit is
-  // unpinned. If the order was not predicted, a unit that was prefetched in vain stays until it is
-  // evicted for a unit in use.
+  // Whether `bytes` may be prefetched even though they exceed the bound: only if they and all
+  // unpinned units together have at most `least_ahead`, or no unit is unpinned. A unit that was
+  // prefetched in vain stays until it is evicted for a unit in use.
   bool fits_ahead(Bytes bytes) const;
-  // Releases units that were used before the unit in use now, and are not used again within
-  // `bounds.max_reuse`.
+  // Releases unpinned units that are not used again within EngineOptions::max_reuse.
   void drop_what_is_not_reused_soon(int current);
-  // Releases the unpinned tiles, except `current`, the unit that is used next. If `current` is no
-  // tile, a tile that is being prefetched stays, too.
+  // Releases the unpinned tiles, except `current`, which is used next, and, if that is no tile, one
+  // that is being prefetched.
   void drop_idle_tiles(int current);
   void evict_all();
-  void free_memory();
+  void free_memory() {
+    evict_all();
+    memory_.trim();
+  }
   void end_round() { memory_.end_round(); }
 
   Bytes live() const { return live_; }  // of gathered units and those being gathered
@@ -121,7 +115,8 @@ class GatheredUnits {
   ParameterViews& views_;
   StepRecorder& recorder_;
   const plan::FetchOrder& order_;
-  const GatherBounds& bounds_;
+  const EngineOptions& options_;
+  Bytes least_ahead_;
   GatherMemory memory_;
   std::vector<Slot> slots_;  // by unit
   std::vector<int> tiles_;   // that have memory

@@ -1,13 +1,13 @@
 // Gathers units' whole weights when a scope needs them, and releases them afterwards.
 //
-// acquire() pins a unit: its flat buffer is complete and stays. release() unpins it. The unit's
-// memory stays while the bound on gathered bytes allows, so that the backward pass still finds the
-// last blocks of the forward pass; a unit that is used sooner may take the room. The Gatherer
-// learns the order of uses (plan::FetchOrder), which also drives prefetching, within a bound of its
-// own. Units that stay whole are complete, except between a change of the shards and
-// gather_whole(). With `gather_lazily` they may stay incomplete longer, until their first acquire()
-// or complete(). The Gatherer decides; GatheredUnits and WholeUnits hold the state of sharded and
-// of whole units.
+// acquire() pins a unit: its flat buffer is complete and stays. release() unpins it. The memory
+// stays while the bound on gathered bytes allows, and no unit that is used sooner needs it: so
+// backward finds the last blocks of forward. The Gatherer learns the order of uses
+// (plan::FetchOrder), which also drives prefetching, within a bound of its own. Units that stay
+// whole are complete, except between a change of the shards and
+// gather_whole(). With EngineOptions::gather_lazily they may stay incomplete longer, until their
+// first acquire() or complete(). The Gatherer decides; GatheredUnits and WholeUnits hold the state
+// of sharded and of whole units.
 //
 // Threads: complete(), complete_all(), wait_for_readers(), and gathered() of whole units: any
 // thread, beside all other calls. The rest: one thread at a time. Errors: CommError from the
@@ -33,46 +33,30 @@
 
 namespace strata::engine {
 
-// The needs of a model's scopes: how much memory at once, and which units in which order. Pure
-// functions of the plan.
-
-// The most memory that the units of one scope take when they are whole.
+// The most memory that the units of one of these scopes take at once when they are whole.
 enum class ScopeUnits { kSharded, kAll };
 Bytes largest_scope(std::span<const plan::ScopeSpec> scopes, std::span<const Unit> units,
                     ScopeUnits which);
-
-// The bytes that may be prefetched together despite other bounds: the units of a scope, or none.
-Bytes fetched_together(const EngineOptions& options, std::span<const plan::ScopeSpec> scopes,
-                       std::span<const Unit> units);
-
-// The bytes of gradients that may be under reduction before the next ones are written:
-// EngineOptions::max_reducing. With tiles it is 0, since the device has no room for more than the
-// gradient that is being written.
-Bytes most_reducing(const EngineOptions& options, std::span<const Unit> units);
-
-// The predicted order of the units' uses in the first pass: forward through the scopes, then
-// backward. Both times a scope's units come in their order, and then its tiles one by one,
-// backwards the second time.
-std::vector<int> expected_uses(std::span<const plan::ScopeSpec> scopes);
 
 // The shards that change: those of all units, or those that an optimizer step updates.
 enum class Changed { kAll, kTrainable };
 
 class Gatherer {
  public:
-  // `shards`: the weights of these units.
+  // `shards`: the weights of these units. `scopes`: of the model, for the prediction of the first
+  // pass.
   Gatherer(std::vector<Unit>& units, const WeightShards& shards, comm::Collectives& collectives,
            device::Device& device, ParameterViews& views, StepRecorder& recorder,
-           GatherBounds bounds);
+           const EngineOptions& options, std::span<const plan::ScopeSpec> scopes);
 
   // A pass repeats: the forward and backward of one micro-step.
-  void start_pass();
-  // Predicts the uses of the first pass.
-  void expect(std::vector<int> uses) { order_.expect(std::move(uses)); }
+  void start_pass() {
+    order_.start_pass();
+    if (!options_.max_live_is_hard) gathered_.end_round();
+  }
 
   void acquire(int unit);
-  // This rank does not use the unit, but other ranks may acquire() it now. Its gradients are
-  // reduced all the same.
+  // This rank does not use the unit, but other ranks may acquire() it now.
   void leave_out(int unit) { order_.record_skipped(unit); }
   void release(int unit);
   // Unpins the unit, and drops values that were written to the gathered copy: if another pin holds
@@ -92,15 +76,17 @@ class Gatherer {
   // Called before a script may write weights of whole units: peers have read them when this
   // returns.
   void wait_for_readers() { whole_.wait_for_readers(); }
-  bool gathered(int unit) const;
+  bool gathered(int index) const {
+    if (unit(index).away) return false;
+    return unit(index).whole ? whole_.is_complete(index) : gathered_.gathered(index);
+  }
   bool pinned(int unit) const { return gathered_.pinned(unit); }
 
   // Shards have changed, or are about to: drops the gathered copies of them. UsageError if one is
   // pinned; nothing is dropped then.
   void invalidate(Changed changed);
-  // Collective: copies all ranks' changed shards into the whole units, except those that
-  // fetch_first() has started. They are complete when this returns; with `late`, and if the bounds
-  // allow it, some may still be under way.
+  // Collective: copies all ranks' changed shards into the whole units. They are complete when this
+  // returns; with `late`, and if the options allow it, some may still be under way.
   void gather_whole(Changed changed, bool late);
   // Trainable units that this rank's next pass uses before anything else, in their order.
   std::vector<int> first_needed() const;
@@ -115,8 +101,8 @@ class Gatherer {
   void evict_all() { gathered_.evict_all(); }
   // Also frees buffers that are kept for later gathers. Collective where gathers are.
   void free_memory() { gathered_.free_memory(); }
-  // For Weights::offload_states() and reload_states(): whole units lose their memory, and get it
-  // back. No unit is gathered then, and no refresh is under way.
+  // Whole units lose their memory, and get it back (Weights::offload_states()). No unit is gathered
+  // then, and no lazy all-gather is under way.
   void detach_whole() { whole_.detach(); }
   void attach_whole() { whole_.attach(); }
 
@@ -125,7 +111,9 @@ class Gatherer {
   std::int64_t allocations() const { return gathered_.allocations(); }
   const plan::FetchOrder& order() const { return order_; }
   // The flat buffer of a gathered or whole unit.
-  std::span<std::byte> flat(int unit) const;
+  std::span<std::byte> flat(int index) const {
+    return unit(index).whole ? unit(index).resident : gathered_.flat(index);
+  }
 
  private:
   std::vector<int> whole_units(Changed changed) const;
@@ -134,7 +122,9 @@ class Gatherer {
 
   std::vector<Unit>& units_;
   comm::Collectives& collectives_;
-  GatherBounds bounds_;
+  const EngineOptions& options_;
+  Bytes least_ahead_;    // prefetched despite other bounds: the units of a scope, or none
+  bool gathers_lazily_;  // whole units may be gathering when a step is over
   plan::FetchOrder order_;
   GatheredUnits gathered_;
   WholeUnits whole_;

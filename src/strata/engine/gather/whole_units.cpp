@@ -14,9 +14,7 @@ WholeUnits::WholeUnits(const std::vector<Unit>& units, comm::Collectives& collec
       views_(views),
       recorder_(recorder),
       slots_(units.size()) {
-  for (const Unit& u : units_) {
-    if (u.whole) views_.attach(u.id, u.resident);
-  }
+  attach();
 }
 
 WholeUnits::~WholeUnits() {
@@ -33,16 +31,6 @@ WholeUnits::~WholeUnits() {
     } catch (...) {  // the parameters keep their memory; a destructor cannot report it
     }
   }
-}
-
-bool WholeUnits::is_complete(int unit) const {
-  const std::lock_guard lock(mutex_);
-  return nth(slots_, unit).work == nullptr;
-}
-
-void WholeUnits::complete(int unit) {
-  const std::lock_guard lock(mutex_);
-  finish(unit, of(unit));
 }
 
 void WholeUnits::complete_all() {
@@ -73,10 +61,6 @@ void WholeUnits::start(int index) {
   started_.push_back(index);
 }
 
-bool WholeUnits::started(int index) const {
-  return std::ranges::find(started_, index) != started_.end();
-}
-
 void WholeUnits::end(bool late) {
   const std::vector<int> started = std::exchange(started_, {});
   bool all_awaited = true;
@@ -103,11 +87,6 @@ void WholeUnits::wait_for_readers() {
   if (readers_ == nullptr) return;
   readers_->wait();
   readers_.reset();
-}
-
-void WholeUnits::abandon() {
-  started_.clear();
-  complete_all();
 }
 
 void WholeUnits::detach() {

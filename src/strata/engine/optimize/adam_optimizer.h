@@ -1,9 +1,9 @@
 // Adam and AdamW over this rank's shards: one pass for each run of parameters whose update has the
-// same scalars. States are in the StateStore; each lease is as large as the store allows. The pass
-// also writes the 16-bit weight. On a device that runs ahead, states on the host are copied to the
-// device for their update and back (offload/device_stage.h). As in torch, each parameter counts the
-// steps in which it took part. Threads: one thread at a time. Errors: those of the StateStore; a
-// step that fails half-way leaves later units at their old values, so the caller must not go on.
+// same scalars; it also writes the 16-bit weight. States are in the StateStore. On a device that
+// runs ahead, states on the host are copied to the device for their update and back
+// (offload/device_stage.h). As in torch, each parameter counts the steps in which it took part.
+// Threads: one thread at a time. Errors: those of the StateStore; a step that fails half-way leaves
+// later units at their old values, so the caller must not go on.
 #pragma once
 
 #include <memory>
@@ -34,7 +34,9 @@ class AdamOptimizer final : public ShardedOptimizer {
   void forget_step() override;
   std::int64_t steps() const override { return steps_; }
   void offload_states(bool /*masters*/) override { stage_.reset(); }
-  void reload_states() override;
+  void reload_states() override {
+    if (prepared() && stage_ == nullptr) make_stage();
+  }
 
   bool prepared() const { return !states_.empty(); }
   // The steps in which the parameter took part, and the number of all steps: bias correction uses
@@ -43,7 +45,10 @@ class AdamOptimizer final : public ShardedOptimizer {
   void set_steps(std::int64_t all, std::span<const std::int64_t> by_param);
 
   enum class Moment { kFirst, kSecond };
-  DType moment_dtype(int unit) const;
+  DType moment_dtype(int unit) const {
+    return shards_.weights().master_form(unit) == plan::MasterForm::kRounded ? moments_
+                                                                             : DType::kFloat32;
+  }
   // A moment of a trainable unit's shard, in moment_dtype(), after prepare(). Writing counts.
   StateBlock moment_block(int unit, Moment moment) const;
 

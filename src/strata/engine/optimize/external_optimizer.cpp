@@ -23,10 +23,14 @@ ExternalOptimizer::ExternalOptimizer(OptimizerShards& shards, device::Device& de
     : shards_(shards),
       device_(device),
       watch_(watch),
-      copies_(shards, device, memory::Kind::kMasterWeights,
-              [this](const Unit& unit) { return has_copy(unit); }),
-      wide_(shards, device, memory::Kind::kGradientShards,
-            [this](const Unit& unit) { return gradient_moves(unit); }) {}
+      copies_(
+          shards.weights().units(), device, memory::Kind::kMasterWeights, DType::kFloat32,
+          [&shards](const Unit& unit) { return shards.states_on_host(unit); },
+          [this](const Unit& unit) { return has_copy(unit); }),
+      wide_(
+          shards.weights().units(), device, memory::Kind::kGradientShards, DType::kFloat32,
+          [&shards](const Unit& unit) { return shards.states_on_host(unit); },
+          [this](const Unit& unit) { return gradient_moves(unit); }) {}
 
 bool ExternalOptimizer::has_copy(const Unit& unit) const {
   return !shards_.states_on_drive(unit) &&
@@ -42,7 +46,7 @@ bool ExternalOptimizer::gradient_moves(const Unit& unit) const {
 
 std::span<float> ExternalOptimizer::masters_of(const Unit& unit) {
   if (shards_.states_on_drive(unit)) return shard_in(*master_stage_, unit);
-  if (has_copy(unit)) return copies_.of(unit);
+  if (has_copy(unit)) return copies_.floats_of(unit);
   const std::span<std::byte> held = shards_.weights().masters().hold(unit.id);
   return {reinterpret_cast<float*>(held.data()), unit.layout.shard().size()};
 }
@@ -75,11 +79,6 @@ void ExternalOptimizer::make_stages() {
   device_.compute_stream().synchronize();
   master_stage_ = offload::pinned_memory(device_, largest, memory::Kind::kStaging);
   gradient_stage_ = offload::pinned_memory(device_, largest, memory::Kind::kStaging);
-}
-
-void ExternalOptimizer::add(int /*unit*/, bool /*is_new*/) {
-  prepared_ = false;
-  prepare();
 }
 
 void ExternalOptimizer::offload_states(bool masters) {
@@ -129,7 +128,7 @@ std::span<float> ExternalOptimizer::scaled_gradient(const Unit& unit, float scal
     if (scale != 1.0F) move(bytes, bytes, [&] { device_.scale(values, values, scale, stream); });
     return values;
   }
-  const std::span<float> wide = wide_.of(unit);
+  const std::span<float> wide = wide_.floats_of(unit);
   move(Bytes(), bytes, [&] { device_.scale(wide, values, scale, stream); });
   return wide;
 }
@@ -143,17 +142,6 @@ void ExternalOptimizer::lend_gradients(const OptimizerShards::UnitShard& shard,
     const bool none = all.empty() || shards_.gradients().left_out(segment.param);
     gradients.push_back(none ? std::span<float>() : all.subspan(segment.begin.size(), numel));
   }
-}
-
-// By segment; none of units on drives.
-std::vector<std::span<float>> ExternalOptimizer::lend_resident(float scale) {
-  std::vector<std::span<float>> gradients;
-  for (const OptimizerShards::UnitShard& shard : shards_.units()) {
-    const bool leaves_out = on_drive(shard);
-    lend_gradients(shard, leaves_out ? std::span<float>() : scaled_gradient(of(shard), scale),
-                   gradients);
-  }
-  return gradients;
 }
 
 // fp32 masters of a unit on a drive: to the stage (kRead), or from it.
@@ -198,7 +186,7 @@ void ExternalOptimizer::update_on_drive(const OptimizerShards::UnitShard& shard,
 // The unit's weights are what the update has made of its masters.
 void ExternalOptimizer::take_back(const OptimizerShards::UnitShard& shard) {
   const Unit& unit = of(shard);
-  if (has_copy(unit)) return move_copy(unit, copies_.of(unit), offload::Access::kReadWrite);
+  if (has_copy(unit)) return move_copy(unit, copies_.floats_of(unit), offload::Access::kReadWrite);
   const Bytes masters = bytes_of(unit.layout.shard(), DType::kFloat32);
   move(is_far(unit) ? masters : Bytes(), unit.offloaded ? unit.layout.shard_bytes() : Bytes(),
        [&] { round(shard); });
@@ -241,17 +229,21 @@ void ExternalOptimizer::step(std::span<const GroupScalars> /*groups*/, const Gra
 
 // All units that are not on drives, in one call.
 void ExternalOptimizer::update_resident(float scale) {
-  const auto is_host_work = [this](const OptimizerShards::UnitShard& shard) {
-    return is_far(of(shard));
-  };
   for (const OptimizerShards::UnitShard& shard : shards_.units()) {
     if (!on_drive(shard)) shards_.weights().masters().adopt_written(shard.unit);
   }
-  const std::vector<std::span<float>> gradients = lend_resident(scale);
+  std::vector<std::span<float>> gradients;
   for (const OptimizerShards::UnitShard& shard : shards_.units()) {
-    if (has_copy(of(shard))) move_copy(of(shard), copies_.of(of(shard)), offload::Access::kRead);
+    const bool leaves_out = on_drive(shard);
+    lend_gradients(shard, leaves_out ? std::span<float>() : scaled_gradient(of(shard), scale),
+                   gradients);
   }
-  if (std::ranges::any_of(shards_.units(), is_host_work)) device_.compute_stream().synchronize();
+  for (const OptimizerShards::UnitShard& shard : shards_.units()) {
+    if (has_copy(of(shard)))
+      move_copy(of(shard), copies_.floats_of(of(shard)), offload::Access::kRead);
+  }
+  if (std::ranges::any_of(shards_.units(), [this](const auto& s) { return is_far(of(s)); }))
+    device_.compute_stream().synchronize();
   update_(gradients);
 }
 

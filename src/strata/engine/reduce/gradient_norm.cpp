@@ -6,10 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
-#include <memory>
-#include <span>
 #include <utility>
-#include <vector>
 
 #include "strata/base/error.h"
 
@@ -44,11 +41,6 @@ std::vector<int> PackedCounts::zeroes(std::span<const double> sum) const {
 }
 
 using kernels::GradientFactor;
-
-bool GradientNorm::available() const {
-  return shards_.dtype() == DType::kFloat32 &&
-         (collectives_.world_size() == 1 || collectives_.traits().gathers_on_device);
-}
 
 GradientNorm::Values GradientNorm::values() const {
   const std::span<std::byte> bytes = memory_->bytes();

@@ -79,10 +79,6 @@ void Weights::back(int unit) {
   backed_ = end;
 }
 
-void Weights::back_all() {
-  back(static_cast<int>(units_.size()) - 1);
-}
-
 void Weights::copy_for_offload(bool pinned) {
   back_all();
   const Bytes all = offsets_.back();
@@ -107,12 +103,6 @@ void Weights::reload_states() {
   offload::reload(offloaded_, memory_->buffer->local().first(all.size()));
   memory_->charge.grow(all);
 }
-
-void Weights::finish_reload() {
-  for (Unit& unit : units_) unit.away = false;
-}
-
-Weights::~Weights() = default;
 
 const Unit& Weights::trainable_unit_of(int param) const {
   const Unit& unit = unit_of(param);
@@ -139,12 +129,6 @@ std::pair<Numel, Numel> Weights::owned_range(int param) const {
   const Numel high = std::min(shard_begin + unit.layout.shard(), slot.end());
   if (low >= high) return {Numel(), Numel()};
   return {low - slot.offset, high - slot.offset};
-}
-
-void Weights::store(int param, Numel begin, Numel numel, const std::byte* source,
-                    DType source_dtype) {
-  enqueue_store(param, begin, numel, source, source_dtype);
-  device_.compute_stream().synchronize();
 }
 
 void Weights::enqueue_store(int param, Numel begin, Numel numel, const std::byte* source,
