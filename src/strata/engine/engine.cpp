@@ -288,12 +288,6 @@ void Engine::end_backward() {
   pass_.end_backward();
 }
 
-void Engine::abandon_backward() noexcept {
-  pass_.abandon_backward();
-  abandoned_.attempt([this] { recorder_.end_phase(); });
-  abandoned_.keep(reducer_.abandon_backward());
-}
-
 void Engine::zero_gradients() {
   if (in_backward()) throw UsageError("zero_grad() was called in backward(); call it afterwards");
   reducer_.edits().drop_all();

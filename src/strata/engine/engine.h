@@ -44,10 +44,10 @@ namespace strata::engine {
 
 struct StepResult {
   // False: the step was skipped, because gradients were not finite. If the norm is absent, that is
-  // not known yet (Engine::last_step_applied()).
+  // not known yet (GradientCheck::last_applied()).
   bool applied = false;
   // Global L2 norm before clipping, without loss scale; infinite where gradients are not finite.
-  // Absent: not computed yet (Engine::grad_norm()).
+  // Absent: not computed yet (GradientCheck::last_norm()).
   std::optional<double> grad_norm = 0.0;
   std::string warning = {};  // for the user, the same on every rank; empty: none
 };
@@ -113,17 +113,14 @@ class Engine {
   // A backward pass failed: drops the step's gradients, so that a new forward may follow. Errors on
   // the way (of a lost device) do not hide the cause of the failure: the next call that trains
   // throws the first of them.
-  void abandon_backward() noexcept;
+  void abandon_backward() noexcept {
+    pass_.abandon_backward();
+    abandoned_.attempt([this] { recorder_.end_phase(); });
+    abandoned_.keep(reducer_.abandon_backward());
+  }
 
   // --- the step --- collective
   StepResult step(std::span<const GroupScalars> groups, double loss_scale, bool skip_on_overflow);
-  // Both belong to the last step, and wait for the device if it has not computed them yet.
-  double grad_norm() { return check_.last_norm(); }
-  bool last_step_applied() { return check_.last_applied(); }
-  double known_grad_norm() const { return check_.known_norm(); }  // of a step that the host knows
-  // The number of skipped steps. `wait`: for the device; otherwise the last one may be missing.
-  std::int64_t skipped_steps(bool wait) { return check_.skipped_steps(wait); }
-  void set_skipped_steps(std::int64_t steps) { check_.set_skipped_steps(steps); }
   // Makes the optimizer forget the last step if the device skipped it. Throws that step's error.
   void finish_step();
   void zero_gradients();  // drops this rank's of the step so far, which may follow all the same
@@ -131,7 +128,7 @@ class Engine {
     reducer_.drop_gradients();
     pass_.drop_gradients();
   }
-  GradientCheck& gradient_check() { return check_; }
+  GradientCheck& gradient_check() { return check_; }  // norm and outcome of the last step
 
   // --- what steps did ---
   StepRecorder& recorder() { return recorder_; }

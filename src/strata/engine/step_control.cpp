@@ -69,12 +69,6 @@ StepControl::StepControl(Engine& engine, const Config& config)
       accumulation_steps_(config.batch.accumulation_steps.value_or(1)),
       counts_(config.managed_accumulation) {}
 
-double StepControl::loss_factor(bool scale_by_accumulation) const {
-  const double accumulation =
-      scale_by_accumulation ? static_cast<double>(accumulation_steps_) : 1.0;
-  return scaler_.scale() / accumulation;
-}
-
 void StepControl::set_boundary(std::optional<bool> boundary) {
   if (!counts_) {
     throw UsageError(
@@ -98,7 +92,7 @@ void StepControl::set_state(const State& state) {
   global_steps_ = state.global_steps;
   scaler_.set_state(state.loss_scale);
   engine_.forget_step();
-  engine_.set_skipped_steps(state.skipped_steps);
+  engine_.gradient_check().set_skipped_steps(state.skipped_steps);
 }
 
 void StepControl::read_gradients(int unit, const WholeGradients::Take& take) {

@@ -27,7 +27,11 @@ class StepControl {
 
   // The factor of the loss before autograd runs: the loss scale, divided by the accumulation steps
   // with `scale_by_accumulation`.
-  double loss_factor(bool scale_by_accumulation) const;
+  double loss_factor(bool scale_by_accumulation) const {
+    const double accumulation =
+        scale_by_accumulation ? static_cast<double>(accumulation_steps_) : 1.0;
+    return scaler_.scale() / accumulation;
+  }
 
   // Whether the next step() updates the weights: at every accumulation_steps-th micro-step, or as
   // set. If the caller counts (managed_gradient_accumulation: false), every step() does, and it is
@@ -73,17 +77,21 @@ class StepControl {
 
   std::int64_t micro_steps() const { return micro_steps_; }
   std::int64_t global_steps() const { return global_steps_; }  // boundaries, applied or skipped
-  // Boundaries; `wait` as for Engine::skipped_steps().
-  std::int64_t skipped_steps(bool wait = true) const { return engine_.skipped_steps(wait); }
+  // Boundaries; `wait` as for GradientCheck::skipped_steps().
+  std::int64_t skipped_steps(bool wait = true) const {
+    return engine_.gradient_check().skipped_steps(wait);
+  }
   // Whether the last boundary changed the weights; waits for the device if need be, as grad_norm().
-  bool last_step_applied() const { return global_steps_ > 0 && engine_.last_step_applied(); }
+  bool last_step_applied() const {
+    return global_steps_ > 0 && engine_.gradient_check().last_applied();
+  }
   std::int64_t accumulation_steps() const { return accumulation_steps_; }
   // Sets the number of accumulation steps from here on; between steps.
   void set_accumulation_steps(std::int64_t steps);
   const LossScaler& loss_scaler() const { return scaler_; }
   LossScaler& loss_scaler() { return scaler_; }
   std::optional<double> grad_norm() const {
-    return global_steps_ > 0 ? std::optional(engine_.grad_norm()) : std::nullopt;
+    return global_steps_ > 0 ? std::optional(engine_.gradient_check().last_norm()) : std::nullopt;
   }
 
  private:

@@ -23,12 +23,6 @@ AdamOptimizer::AdamOptimizer(OptimizerShards& shards, device::Device& device,
   }
 }
 
-void AdamOptimizer::prepare() {
-  if (!states_.empty()) return;
-  add_states(shards_.units());
-  make_stage();
-}
-
 void AdamOptimizer::add_states(std::span<const OptimizerShards::UnitShard> shards) {
   std::vector<offload::BlockSpec> blocks;
   for (const OptimizerShards::UnitShard& shard : shards) {
@@ -123,12 +117,6 @@ void AdamOptimizer::step(std::span<const GroupScalars> groups, const GradientSca
   }
   if (stage_ != nullptr) stage_->join();
   store_.advance();  // writes what was updated last
-}
-
-void AdamOptimizer::forget_step() {
-  --steps_;
-  for (const int param : left_out_) --nth(missed_, param);
-  left_out_.clear();
 }
 
 std::vector<AdamOptimizer::Run> AdamOptimizer::runs_of(

@@ -24,14 +24,22 @@ class AdamOptimizer final : public ShardedOptimizer {
   AdamOptimizer(OptimizerShards& shards, device::Device& device, offload::StateStore& states,
                 bool decoupled, offload::LinkWatch& watch, DType moments = DType::kFloat32);
 
-  void prepare() override;
+  void prepare() override {
+    if (!states_.empty()) return;
+    add_states(shards_.units());
+    make_stage();
+  }
   void add(int unit, bool is_new) override;
   std::vector<int> order(std::span<const int> first) const override { return shards_.order(first); }
   void step(std::span<const GroupScalars> groups, const GradientScale& scale,
             std::span<const int> first, const Updated& updated) override;
   // Not with fp64 weights, which are rounded from their masters by a pass that knows no scale.
   bool takes_late_scale() const override { return !has_wide_weights_; }
-  void forget_step() override;
+  void forget_step() override {
+    --steps_;
+    for (const int param : left_out_) --nth(missed_, param);
+    left_out_.clear();
+  }
   std::int64_t steps() const override { return steps_; }
   void offload_states(bool /*masters*/) override { stage_.reset(); }
   void reload_states() override {

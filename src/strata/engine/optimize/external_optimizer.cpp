@@ -7,8 +7,6 @@
 
 namespace strata::engine {
 
-using offload::Link;
-
 namespace {
 
 // Values of a unit's shard at the beginning of a buffer that units share.
@@ -31,18 +29,6 @@ ExternalOptimizer::ExternalOptimizer(OptimizerShards& shards, device::Device& de
           shards.weights().units(), device, memory::Kind::kGradientShards, DType::kFloat32,
           [&shards](const Unit& unit) { return shards.states_on_host(unit); },
           [this](const Unit& unit) { return gradient_moves(unit); }) {}
-
-bool ExternalOptimizer::has_copy(const Unit& unit) const {
-  return !shards_.states_on_drive(unit) &&
-         shards_.weights().master_form(unit.id) == plan::MasterForm::kShard &&
-         (unit.offloaded || is_far(unit));
-}
-
-bool ExternalOptimizer::gradient_moves(const Unit& unit) const {
-  const GradientShards& gradients = shards_.gradients();
-  if (gradients.dtype() != DType::kFloat32) return true;
-  return device_.runs_ahead() && gradients.on_host(unit.id) != shards_.states_on_host(unit);
-}
 
 std::span<float> ExternalOptimizer::masters_of(const Unit& unit) {
   if (shards_.states_on_drive(unit)) return shard_in(*master_stage_, unit);
@@ -88,12 +74,6 @@ void ExternalOptimizer::offload_states(bool masters) {
   copies_.free_on_device();
   shards_.weights().masters().let_go();
   prepared_ = false;
-}
-
-void ExternalOptimizer::move(Bytes up, Bytes down, const offload::LinkWatch::Call& queue) {
-  if (!device_.runs_ahead()) return queue();
-  device::Stream& stream = device_.compute_stream();
-  watch_.copy(Link::kUp, up, stream, [&] { watch_.copy(Link::kDown, down, stream, queue); });
 }
 
 // Copies weights that have a copy: from them to it (kRead), or from it to them.

@@ -74,13 +74,26 @@ class ExternalOptimizer final : public ShardedOptimizer {
     return device_.runs_ahead() && shards_.states_on_host(unit);
   }
   // Whether fp32 weights have a copy, since the update does not work where they lie.
-  bool has_copy(const Unit& unit) const;
+  bool has_copy(const Unit& unit) const {
+    return !shards_.states_on_drive(unit) &&
+           shards_.weights().master_form(unit.id) == plan::MasterForm::kShard &&
+           (unit.offloaded || is_far(unit));
+  }
   // Whether gradients are not in fp32 where the update works.
-  bool gradient_moves(const Unit& unit) const;
+  bool gradient_moves(const Unit& unit) const {
+    const GradientShards& gradients = shards_.gradients();
+    if (gradients.dtype() != DType::kFloat32) return true;
+    return device_.runs_ahead() && gradients.on_host(unit.id) != shards_.states_on_host(unit);
+  }
 
   std::span<float> masters_of(const Unit& unit);
   // Calls `queue`, which queues work that moves `up` and `down` bytes over the link at once.
-  void move(Bytes up, Bytes down, const offload::LinkWatch::Call& queue);
+  void move(Bytes up, Bytes down, const offload::LinkWatch::Call& queue) {
+    if (!device_.runs_ahead()) return queue();
+    device::Stream& stream = device_.compute_stream();
+    watch_.copy(offload::Link::kUp, up, stream,
+                [&] { watch_.copy(offload::Link::kDown, down, stream, queue); });
+  }
   void move_copy(const Unit& unit, std::span<float> values, offload::Access access);
   std::span<float> scaled_gradient(const Unit& unit, float scale);
   void lend_gradients(const OptimizerShards::UnitShard& shard, std::span<float> all,

@@ -66,11 +66,9 @@ void GradientArrivals::share_order(std::span<const int> mine) {
   }
   collectives_.broadcast(std::as_writable_bytes(std::span<int>(order_)), 0);
   units_in_order_.clear();
-  std::vector<bool> listed(units_.size());
   for (const int unit : order_) {
-    const auto index = static_cast<std::size_t>(unit);
-    if (!listed[index]) units_in_order_.push_back(unit);
-    listed[index] = true;
+    if (nth(placed, unit) > 0) units_in_order_.push_back(unit);
+    nth(placed, unit) = 0;
   }
 }
 

@@ -107,12 +107,6 @@ void GradientInbox::begin_pass(std::span<const int> order, std::span<const DType
   active_ = true;
 }
 
-void GradientInbox::free() {
-  STRATA_ASSERT(!active_);
-  inbox_.reset();
-  charge_ = {};
-}
-
 void GradientInbox::write(int unit, int slot, const std::byte* gradient) {
   Progress& p = nth(progress_, unit);
   const plan::Slot& place = nth(nth(units_, unit).layout.slots(), slot);

@@ -85,7 +85,11 @@ class GradientInbox {
   void begin_pass(std::span<const int> order, std::span<const DType> dtypes);
   void end_pass() { active_ = false; }
   // Frees the inbox, on every rank, after a barrier; the next pass makes another.
-  void free();
+  void free() {
+    STRATA_ASSERT(!active_);
+    inbox_.reset();
+    charge_ = {};
+  }
   bool active() const { return active_; }
 
   // Whether a gradient may go to its place now.

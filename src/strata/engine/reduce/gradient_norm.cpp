@@ -129,10 +129,4 @@ void WholeGradients::gather(const Take& take) {
   stream.synchronize();
 }
 
-void WholeGradients::take_shard(int unit, const Take& take) {
-  reducer_.reduce_late();
-  GradientShards& shards = reducer_.shards();
-  if (shards.filled(unit)) take(nth(units_, unit), shards.values(unit).data());
-}
-
 }  // namespace strata::engine

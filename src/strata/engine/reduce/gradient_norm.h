@@ -99,7 +99,11 @@ class WholeGradients {
   // except tiles. `take` may be empty: then only other ranks read them.
   void gather(const Take& take);
   // The same for one unit, on the only rank; does not call `take` if the unit has no gradient.
-  void take_shard(int unit, const Take& take);
+  void take_shard(int unit, const Take& take) {
+    reducer_.reduce_late();
+    GradientShards& shards = reducer_.shards();
+    if (shards.filled(unit)) take(nth(units_, unit), shards.values(unit).data());
+  }
 
  private:
   Reducer& reducer_;

@@ -44,18 +44,6 @@ void ShardMemory::take_on_host() {
   }
 }
 
-std::span<std::byte> ShardMemory::on_device(const Unit& unit) const {
-  const bool has = static_cast<std::size_t>(unit.id) < places_.size();
-  if (!has || nth(places_, unit.id).own == nullptr) return {};
-  return nth(places_, unit.id).own->bytes();
-}
-
-void ShardMemory::free_on_device() {
-  for (Place& place : places_) {
-    if (place.own != nullptr) place = {};
-  }
-}
-
 GradientShards::GradientShards(std::vector<Unit>& units, device::Device& device, DType dtype,
                                memory::Tier tier, offload::LinkWatch& watch)
     : units_(units),

@@ -47,9 +47,17 @@ class ShardMemory {
     return {reinterpret_cast<float*>(of(unit).data()), unit.layout.shard().size()};
   }
   // Empty where the unit has none on the device.
-  std::span<std::byte> on_device(const Unit& unit) const;
+  std::span<std::byte> on_device(const Unit& unit) const {
+    const bool has = static_cast<std::size_t>(unit.id) < places_.size();
+    if (!has || nth(places_, unit.id).own == nullptr) return {};
+    return nth(places_, unit.id).own->bytes();
+  }
   // Frees the device memory, which no work uses any more.
-  void free_on_device();
+  void free_on_device() {
+    for (Place& place : places_) {
+      if (place.own != nullptr) place = {};
+    }
+  }
 
  private:
   Bytes bytes(const Unit& unit) const { return bytes_of(unit.layout.shard(), dtype_); }

@@ -28,12 +28,6 @@ GradientWrites::GradientWrites(std::vector<Unit>& units, comm::Collectives& coll
   }
 }
 
-void GradientWrites::add(int unit) {
-  compute_follows();
-  of(unit).written.assign(layout(unit).slots().size(), false);
-  inbox_.free();
-}
-
 DType GradientWrites::dtype(int unit, bool wide) const {
   const DType own = layout(unit).dtype();
   const bool exact = !wide && collectives_.traits().sums_in_fp32 && is_floating(own) &&
@@ -47,12 +41,6 @@ Bytes GradientWrites::largest() const {
     if (unit.trainable()) largest = std::max(largest, bytes(unit.id));
   }
   return largest;
-}
-
-void GradientWrites::begin_pushing(std::span<const int> order) {
-  std::vector<DType> dtypes(units_.size());
-  for (const int unit : order) nth(dtypes, unit) = dtype(unit);
-  inbox_.begin_pass(order, dtypes);
 }
 
 void GradientWrites::widen() {
@@ -70,7 +58,6 @@ void GradientWrites::widen() {
   }
 }
 
-// Later writes come after what the compute stream holds now.
 void GradientWrites::compute_follows() {
   held_.let_go();
   // Skip the wait if we queued nothing: the stream is the collectives', which may be busy.
@@ -104,12 +91,6 @@ void GradientWrites::open_buffer(int unit) {
   if (layout(unit).padded() > end) zero(end, layout(unit).padded());
 }
 
-std::span<std::byte> GradientWrites::place_of(int unit, const plan::Slot& slot) {
-  const DType type = dtype(unit);
-  return of(unit).buffer->bytes().subspan(bytes_of(slot.offset, type).size(),
-                                          bytes_of(slot.numel, type).size());
-}
-
 void GradientWrites::write(int unit, int slot_index, const std::byte* gradient, DType dtype_here) {
   UnitBuffer& b = of(unit);
   const auto index = static_cast<std::size_t>(slot_index);
@@ -131,12 +112,6 @@ GradientTarget GradientWrites::place(int unit, int slot) {
   if (const auto read = std::exchange(b.buffer->read, nullptr)) compute.wait_for(*read);
   if (b.written[index] && stream_ != nullptr) compute.wait_for(*stream_->record());
   return {place_of(unit, layout(unit).slots()[index]).data(), dtype(unit), b.written[index]};
-}
-
-void GradientWrites::wrote(int unit, int slot) {
-  nth(of(unit).written, slot) = true;
-  follow_compute();
-  compute_is_behind_ = true;
 }
 
 bool GradientWrites::push(int unit, int slot, const std::byte* gradient, DType dtype_here) {
@@ -192,12 +167,6 @@ std::unique_ptr<comm::Work> GradientWrites::reduce(int unit, comm::Reduction red
   // what write() puts there next comes after it anyway, but place() has to know.
   if (stream_ != nullptr) buffer.read = stream_->record();
   return work;
-}
-
-GradientBuffers::Lease GradientWrites::release_buffer(int unit, bool pushed) {
-  UnitBuffer& b = of(unit);
-  const bool holds_late_ones = pushed && std::ranges::find(b.written, true) != b.written.end();
-  return holds_late_ones ? nullptr : std::move(b.buffer);
 }
 
 void GradientWrites::drop() {

@@ -47,10 +47,18 @@ class GradientWrites {
                  GradientBuffers& buffers, const EngineOptions& options, Bytes max_pushed,
                  Bytes max_held);
 
-  void add(int unit);  // no longer frozen; after a barrier, since the inbox goes
+  void add(int unit) {  // no longer frozen; after a barrier, since the inbox goes
+    compute_follows();
+    of(unit).written.assign(layout(unit).slots().size(), false);
+    inbox_.free();
+  }
   // A pass that reduces units in this order, and may push gradients of them; the same on every
   // rank. Where ranks do not write into each other's memory nothing is pushed.
-  void begin_pushing(std::span<const int> order);
+  void begin_pushing(std::span<const int> order) {
+    std::vector<DType> dtypes(units_.size());
+    for (const int unit : order) nth(dtypes, unit) = dtype(unit);
+    inbox_.begin_pass(order, dtypes);
+  }
   void end_pushing() { inbox_.end_pass(); }
   bool pushing() const { return inbox_.active(); }
   // Later passes add to the values in the buffers: from now on these have the reduce dtype, and
@@ -73,7 +81,11 @@ class GradientWrites {
   // Instead of write(), for a unit with a buffer: the compute stream may write to this place from
   // now on, until wrote().
   GradientTarget place(int unit, int slot);
-  void wrote(int unit, int slot);
+  void wrote(int unit, int slot) {
+    nth(of(unit).written, slot) = true;
+    follow_compute();
+    compute_is_behind_ = true;
+  }
   // Keeps `owner` of a gradient of `bytes` until the gradient is written. Null: the compute stream
   // waits until then.
   void hold_until_written(std::shared_ptr<const void> owner, Bytes bytes) {
@@ -89,7 +101,11 @@ class GradientWrites {
   std::unique_ptr<comm::Work> reduce(int unit, comm::Reduction reduction, bool pushed);
   // The buffer, for as long as the reduction reads it. A pushed unit has none, unless gradients in
   // its buffer were pushed, too. A buffer with gradients that came too late stays.
-  GradientBuffers::Lease release_buffer(int unit, bool pushed);
+  GradientBuffers::Lease release_buffer(int unit, bool pushed) {
+    UnitBuffer& b = of(unit);
+    const bool holds_late_ones = pushed && std::ranges::find(b.written, true) != b.written.end();
+    return holds_late_ones ? nullptr : std::move(b.buffer);
+  }
 
   void drop(int unit, int slot) {  // forgets what was written of one parameter; between passes
     if (has_buffer(unit)) nth(of(unit).written, slot) = false;
@@ -116,10 +132,14 @@ class GradientWrites {
     compute_is_behind_ = true;
     return stream_ != nullptr ? *stream_ : device_.compute_stream();
   }
-  void follow_compute() {
+  void follow_compute() {  // later writes come after what the compute stream holds now
     if (stream_ != nullptr) stream_->wait_for(*device_.compute_stream().record());
   }
-  std::span<std::byte> place_of(int unit, const plan::Slot& slot);
+  std::span<std::byte> place_of(int unit, const plan::Slot& slot) {
+    const DType type = dtype(unit);
+    return of(unit).buffer->bytes().subspan(bytes_of(slot.offset, type).size(),
+                                            bytes_of(slot.numel, type).size());
+  }
   GradientBuffers::Lease take_buffer(int unit);
   UnitBuffer& of(int unit) { return nth(buffers_of_, unit); }
   const UnitBuffer& of(int unit) const { return nth(buffers_of_, unit); }
@@ -135,7 +155,7 @@ class GradientWrites {
   bool wide_ = false;  // gradients of earlier passes are in the buffers, on some rank at least
   std::unique_ptr<device::Stream> own_stream_;  // null: the collectives have one, or none is needed
   device::Stream* stream_ = nullptr;            // null: the compute stream
-  bool compute_is_behind_ = false;  // something was queued that it does not wait for
+  bool compute_is_behind_ = false;              // something was queued that it does not wait for
   Numel largest_tile_;
   HeldGradients held_;
 };

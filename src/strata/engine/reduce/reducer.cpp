@@ -60,12 +60,6 @@ void ReductionsInFlight::finish() {
   while (!pending_.empty()) finish_front();
 }
 
-void ReductionsInFlight::abandon() {
-  for (Pending& pending : pending_) pending.work.reset();  // waits, drops its error
-  pending_.clear();
-  held_ = Bytes();
-}
-
 void GradientEdits::drop_all() {
   if (!record_.collects()) return;
   writes_.drop();
@@ -156,14 +150,6 @@ void Reducer::begin_backward(BackwardPass pass, std::span<const int> first_uses)
   }
 }
 
-// Reductions end here, and not where the next one starts: until another buffer is needed they may
-// take their time.
-void Reducer::open_buffer(int unit) {
-  if (writes_.has_buffer(unit)) return;
-  in_flight_.free_buffers(std::max(max_reducing_ - writes_.bytes(unit), Bytes()));
-  writes_.open_buffer(unit);
-}
-
 void Reducer::add(int unit, int slot, const std::byte* gradient, DType dtype,
                   std::shared_ptr<const void> owner) {
   const auto index = static_cast<std::size_t>(slot);
@@ -184,12 +170,6 @@ GradientTarget Reducer::begin_add(int unit, int slot) {
   record_.record_gradient(nth(nth(units_, unit).layout.slots(), slot).param);
   open_buffer(unit);
   return writes_.place(unit, slot);
-}
-
-void Reducer::record_written(int unit, std::size_t slot) {
-  in_flight_.progress();
-  if (!arrivals_.record(unit, slot, writes_.bytes(unit)) || pass_ == BackwardPass::kKeeps) return;
-  while (const std::optional<int> ready = arrivals_.next_ready()) start_reduction(*ready);
 }
 
 void Reducer::start_reduction(int unit) {
@@ -254,12 +234,6 @@ std::exception_ptr Reducer::abandon_backward() noexcept {
   error.keep(writes_.abandon().get());
   forget_step();
   return error.get();
-}
-
-void Reducer::forget_step() {
-  shards_.clear();
-  std::fill(of_group_.begin(), of_group_.end(), false);
-  record_.forget();
 }
 
 std::vector<int> Reducer::params_without_gradient() const {

@@ -58,7 +58,11 @@ class ReductionsInFlight {
   void finish(int unit);
   void finish();  // all
   // Waits for all, and drops their results and errors.
-  void abandon();
+  void abandon() {
+    for (Pending& pending : pending_) pending.work.reset();  // waits, drops its error
+    pending_.clear();
+    held_ = Bytes();
+  }
 
  private:
   struct Pending {
@@ -186,11 +190,25 @@ class Reducer {
   GradientShards& shards() { return shards_; }
 
  private:
-  void forget_step();
+  void forget_step() {
+    shards_.clear();
+    std::fill(of_group_.begin(), of_group_.end(), false);
+    record_.forget();
+  }
   void start_reduction(int unit);
   comm::Replicas replicas_of(int unit);
-  void open_buffer(int unit);
-  void record_written(int unit, std::size_t slot);
+  // Reductions end here, and not where the next one starts: until another buffer is needed they may
+  // take their time.
+  void open_buffer(int unit) {
+    if (writes_.has_buffer(unit)) return;
+    in_flight_.free_buffers(std::max(max_reducing_ - writes_.bytes(unit), Bytes()));
+    writes_.open_buffer(unit);
+  }
+  void record_written(int unit, std::size_t slot) {
+    in_flight_.progress();
+    if (!arrivals_.record(unit, slot, writes_.bytes(unit)) || pass_ == BackwardPass::kKeeps) return;
+    while (const std::optional<int> ready = arrivals_.next_ready()) start_reduction(*ready);
+  }
   // Whether the unit's gradients may be pushed. A tile's gradients are written where its reduction
   // reads them, and a tied tile would occur twice in a pass.
   bool is_pushed(int unit) const { return !nth(units_, unit).spec.tile(); }

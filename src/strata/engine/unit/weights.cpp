@@ -115,12 +115,6 @@ const Unit& Weights::trainable_unit_of(int param) const {
   return unit;
 }
 
-const plan::Slot& Weights::slot_of(int param) const {
-  const auto p = static_cast<std::size_t>(param);
-  const Unit& unit = nth(units_, unit_of_param_[p]);
-  return nth(unit.layout.slots(), slot_of_param_[p]);
-}
-
 std::pair<Numel, Numel> Weights::owned_range(int param) const {
   const Unit& unit = nth(units_, nth(unit_of_param_, param));
   const plan::Slot& slot = slot_of(param);

@@ -52,7 +52,11 @@ class Weights {
   const Unit& unit_of(int param) const { return nth(units_, nth(unit_of_param_, param)); }
   // Throws UsageError for a frozen parameter, which gets no gradient.
   const Unit& trainable_unit_of(int param) const;
-  const plan::Slot& slot_of(int param) const;
+  const plan::Slot& slot_of(int param) const {
+    const auto p = static_cast<std::size_t>(param);
+    const Unit& unit = nth(units_, unit_of_param_[p]);
+    return nth(unit.layout.slots(), slot_of_param_[p]);
+  }
   int slot_index_of(int param) const { return nth(slot_of_param_, param); }
 
   // Sets elements [begin, begin + numel) of `param`. Elements outside this rank's shard are
