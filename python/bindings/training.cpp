@@ -204,6 +204,11 @@ class Opened {
   io::ThreadEngine io_;
 };
 
+template <auto Field>
+auto of_manifest(const Opened& opened) {
+  return opened.get().manifest().*Field;
+}
+
 // (role, name, shape, dtype in the model, trainable, aliases, [(kind, dtype in the file)])
 using WholeTuple =
     std::tuple<std::string, std::string, std::vector<std::int64_t>, at::ScalarType, bool,
@@ -266,18 +271,15 @@ void bind_training(py::module_& module) {
   module.def("find_checkpoint", &checkpoint::find_checkpoint);
   module.def("whole_checkpoints", &checkpoint::whole_checkpoints);
   module.def("write_whole", &write_whole);
-  using Manifest = format::Manifest;
-  const auto of_manifest = [](auto Manifest::*field) {
-    return [field](const Opened& o) { return o.get().manifest().*field; };
-  };
+  using format::Manifest;
   py::class_<Opened>(module, "TrainingCheckpoint")
       .def(py::init<comm::Collectives&, const std::string&>(), unlocked)
       .def(py::init<const std::string&>(), unlocked)
       .def_property_readonly("path", [](const Opened& o) { return o.get().path(); })
-      .def_property_readonly("training", of_manifest(&Manifest::training))
-      .def_property_readonly("world_size", of_manifest(&Manifest::world_size))
-      .def_property_readonly("stage", of_manifest(&Manifest::stage))
-      .def_property_readonly("kinds", of_manifest(&Manifest::kinds))
+      .def_property_readonly("training", &of_manifest<&Manifest::training>)
+      .def_property_readonly("world_size", &of_manifest<&Manifest::world_size>)
+      .def_property_readonly("stage", &of_manifest<&Manifest::stage>)
+      .def_property_readonly("kinds", &of_manifest<&Manifest::kinds>)
       .def("tensors", &Opened::tensors)
       .def("has", &Opened::has)
       .def("dtype_of", &Opened::dtype_of)

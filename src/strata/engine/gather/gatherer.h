@@ -4,10 +4,9 @@
 // stays while the bound on gathered bytes allows, and no unit that is used sooner needs it: so
 // backward finds the last blocks of forward. The Gatherer learns the order of uses
 // (plan::FetchOrder), which also drives prefetching, within a bound of its own. Units that stay
-// whole are complete, except between a change of the shards and
-// gather_whole(). With EngineOptions::gather_lazily they may stay incomplete longer, until their
-// first acquire() or complete(). The Gatherer decides; GatheredUnits and WholeUnits hold the state
-// of sharded and of whole units.
+// whole are complete, except between a change of the shards and gather_whole() or, with
+// EngineOptions::gather_lazily, their first acquire() or complete(). The Gatherer decides;
+// GatheredUnits and WholeUnits hold the state of sharded and of whole units.
 //
 // Threads: complete(), complete_all(), wait_for_readers(), and gathered() of whole units: any
 // thread, beside all other calls. The rest: one thread at a time. Errors: CommError from the
