@@ -99,6 +99,9 @@ class AlignedTensors {
   HostAdamTensors used_;
 };
 
+// (weight, gradient, exp_avg, exp_avg_sq, step from 1)
+using HostParameter = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, std::int64_t>;
+
 // Adam and AdamW over torch tensors in host memory, computed by this rank's threads. Optimizers
 // that run without an engine use it. Tensors need not be contiguous: if a tensor's elements lie in
 // another order than its parameter's, the update works on a copy and writes the result back. Its
@@ -110,17 +113,29 @@ class HostAdam {
   explicit HostAdam(int world_size) : threads_(torch::host_threads(std::nullopt, world_size)) {}
 
   int threads() const { return threads_; }
-  // Takes all of `scalars` except their step. Autograd does not record the update, but it sees that
-  // the weights have changed.
-  void step(const std::vector<HostAdamTensors>& parameters, const kernels::AdamScalars& scalars) {
+  // Without Python's lock. Autograd does not record the update, but it sees that the weights have
+  // changed.
+  void step(const std::vector<HostParameter>& parameters, double lr, double beta1, double beta2,
+            double eps, double weight_decay, bool decoupled, bool bias_correction) {
     const at::NoGradGuard no_graph;
-    for (const HostAdamTensors& parameter : parameters) check_adam_tensors(parameter);
-    std::vector<AlignedTensors> aligned;
+    std::vector<HostAdamTensors> originals;
+    for (const auto& [weight, gradient, exp_avg, exp_avg_sq, count] : parameters) {
+      originals.push_back({weight, gradient, exp_avg, exp_avg_sq, count});
+      check_adam_tensors(originals.back());
+    }
+    const std::vector<AlignedTensors> aligned(originals.begin(), originals.end());
     std::vector<kernels::AdamTensor> tensors;
-    for (const HostAdamTensors& parameter : parameters) aligned.emplace_back(parameter);
     for (const AlignedTensors& parameter : aligned) tensors.push_back(parameter.tensor());
     if (!pool_) pool_.emplace(threads_, torch::host_cores(threads_));
-    kernels::adam_step(tensors, scalars, &*pool_);
+    kernels::adam_step(tensors,
+                       {.lr = lr,
+                        .beta1 = beta1,
+                        .beta2 = beta2,
+                        .eps = eps,
+                        .weight_decay = weight_decay,
+                        .decoupled = decoupled,
+                        .bias_correction = bias_correction},
+                       &*pool_);
     for (const AlignedTensors& parameter : aligned) parameter.write_back();
   }
 
@@ -128,26 +143,6 @@ class HostAdam {
   int threads_;
   std::optional<ThreadPool> pool_;
 };
-
-using HostParameter = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, std::int64_t>;
-
-void update_on_host(HostAdam& adam, const std::vector<HostParameter>& parameters, double lr,
-                    double beta1, double beta2, double eps, double weight_decay, bool decoupled,
-                    bool bias_correction) {
-  std::vector<HostAdamTensors> tensors;
-  for (const auto& [weight, gradient, exp_avg, exp_avg_sq, count] : parameters)
-    tensors.push_back({weight, gradient, exp_avg, exp_avg_sq, count});
-  kernels::AdamScalars scalars;
-  scalars.lr = lr;
-  scalars.beta1 = beta1;
-  scalars.beta2 = beta2;
-  scalars.eps = eps;
-  scalars.weight_decay = weight_decay;
-  scalars.decoupled = decoupled;
-  scalars.bias_correction = bias_correction;
-  const py::gil_scoped_release release;
-  adam.step(tensors, scalars);
-}
 
 engine::ExternalOptimizer& external(ShardedModel& model) {
   auto* optimizer = dynamic_cast<engine::ExternalOptimizer*>(model.engine().optimizer());
@@ -298,36 +293,30 @@ void set_adam_steps(ShardedModel& model, std::int64_t all,
 }
 
 void bind_states(py::module_& module) {
-  module.def("read_state", &read_state, py::arg("model"), py::arg("parameter"), py::arg("name"),
-             py::arg("whole"), unlocked);
-  module.def("write_state", &write_state, py::arg("model"), py::arg("parameter"), py::arg("name"),
-             py::arg("whole"), py::arg("values"), unlocked);
+  module.def("read_state", &read_state, unlocked);
+  module.def("write_state", &write_state, unlocked);
   // Joins a state that Python keeps from all ranks' parts; None if a rank lacks its part.
   module.def(
       "join_state",
       [](ShardedModel& model, int param, const std::optional<at::Tensor>& mine) {
         return StateValues(model, param).joined(mine);
       },
-      py::arg("model"), py::arg("parameter"), py::arg("mine"), unlocked);
+      unlocked);
   // Drops this rank's gradients of the step so far; `keep` sets them to zero instead.
   module.def(
       "zero_gradients", [](ShardedModel& model, bool keep) { model.passes().zero_gradients(keep); },
-      py::arg("model"), py::arg("keep"), unlocked);
+      unlocked);
   // `whole`: a parameter of this shape whose rows are `tiles`.
-  module.def(
-      "show_tiled",
-      [](ShardedModel& model, const at::Tensor& whole, const std::vector<std::int64_t>& shape,
-         const std::vector<int>& tiles) {
-        model.passes().shown_gradients().add_tiled(whole, shape, tiles);
-      },
-      py::arg("model"), py::arg("whole"), py::arg("shape"), py::arg("tiles"));
+  module.def("show_tiled",
+             [](ShardedModel& model, const at::Tensor& whole,
+                const std::vector<std::int64_t>& shape, const std::vector<int>& tiles) {
+               model.passes().shown_gradients().add_tiled(whole, shape, tiles);
+             });
   module.def("micro_batches",
              [](ShardedModel& model) { return model.control().state().micro_batches; });
-  module.def("store_masters", &store_masters, py::arg("model"), py::arg("parameter"),
-             py::arg("values"), unlocked);
-  module.def("adam_steps", &adam_steps, py::arg("model"), unlocked);
-  module.def("set_adam_steps", &set_adam_steps, py::arg("model"), py::arg("all"),
-             py::arg("by_parameter"), unlocked);
+  module.def("store_masters", &store_masters, unlocked);
+  module.def("adam_steps", &adam_steps, unlocked);
+  module.def("set_adam_steps", &set_adam_steps, unlocked);
   module.def("state_range",
              [](ShardedModel& model, int param) { return StateValues(model, param).range(); });
 }
@@ -336,12 +325,9 @@ void bind_states(py::module_& module) {
 
 void bind_optimizer(py::module_& module, ModelClass& model) {
   py::class_<HostAdam>(module, "HostAdam")
-      .def(py::init<int>(), py::arg("world_size"))
+      .def(py::init<int>())
       .def_property_readonly("threads", &HostAdam::threads)
-      // parameters: [(weight, gradient, exp_avg, exp_avg_sq, step from 1)].
-      .def("step", &update_on_host, py::arg("parameters"), py::arg("lr"), py::arg("beta1"),
-           py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"), py::arg("decoupled"),
-           py::arg("bias_correction"));
+      .def("step", &HostAdam::step, unlocked);
   model.def("segments", &segments)
       .def("parts_on_drive", &parts_on_drive)
       // A contiguous tensor on the host goes to a block of the drive, or comes from it.
@@ -365,19 +351,14 @@ void bind_optimizer(py::module_& module, ModelClass& model) {
             states_of(m).bring(block, host_bytes(values));
           },
           unlocked)
-      .def("set_update",
-           [](ShardedModel& m, py::function update) { set_update(m, std::move(update)); })
-      .def("set_outside_states",
-           [](ShardedModel& m, py::function offload_states, py::function reload_states) {
-             set_outside_states(m, std::move(offload_states), std::move(reload_states));
-           })
+      .def("set_update", &set_update)
+      .def("set_outside_states", &set_outside_states)
       .def(
           "train", [](ShardedModel& m, const std::vector<int>& p) { m.passes().frozen().train(p); },
           unlocked)
       .def("add_to_group", [](ShardedModel& m, const std::vector<int>& p,
                               int group) { m.passes().frozen().add_to_group(p, group); })
-      .def("on_trained",
-           [](ShardedModel& m, py::function told) { on_trained(m, std::move(told)); });
+      .def("on_trained", &on_trained);
   bind_states(module);
 }
 

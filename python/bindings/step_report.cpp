@@ -128,8 +128,9 @@ void bind_steps(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& model) 
   model.def("step_report", &step_report, py::arg("wait"))
       .def("record_steps", [](ShardedModel& m, bool on) { m.engine().recorder().set_timed(on); })
       // The norm of the last step whose norm is known; does not wait for the device.
-      .def_property_readonly("known_grad_norm",
-                             [](ShardedModel& m) { return m.engine().known_grad_norm(); })
+      .def_property_readonly(
+          "known_grad_norm",
+          [](ShardedModel& m) { return m.engine().gradient_check().known_norm(); })
       .def("keep_step_reports", [](ShardedModel& m) { m.engine().recorder().keep_records(); })
       .def("take_step_reports", &take_step_reports, py::arg("wait") = false)
       .def("trace_state", &trace_state)

@@ -61,21 +61,6 @@ engine::SavedContent content_from(const std::vector<std::vector<std::string>>& a
   return content;
 }
 
-engine::SaveRequest request_from(ShardedModel& model, const std::string& folder,
-                                 const std::string& tag, const std::string& training,
-                                 engine::SavedContent content,
-                                 const std::vector<std::pair<std::string, std::string>>& texts,
-                                 bool latest) {
-  engine::Engine& engine = model.engine();
-  engine.finish_step();
-  return {folder,
-          tag,
-          engine::with_progress(training, engine, model.control()),
-          std::move(content),
-          texts,
-          {latest, model.config().keep_checkpoints}};
-}
-
 // Saves a model's checkpoints, synchronously or beside training, as its configuration says.
 class TrainingSaver {
  public:
@@ -102,9 +87,14 @@ class TrainingSaver {
             const std::vector<ExtraTuple>& tensors, const std::vector<StateTuple>& states,
             const std::vector<std::pair<std::string, std::string>>& texts, bool frozen,
             bool latest) {
-    const engine::SaveRequest request =
-        request_from(*model_, folder, tag, training, content_from(aliases, tensors, states, frozen),
-                     texts, latest);
+    model_->engine().finish_step();
+    const engine::SaveRequest request{
+        folder,
+        tag,
+        engine::with_progress(training, model_->engine(), model_->control()),
+        content_from(aliases, tensors, states, frozen),
+        texts,
+        {latest, model_->config().keep_checkpoints}};
     if (async_ != nullptr) {
       async_->start(request);
     } else {
@@ -214,6 +204,11 @@ class Opened {
   io::ThreadEngine io_;
 };
 
+template <auto Field>
+auto of_manifest(const Opened& opened) {
+  return opened.get().manifest().*Field;
+}
+
 // (role, name, shape, dtype in the model, trainable, aliases, [(kind, dtype in the file)])
 using WholeTuple =
     std::tuple<std::string, std::string, std::vector<std::int64_t>, at::ScalarType, bool,
@@ -261,47 +256,39 @@ void write_whole(const std::string& folder, const std::string& tag,
 
 void bind_training(py::module_& module) {
   py::class_<TrainingSaver>(module, "TrainingSaver")
-      .def(py::init<std::shared_ptr<ShardedModel>, std::int64_t>(), py::arg("model"),
-           py::arg("beside"), unlocked)
-      .def("save", &TrainingSaver::save, py::arg("folder"), py::arg("tag"), py::arg("training"),
-           py::arg("aliases"), py::arg("tensors"), py::arg("states"), py::arg("texts"),
-           py::arg("frozen"), py::arg("latest"), unlocked)
+      .def(py::init<std::shared_ptr<ShardedModel>, std::int64_t>(), unlocked)
+      .def("save", &TrainingSaver::save, unlocked)
       .def("wait", &TrainingSaver::wait, unlocked)
       .def_property_readonly("pending", &TrainingSaver::pending)
       .def_property_readonly("files_written", &TrainingSaver::files_written);
   module.def("fingerprint", [](const at::Tensor& values) {
     return format::checksum_text(format::checksum_of(torch::const_bytes(values)));
   });
-  module.def(
-      "loading_failed",
-      [](ShardedModel& model, const std::string& cause) { model.engine().loading_failed(cause); },
-      py::arg("model"), py::arg("cause"));
-  module.def("latest_tag", &checkpoint::latest_tag, py::arg("folder"));
-  module.def("find_checkpoint", &checkpoint::find_checkpoint, py::arg("folder"), py::arg("tag"));
-  module.def("whole_checkpoints", &checkpoint::whole_checkpoints, py::arg("folder"));
-  module.def("write_whole", &write_whole, py::arg("folder"), py::arg("tag"), py::arg("tensors"),
-             py::arg("training"), py::arg("world_size"), py::arg("stage"), py::arg("read"));
+  module.def("loading_failed", [](ShardedModel& model, const std::string& cause) {
+    model.engine().loading_failed(cause);
+  });
+  module.def("latest_tag", &checkpoint::latest_tag);
+  module.def("find_checkpoint", &checkpoint::find_checkpoint);
+  module.def("whole_checkpoints", &checkpoint::whole_checkpoints);
+  module.def("write_whole", &write_whole);
+  using format::Manifest;
   py::class_<Opened>(module, "TrainingCheckpoint")
-      .def(py::init<comm::Collectives&, const std::string&>(), py::arg("collectives"),
-           py::arg("path"), unlocked)
-      .def(py::init<const std::string&>(), py::arg("path"), unlocked)
+      .def(py::init<comm::Collectives&, const std::string&>(), unlocked)
+      .def(py::init<const std::string&>(), unlocked)
       .def_property_readonly("path", [](const Opened& o) { return o.get().path(); })
-      .def_property_readonly("training",
-                             [](const Opened& o) { return o.get().manifest().training; })
-      .def_property_readonly("world_size",
-                             [](const Opened& o) { return o.get().manifest().world_size; })
-      .def_property_readonly("stage", [](const Opened& o) { return o.get().manifest().stage; })
-      .def_property_readonly("kinds", [](const Opened& o) { return o.get().manifest().kinds; })
+      .def_property_readonly("training", &of_manifest<&Manifest::training>)
+      .def_property_readonly("world_size", &of_manifest<&Manifest::world_size>)
+      .def_property_readonly("stage", &of_manifest<&Manifest::stage>)
+      .def_property_readonly("kinds", &of_manifest<&Manifest::kinds>)
       .def("tensors", &Opened::tensors)
-      .def("has", &Opened::has, py::arg("name"), py::arg("kind"))
-      .def("dtype_of", &Opened::dtype_of, py::arg("name"), py::arg("kind"))
+      .def("has", &Opened::has)
+      .def("dtype_of", &Opened::dtype_of)
       .def("read", &Opened::read, py::arg("role"), py::arg("name"), py::arg("kind") = "value",
            unlocked)
-      .def("differences", &Opened::differences, py::arg("model"), py::arg("buffers"))
-      .def("load", &Opened::load, py::arg("model"), py::arg("states"), py::arg("strict"),
-           py::arg("without_frozen"), py::arg("targets"), py::arg("buffers"), unlocked)
-      .def("restore_progress", &Opened::restore_progress, py::arg("model"), unlocked)
-      .def("restore_optimizer_steps", &Opened::restore_optimizer_steps, py::arg("model"), unlocked);
+      .def("differences", &Opened::differences)
+      .def("load", &Opened::load, unlocked)
+      .def("restore_progress", &Opened::restore_progress, unlocked)
+      .def("restore_optimizer_steps", &Opened::restore_optimizer_steps, unlocked);
 }
 
 }  // namespace strata::python

@@ -3,30 +3,10 @@
 #include <algorithm>
 #include <utility>
 
-#include "strata/base/error.h"
-#include "strata/engine/gather/gatherer.h"
-#include "strata/engine/optimize/sharded_optimizer.h"
 #include "strata/engine/unit/agreement.h"
 
 namespace strata::engine {
 namespace {
-
-ReducerOptions reducer_options(const EngineOptions& options, const plan::ModelPlan& plan,
-                               const Weights& weights, const comm::Collectives& collectives,
-                               const device::Device& device) {
-  // The units of a scope become complete close to each other. With less room than they take, the
-  // model would wait for reductions that have only begun.
-  const Bytes scope = largest_scope(plan.scopes, weights.units(), ScopeUnits::kAll) * 3 / 2;
-  return {options.name,
-          options.reduce_dtype,
-          options.accumulation_dtype,
-          std::max(most_reducing(options, weights.units()), scope),
-          options.sum_gradients,
-          options.gradient_tier,
-          options.wants_late_norm(device.runs_ahead()) && collectives.traits().gathers_on_device &&
-              options.accumulation_dtype == DType::kFloat32,
-          scope};
-}
 
 // Must precede every allocation that assumes equal models, so it runs while members are
 // initialised.
@@ -38,6 +18,161 @@ std::shared_ptr<comm::Collectives> checked(std::shared_ptr<comm::Collectives> co
   agree_on_text(*collectives, "model", plan::describe(params, plan));
   return collectives;
 }
+
+// The last part of a step: the optimizer updates this rank's shards, and every rank gets the new
+// shards of other ranks that it holds.
+//
+// On a device that runs ahead with one-sided gathers, the optimizer first updates the units that
+// every rank's next forward needs first. Ranks gather those, in rounds, while it updates the rest.
+//
+// Errors: after the update has begun, any error leaves the weights of two steps. If a rank's
+// optimizer fails, that rank throws the optimizer's error, and all others throw an error of the
+// same class that names the rank. So the collectives stay good, and weights can be loaded. An error
+// after that ends the collectives, with its reason. CommError from the collectives.
+class WeightUpdate {
+ public:
+  WeightUpdate(const std::vector<Unit>& units, Gatherer& gatherer, StepRecorder& recorder,
+               comm::Collectives& collectives, device::Device& device)
+      : units_(units),
+        gatherer_(gatherer),
+        recorder_(recorder),
+        collectives_(collectives),
+        device_(device) {}
+
+  // Collective: the parts of these units' slices that other ranks own go to this rank's copies of
+  // them (ShardPosition::parts).
+  static void complete_slices(comm::Collectives& collectives, const std::vector<Unit>& units,
+                              std::span<const int> indices) {
+    if (collectives.shard_position().parts == 1) return;
+    std::vector<comm::SliceMap> slices;
+    for (const int index : indices) slices.push_back(nth(units, index).slices);
+    collectives.complete_slices(slices);
+  }
+  static void complete_slices(comm::Collectives& collectives, const std::vector<Unit>& units,
+                              Changed changed) {
+    std::vector<int> indices;
+    for (const Unit& unit : units) {
+      if (changed == Changed::kAll || unit.trainable()) indices.push_back(unit.id);
+    }
+    complete_slices(collectives, units, indices);
+  }
+
+  // Collective. From its beginning to its end no rank gathers the changing units.
+  void run(ShardedOptimizer& optimizer, std::span<const GroupScalars> groups,
+           const GradientScale& scale) {
+    try {
+      agree_on(update_shards(optimizer, groups, scale));
+      bring_new_shards();
+    } catch (...) {
+      // The gathers under way copy shards of a failed update. Their errors would hide the cause.
+      FirstError().attempt([this] { gatherer_.abandon_lazy_gather(); });
+      throw;
+    }
+  }
+
+ private:
+  // The bytes of one round: each round costs a sync point of the ranks.
+  static constexpr Bytes kFetchedTogether = 64_MiB;
+
+  bool fetches_ahead() const {
+    const comm::ShardPosition place = collectives_.shard_position();
+    return device_.runs_ahead() && place.held_count() > 1 && place.parts == 1 &&
+           collectives_.traits().one_sided;
+  }
+
+  // The units that every rank's next forward needs first, in their common order. If only some ranks
+  // need a unit, the other ranks do not report that they have updated it. Collective.
+  std::vector<int> first_needed_by_all() {
+    std::vector<int> common = gatherer_.first_needed();
+    for (const std::string& text : collectives_.all_gather_text(text_of_numbers(common))) {
+      const std::vector<int> theirs = numbers_of_text(text);
+      const auto end = std::ranges::mismatch(common, theirs).in1;
+      common.erase(end, common.end());
+    }
+    return common;
+  }
+
+  // Units in the order of their updates, cut into rounds.
+  std::vector<std::vector<int>> plan_rounds(std::span<const int> updated) const {
+    std::vector<std::vector<int>> rounds;
+    Bytes bytes = kFetchedTogether;  // of the last round
+    for (const int index : updated) {
+      if (bytes >= kFetchedTogether) {
+        rounds.emplace_back();
+        bytes = Bytes();
+      }
+      rounds.back().push_back(index);
+      bytes += nth(units_, index).layout.flat_bytes();
+    }
+    return rounds;
+  }
+
+  // Returns the exception of this rank's optimizer, since all ranks have to learn of it.
+  std::exception_ptr update_shards(ShardedOptimizer& optimizer,
+                                   std::span<const GroupScalars> groups,
+                                   const GradientScale& scale) {
+    const std::vector<int> first = fetches_ahead() ? first_needed_by_all() : std::vector<int>();
+    std::vector<int> order = optimizer.order(first);
+    order.resize(first.size());
+    const std::vector<std::vector<int>> rounds = plan_rounds(order);
+    std::size_t round = 0;
+    std::size_t updated = 0;  // of this round
+    try {
+      StepRecorder::Recording recording = recorder_.begin(Activity::kOptimizer, -1);
+      optimizer.step(groups, scale, first, [&](int unit) {
+        recorder_.end(recording, unit);
+        if (round < rounds.size() && ++updated == rounds[round].size()) {
+          updated = 0;
+          collectives_.group_barrier();
+          gatherer_.fetch_first(rounds[round++]);
+        }
+        recording = recorder_.begin(Activity::kOptimizer, -1);
+      });
+    } catch (const CommError&) {
+      throw;  // the others know already
+    } catch (...) {
+      const std::exception_ptr error = std::current_exception();
+      // The other ranks wait at a barrier in each remaining round, and learn of the error after the
+      // last one.
+      FirstError().attempt([&] {
+        for (; round < rounds.size(); ++round) collectives_.group_barrier();
+      });
+      return error;
+    }
+    return nullptr;
+  }
+
+  void agree_on(const std::exception_ptr& mine) {
+    try {
+      if (collectives_.world_size() > 1) {
+        agree_on_outcome(collectives_, "updating the weights",
+                         mine != nullptr ? failure_of(mine) : Failure());
+      }
+    } catch (...) {
+      if (mine == nullptr) throw;
+    }
+    if (mine != nullptr) std::rethrow_exception(mine);
+  }
+
+  void bring_new_shards() {
+    try {
+      complete_slices(collectives_, units_, Changed::kTrainable);
+      collectives_.group_barrier();  // every shard is new before any rank gathers
+      gatherer_.gather_whole(Changed::kTrainable, /*late=*/true);
+    } catch (const CommError&) {
+      throw;  // the others know already
+    } catch (const std::exception& error) {
+      collectives_.abort(fmt::format("its update of the weights failed: {}", error.what()));
+      throw;
+    }
+  }
+
+  const std::vector<Unit>& units_;
+  Gatherer& gatherer_;
+  StepRecorder& recorder_;
+  comm::Collectives& collectives_;
+  device::Device& device_;
+};
 
 }  // namespace
 
@@ -56,20 +191,14 @@ Engine::Engine(std::span<const plan::ParamSpec> params, const plan::ModelPlan& p
       links_(*device_, {stores_.states, stores_.weights}, options_.offloads(), recorder_),
       trace_(options.trace, options.trace_steps),
       gatherer_(weights_.units(), weights_.shards(), *collectives_, *device_, views, recorder_,
-                {options.max_live, options.prefetch, options.max_live_is_hard,
-                 fetched_together(options, plan.scopes, weights_.units()),
-                 options.gather_lazily.value_or(device_->runs_ahead()), options.max_reuse}),
-      reducer_(weights_.units(), *collectives_, *device_, recorder_,
-               reducer_options(options, plan, weights_, *collectives_, *device_)),
+                options_, plan.scopes),
+      reducer_(weights_.units(), *collectives_, *device_, recorder_, options_, plan.scopes),
       check_(reducer_, weights_, *collectives_, *device_, recorder_, options_),
       shards_(weights_, reducer_.shards(), collectives_->shard_position().index),
       optimizer_(make_optimizer(optimizer, options_.moment_dtype, shards_, *device_,
                                 *stores_.states, recorder_)),
-      update_(weights_, gatherer_, recorder_, *collectives_, *device_),
       state_offload_(weights_, gatherer_, reducer_, optimizer_.get(), stores_, *collectives_,
-                     *device_, pass_) {
-  if (!plan.scopes.empty()) gatherer_.expect(expected_uses(plan.scopes));
-}
+                     *device_, pass_) {}
 
 Engine::~Engine() {
   trace_.end(recorder_, *collectives_);
@@ -90,7 +219,7 @@ void Engine::weights_changed(bool complete) {
   state_offload_.require_all("loading weights");
   weights_.back_all();
   gatherer_.invalidate(Changed::kAll);
-  update_.complete_slices(Changed::kAll);
+  WeightUpdate::complete_slices(*collectives_, weights_.units(), Changed::kAll);
   if (complete) {
     collectives_->barrier();
     pass_.weights_loaded();
@@ -108,11 +237,6 @@ void Engine::weights_changed(bool complete) {
   pass_.weights_loaded();
 }
 
-void Engine::gather_early(std::span<const int> units) {
-  collectives_->group_barrier();  // every rank's shards are written before any rank reads them
-  gatherer_.fetch_first(units);
-}
-
 void Engine::adopt_flat(std::span<const int> params) {
   state_offload_.require_all("setting weights");
   std::vector<int> units;
@@ -127,12 +251,7 @@ void Engine::adopt_flat(std::span<const int> params) {
         gatherer_.flat(unit.id).data() + bytes_of(slot.offset + begin, dtype).size();
     weights_.store(param, begin, end - begin, source, dtype);
   }
-  update_.complete_slices(units);
-}
-
-void Engine::require_usable() {
-  pass_.require_intact_weights();
-  abandoned_.rethrow_once();
+  WeightUpdate::complete_slices(*collectives_, weights_.units(), units);
 }
 
 void Engine::begin_forward() {
@@ -169,17 +288,6 @@ void Engine::end_backward() {
   pass_.end_backward();
 }
 
-void Engine::end_micro_step() {
-  require_usable();
-  pass_.end_micro_step();
-}
-
-void Engine::abandon_backward() noexcept {
-  pass_.abandon_backward();
-  abandoned_.attempt([this] { recorder_.end_phase(); });
-  abandoned_.keep(reducer_.abandon_backward());
-}
-
 void Engine::zero_gradients() {
   if (in_backward()) throw UsageError("zero_grad() was called in backward(); call it afterwards");
   reducer_.edits().drop_all();
@@ -210,7 +318,8 @@ StepResult Engine::step(std::span<const GroupScalars> groups, double loss_scale,
 
 void Engine::update_weights(std::span<const GroupScalars> groups, const GradientScale& scale) {
   try {
-    update_.run(*optimizer_, groups, scale);
+    WeightUpdate(weights_.units(), gatherer_, recorder_, *collectives_, *device_)
+        .run(*optimizer_, groups, scale);
   } catch (const std::exception& error) {
     pass_.fail_update(error.what());
     static_cast<void>(reducer_.abandon_backward());  // its error would hide the cause

@@ -1,8 +1,7 @@
-// The engine: one rank's part of a sharded model, from the values of its shards to the next step.
-// It is a facade over Weights, Gatherer, Reducer and ShardedOptimizer. It holds only the order in
-// which they are called, and the rules about that. Torch-free: its caller (strata_torch, or a test)
-// tells it when a scope needs its units, and hands it gradients as they appear. The engine tells
-// its caller where parameters lie (ParameterViews).
+// One rank's part of a sharded model: a facade over Weights, Gatherer, Reducer and
+// ShardedOptimizer, with the rules about the order of their calls. Torch-free: its caller
+// (strata_torch, or a test) reports when a scope needs its units, and hands over gradients as they
+// appear. The engine reports where parameters lie (ParameterViews).
 //
 // One step:  begin_forward, acquire/release ..., begin_backward, acquire/release, add_gradient ...,
 //            end_backward, [more micro-steps], step.
@@ -11,13 +10,12 @@
 // Errors: UsageError for calls out of order; CommError from peers; NumericsError for gradients that
 // are not finite.
 //
-// The state after an error in step(). If the update has not begun (gradients that are not finite,
-// units still in use, calls out of order), the weights are unchanged. If the update fails half-way,
-// weights and optimizer states are partly those of the step before, on every rank. Every rank
-// throws then. From there on every call that trains or saves throws UsageError with the cause,
-// until the weights were loaded (weights_changed()); that does not restore the optimizer's states.
-// On a device that runs ahead, step() does not wait for the norm: there, too, gradients that are
-// not finite leave the weights unchanged, and the next step() throws.
+// An error in step() before the update (gradients that are not finite, units still in use, calls
+// out of order) leaves the weights unchanged. If the update fails half-way, every rank throws, and
+// weights and optimizer states are partly those of the step before. Then every call that trains or
+// saves throws UsageError with the cause, until the weights were loaded (weights_changed()); that
+// does not restore the optimizer's states. On a device that runs ahead, step() does not wait for
+// the norm: gradients that are not finite leave the weights unchanged, and the next step() throws.
 #pragma once
 
 #include <memory>
@@ -41,18 +39,17 @@
 #include "strata/engine/state_offload.h"
 #include "strata/engine/unit/engine_options.h"
 #include "strata/engine/unit/weights.h"
-#include "strata/engine/weight_update.h"
 
 namespace strata::engine {
 
 struct StepResult {
   // False: the step was skipped, because gradients were not finite. If the norm is absent, that is
-  // not known yet (Engine::last_step_applied()).
+  // not known yet (GradientCheck::last_applied()).
   bool applied = false;
   // Global L2 norm before clipping, without loss scale; infinite where gradients are not finite.
-  // Absent: not computed yet (Engine::grad_norm()).
+  // Absent: not computed yet (GradientCheck::last_norm()).
   std::optional<double> grad_norm = 0.0;
-  std::string warning = {};  // what the user is to be told, the same on every rank; empty: nothing
+  std::string warning = {};  // for the user, the same on every rank; empty: none
 };
 
 class Engine {
@@ -73,7 +70,10 @@ class Engine {
   void weights_changed(bool complete = false);
   // Collective. Every rank has called store() for the last time for all of these units, which stay
   // whole. Their all-gather runs beside later calls; weights_changed() ends it.
-  void gather_early(std::span<const int> units);
+  void gather_early(std::span<const int> units) {
+    collectives_->group_barrier();  // every rank's shards are written before any rank reads them
+    gatherer_.fetch_first(units);
+  }
   // Takes all memory that the engine keeps: the missing part of the weights' memory, and the states
   // of the optimizer. Otherwise the first step does so.
   void prepare();
@@ -84,9 +84,7 @@ class Engine {
   void loading_failed(std::string_view cause) { pass_.fail_loading(cause); }
   // Throws UsageError if an update or a load has failed half-way, with no load since.
   void require_intact_weights() const { pass_.require_intact_weights(); }
-  StateOffload& state_offload() {
-    return state_offload_;
-  }  // lends the memory of states for a while
+  StateOffload& state_offload() { return state_offload_; }
   // After finish_step(): trains parameters that were frozen.
   void train_frozen(std::span<const int> params) {
     engine::train_frozen(params, weights_, reducer_, shards_, optimizer_.get(), *collectives_);
@@ -108,21 +106,21 @@ class Engine {
   void end_backward();
   // After a backward pass: the next one needs a forward of its own. Before this call a graph may
   // run backward again.
-  void end_micro_step();
+  void end_micro_step() {
+    require_usable();
+    pass_.end_micro_step();
+  }
   // A backward pass failed: drops the step's gradients, so that a new forward may follow. Errors on
   // the way (of a lost device) do not hide the cause of the failure: the next call that trains
   // throws the first of them.
-  void abandon_backward() noexcept;
+  void abandon_backward() noexcept {
+    pass_.abandon_backward();
+    abandoned_.attempt([this] { recorder_.end_phase(); });
+    abandoned_.keep(reducer_.abandon_backward());
+  }
 
   // --- the step --- collective
   StepResult step(std::span<const GroupScalars> groups, double loss_scale, bool skip_on_overflow);
-  // Both belong to the last step, and wait for the device if it has not computed them yet.
-  double grad_norm() { return check_.last_norm(); }
-  bool last_step_applied() { return check_.last_applied(); }
-  double known_grad_norm() const { return check_.known_norm(); }  // of a step that the host knows
-  // The number of skipped steps. `wait`: for the device; otherwise the last one may be missing.
-  std::int64_t skipped_steps(bool wait) { return check_.skipped_steps(wait); }
-  void set_skipped_steps(std::int64_t steps) { check_.set_skipped_steps(steps); }
   // Makes the optimizer forget the last step if the device skipped it. Throws that step's error.
   void finish_step();
   void zero_gradients();  // drops this rank's of the step so far, which may follow all the same
@@ -130,14 +128,13 @@ class Engine {
     reducer_.drop_gradients();
     pass_.drop_gradients();
   }
-  GradientCheck& gradient_check() { return check_; }
+  GradientCheck& gradient_check() { return check_; }  // norm and outcome of the last step
 
   // --- what steps did ---
   StepRecorder& recorder() { return recorder_; }
-  // The last step's report; nullopt before the first step has ended. With `wait` the host waits
-  // until the device has finished that step; otherwise the report is of the last step that it has
-  // finished. With `wait`, if something is offloaded, the first call measures the limits of the
-  // links.
+  // The report of the last step that the device has finished; nullopt before the first one. With
+  // `wait` the host waits for the last step and, if something is offloaded, measures the limits of
+  // the links in the first call.
   std::optional<StepReport> step_report(bool wait = true) {
     return make_step_report(recorder_, wait, collectives_->shard_position().held_count(), &links_);
   }
@@ -151,7 +148,10 @@ class Engine {
   const EngineOptions& options() const { return options_; }
 
  private:
-  void require_usable();
+  void require_usable() {
+    pass_.require_intact_weights();
+    abandoned_.rethrow_once();
+  }
   void update_weights(std::span<const GroupScalars> groups, const GradientScale& scale);
 
   EngineOptions options_;
@@ -168,7 +168,6 @@ class Engine {
   GradientCheck check_;
   OptimizerShards shards_;
   std::unique_ptr<ShardedOptimizer> optimizer_;
-  WeightUpdate update_;
   PassState pass_;
   StateOffload state_offload_;
   FirstError abandoned_;  // of abandon_backward(), until it is thrown

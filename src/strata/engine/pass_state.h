@@ -25,34 +25,83 @@ namespace strata::engine {
 // and the engine's caller tells that from a mistake. Plain value.
 class MissingBackward : public UsageError {
  public:
-  using UsageError::UsageError;
+  MissingBackward()
+      : UsageError(
+            "step() was called without a backward pass since the last step; call backward(loss) "
+            "first") {}
 };
 
 class PassState {
  public:
   // True: a new pass starts. A pass is a forward and its backward.
-  bool begin_forward();
-  void require_backward_may_begin() const;
+  bool begin_forward() {
+    const bool starts = phase_ == Phase::kBefore || phase_ == Phase::kAfter;
+    if (starts) phase_ = Phase::kForward;
+    return starts;
+  }
+  void require_backward_may_begin() const {
+    if (in_backward()) throw UsageError("backward() was called while a backward pass is running");
+    if (phase_ != Phase::kBefore) return;
+    throw UsageError(
+        "backward() was called without a forward pass; call the engine with a batch first, then "
+        "backward() on the loss it gave");
+  }
   void begin_backward() { phase_ = Phase::kBackward; }
   bool in_backward() const { return phase_ == Phase::kBackward; }
-  void end_backward();
-  void abandon_backward();
-  void end_micro_step();
+  void end_backward() {
+    STRATA_ASSERT(in_backward());
+    phase_ = Phase::kAfter;
+    gradients_ = Gradients::kHeld;
+  }
+  void abandon_backward() {
+    phase_ = Phase::kBefore;
+    gradients_ = Gradients::kNone;
+  }
+  void end_micro_step() {
+    const bool held = gradients_ == Gradients::kHeld;
+    if (!held && gradients_ != Gradients::kDropped) throw MissingBackward();
+    gradients_ = held ? Gradients::kEarlier : Gradients::kNone;
+    if (phase_ == Phase::kAfter) phase_ = Phase::kBefore;
+  }
 
-  void require_gradients() const;
+  void require_gradients() const {
+    if (gradients_ == Gradients::kNone || gradients_ == Gradients::kDropped)
+      throw MissingBackward();
+  }
   // Drops the gradients of all micro-steps since the last step.
-  void drop_gradients();
+  void drop_gradients() {
+    const bool of_this_micro_step =
+        gradients_ == Gradients::kHeld || gradients_ == Gradients::kDropped;
+    gradients_ = of_this_micro_step ? Gradients::kDropped : Gradients::kNone;
+  }
   void end_step() { gradients_ = Gradients::kNone; }
 
   // `cause`: the error that left weights and states of two steps, or of two models.
-  void fail_update(std::string_view cause);
-  void fail_loading(std::string_view cause);
+  void fail_update(std::string_view cause) {
+    fail("an update of the weights", "the step before",
+         "load the weights again, or start anew from a checkpoint", cause);
+  }
+  void fail_loading(std::string_view cause) {
+    fail("loading a checkpoint", "before", "load that one again when it is mended, or another",
+         cause);
+  }
   void weights_loaded() { broken_.clear(); }
-  void require_intact_weights() const;
+  void require_intact_weights() const {
+    if (!broken_.empty()) throw UsageError(broken_);
+  }
 
   bool forward_seen() const { return phase_ != Phase::kBefore; }
 
  private:
+  void fail(std::string_view what, std::string_view others, std::string_view remedy,
+            std::string_view cause) {
+    broken_ = fmt::format(
+        "{} failed half-way, so weights and optimizer states are partly those of {}; {}, before "
+        "training or saving goes on. The cause: {}",
+        what, others, remedy, cause);
+    abandon_backward();
+  }
+
   enum class Phase { kBefore, kForward, kBackward, kAfter };
   enum class Gradients {
     kNone,     // since the last step

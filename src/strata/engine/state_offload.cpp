@@ -125,16 +125,4 @@ void StateOffload::refuse(bool missing, std::string_view call) const {
       call, away_.text()));
 }
 
-void StateOffload::require_all(std::string_view call) const {
-  refuse(away_.any(), call);
-}
-
-void StateOffload::require_weights(std::string_view call) const {
-  refuse(away_.weights, call);
-}
-
-void StateOffload::require_for_backward(std::string_view call) const {
-  refuse(away_.weights || away_.gradients || away_.gradient_buffers, call);
-}
-
 }  // namespace strata::engine

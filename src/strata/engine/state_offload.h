@@ -1,9 +1,7 @@
-// Moves states off the device for a while, so that a script can use their memory, and brings them
-// back with the same bits: a script's offload_states() and reload_states(). States on the host or
-// on a drive stay there.
-//
-// Until states are back, calls that need them are refused (UsageError): a forward needs the
-// weights; a backward pass needs those and the gradients' memory; a step, checkpoints and the
+// A script's offload_states() and reload_states(): moves states off the device for a while, so that
+// the script can use their memory, and brings them back with the same bits. States on the host or
+// on a drive stay there. Meanwhile calls that need them are refused (UsageError): a forward needs
+// the weights; a backward pass needs those and the gradients' memory; a step, checkpoints and the
 // setting of values need everything.
 //
 // Threads: one thread at a time. Ownership: borrows all; the owner of each device memory keeps its
@@ -45,11 +43,10 @@ struct StateSet {
 
 class StateOffload {
  public:
-  // States of training that the layer above keeps: those of a user's optimizer. Both calls take
-  // part in no collective; if one throws, all ranks get an error.
+  // States of a user's optimizer, which the layer above keeps. Both calls take part in no
+  // collective; if one throws, all ranks get an error.
   struct Outside {
-    // The engine has moved no state yet, and will refuse no more. `moving`: the states that leave
-    // now.
+    // The engine has moved no state yet, and will refuse no more.
     std::function<void(const StateSet& moving, bool pinned)> offload_states;
     // The engine's own states are back. Called again after an error.
     std::function<void()> reload_states;
@@ -81,9 +78,11 @@ class StateOffload {
 
   const StateSet& away() const { return away_; }
   // `call`: the action of the caller, for the message.
-  void require_all(std::string_view call) const;
-  void require_weights(std::string_view call) const;
-  void require_for_backward(std::string_view call) const;
+  void require_all(std::string_view call) const { refuse(away_.any(), call); }
+  void require_weights(std::string_view call) const { refuse(away_.weights, call); }
+  void require_for_backward(std::string_view call) const {
+    refuse(away_.weights || away_.gradients || away_.gradient_buffers, call);
+  }
 
  private:
   void let_go_of_weights(bool they_move);

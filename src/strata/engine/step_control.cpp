@@ -69,17 +69,6 @@ StepControl::StepControl(Engine& engine, const Config& config)
       accumulation_steps_(config.batch.accumulation_steps.value_or(1)),
       counts_(config.managed_accumulation) {}
 
-double StepControl::loss_factor(bool scale_by_accumulation) const {
-  const double accumulation =
-      scale_by_accumulation ? static_cast<double>(accumulation_steps_) : 1.0;
-  return scaler_.scale() / accumulation;
-}
-
-bool StepControl::at_boundary() const {
-  if (!counts_) return false;
-  return boundary_.value_or((micro_steps_ + 1 - counted_from_) % accumulation_steps_ == 0);
-}
-
 void StepControl::set_boundary(std::optional<bool> boundary) {
   if (!counts_) {
     throw UsageError(
@@ -96,10 +85,6 @@ void StepControl::set_accumulation_steps(std::int64_t steps) {
   accumulation_steps_ = steps;
 }
 
-StepControl::State StepControl::state() const {
-  return {micro_steps_, micro_batches_, global_steps_, skipped_steps(), scaler_.state()};
-}
-
 void StepControl::set_state(const State& state) {
   micro_steps_ = counted_from_ = state.micro_steps;
   micro_batches_ = state.micro_batches;
@@ -107,20 +92,7 @@ void StepControl::set_state(const State& state) {
   global_steps_ = state.global_steps;
   scaler_.set_state(state.loss_scale);
   engine_.forget_step();
-  engine_.set_skipped_steps(state.skipped_steps);
-}
-
-void StepControl::begin_backward() {
-  engine_.begin_backward(at_boundary(), synchronise_);
-}
-
-void StepControl::end_backward() {
-  engine_.end_backward();
-  ++passes_;
-}
-
-void StepControl::abandon_backward() noexcept {
-  engine_.abandon_backward();
+  engine_.gradient_check().set_skipped_steps(state.skipped_steps);
 }
 
 void StepControl::read_gradients(int unit, const WholeGradients::Take& take) {

@@ -27,57 +27,71 @@ class StepControl {
 
   // The factor of the loss before autograd runs: the loss scale, divided by the accumulation steps
   // with `scale_by_accumulation`.
-  double loss_factor(bool scale_by_accumulation) const;
+  double loss_factor(bool scale_by_accumulation) const {
+    const double accumulation =
+        scale_by_accumulation ? static_cast<double>(accumulation_steps_) : 1.0;
+    return scaler_.scale() / accumulation;
+  }
 
-  // True if the next step() updates the weights: at every accumulation_steps-th micro-step, or as
-  // set. If the caller counts (managed_gradient_accumulation: false), every step() updates them,
-  // and the engine does not know which backward pass is the last: then always false.
-  bool at_boundary() const;
-  // Whether the next step() updates the weights, counted or not.
+  // Whether the next step() updates the weights: at every accumulation_steps-th micro-step, or as
+  // set. If the caller counts (managed_gradient_accumulation: false), every step() does, and it is
+  // not known which backward pass is the last: ends_step() is true, at_boundary() false.
   bool ends_step() const { return !counts_ || at_boundary(); }
+  bool at_boundary() const {
+    if (!counts_) return false;
+    return boundary_.value_or((micro_steps_ + 1 - counted_from_) % accumulation_steps_ == 0);
+  }
   // Overrides the count, until called with nullopt. UsageError where the caller counts.
   void set_boundary(std::optional<bool> boundary);
   // Inside no_sync, gradients stay on the rank and are not reduced.
   void set_synchronise(bool synchronise) { synchronise_ = synchronise; }
 
-  void begin_backward();
-  void end_backward();
-  void abandon_backward() noexcept;  // Engine's
-  // Collective, between backward and step: reads the reduced gradients, whole
-  // (GradientCheck::read()). `unit`: the only unit that is wanted, if this rank is the only one.
+  void begin_backward() { engine_.begin_backward(at_boundary(), synchronise_); }
+  void end_backward() {
+    engine_.end_backward();
+    ++passes_;
+  }
+  void abandon_backward() noexcept {  // Engine's
+    engine_.abandon_backward();
+  }
+  // Collective, between backward and step: GradientCheck::read().
   void read_gradients(int unit, const WholeGradients::Take& take);
 
-  // Ends one micro-step; at a boundary it updates the weights (collective). nullopt: not a
-  // boundary.
+  // Ends a micro-step; at a boundary updates the weights (collective). nullopt: not a boundary.
   std::optional<StepResult> step(std::span<const GroupScalars> groups);
 
   // The state that a checkpoint holds. Setting it begins a step.
   struct State {
     std::int64_t micro_steps = 0;
-    // The number of passes whose samples this rank has trained on: micro-steps or, if the caller
-    // counts, backward passes before a step().
+    // Passes whose samples this rank has trained on: micro-steps or, if the caller counts, backward
+    // passes before a step().
     std::int64_t micro_batches = 0;
     std::int64_t global_steps = 0;
     std::int64_t skipped_steps = 0;
     LossScaler::State loss_scale;
   };
-  State state() const;
+  State state() const {
+    return {micro_steps_, micro_batches_, global_steps_, skipped_steps(), scaler_.state()};
+  }
   void set_state(const State& state);
 
   std::int64_t micro_steps() const { return micro_steps_; }
   std::int64_t global_steps() const { return global_steps_; }  // boundaries, applied or skipped
-  // The number of skipped boundaries; `wait` as for Engine::skipped_steps().
-  std::int64_t skipped_steps(bool wait = true) const { return engine_.skipped_steps(wait); }
-  // Whether the last boundary changed the weights; waits for the device if that is not known.
-  bool last_step_applied() const { return global_steps_ > 0 && engine_.last_step_applied(); }
+  // Boundaries; `wait` as for GradientCheck::skipped_steps().
+  std::int64_t skipped_steps(bool wait = true) const {
+    return engine_.gradient_check().skipped_steps(wait);
+  }
+  // Whether the last boundary changed the weights; waits for the device if need be, as grad_norm().
+  bool last_step_applied() const {
+    return global_steps_ > 0 && engine_.gradient_check().last_applied();
+  }
   std::int64_t accumulation_steps() const { return accumulation_steps_; }
   // Sets the number of accumulation steps from here on; between steps.
   void set_accumulation_steps(std::int64_t steps);
   const LossScaler& loss_scaler() const { return scaler_; }
   LossScaler& loss_scaler() { return scaler_; }
-  // The norm at the last boundary; waits for the device if it has not computed it yet.
   std::optional<double> grad_norm() const {
-    return global_steps_ > 0 ? std::optional(engine_.grad_norm()) : std::nullopt;
+    return global_steps_ > 0 ? std::optional(engine_.gradient_check().last_norm()) : std::nullopt;
   }
 
  private:

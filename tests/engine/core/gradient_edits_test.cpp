@@ -118,7 +118,7 @@ TEST(GradientEdits, ABatchThatIsDroppedLeavesNothingBehind) {
         rank.engine().zero_gradients();
         pass(rank, all_gradients(model, 0, 0, r), way, true);
         EXPECT_TRUE(rank.engine().step(groups_of(0), 1.0, false).applied);
-        EXPECT_EQ(rank.engine().skipped_steps(true), 0);
+        EXPECT_EQ(rank.engine().gradient_check().skipped_steps(true), 0);
         EXPECT_EQ(weights_of(rank), expected[&way]);
       },
       model);
@@ -134,7 +134,7 @@ TEST(GradientEdits, AStepOfNothingChangesNothingAndTheNextOneIsTheFirst) {
         pass(rank, not_finite(model), way, true);
         rank.engine().zero_gradients();
         EXPECT_TRUE(rank.engine().step(groups_of(0), 1.0, false).applied);
-        EXPECT_EQ(rank.engine().grad_norm(), 0.0);
+        EXPECT_EQ(rank.engine().gradient_check().last_norm(), 0.0);
         EXPECT_EQ(weights_of(rank), before);
         pass(rank, by_rank[static_cast<std::size_t>(r)], way, true);
         rank.engine().step(groups_of(0), 1.0, false);

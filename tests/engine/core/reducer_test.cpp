@@ -15,14 +15,14 @@ struct Pool {
   comm::LocalGroup group{1};
   std::unique_ptr<comm::Collectives> collectives = group.rank(0);
   std::shared_ptr<memory::Ledger> ledger = std::make_shared<memory::Ledger>();
-  GradientBuffers buffers{"test", *collectives, ledger};
+  GradientBuffers buffers = make_gradient_buffers("test", *collectives, ledger);
 
   // A pass that uses `count` buffers at once.
   void use(int count) {
-    std::vector<GradientBuffers::Buffer> taken;
-    for (int i = 0; i < count; ++i) taken.push_back(buffers.take(4_KiB));
-    for (auto& buffer : taken) buffers.give_back(std::move(buffer));
-    buffers.end_pass();
+    std::vector<GradientBuffers::Lease> taken;
+    for (int i = 0; i < count; ++i) taken.push_back(buffers.acquire(4_KiB));
+    taken.clear();
+    buffers.end_round();
   }
   Bytes held() const { return ledger->held(kDevice, kGradients); }
 };
@@ -50,11 +50,11 @@ TEST(GradientBuffers, AreThoseOfTheBusiestOfTheLastPasses) {
 
 TEST(GradientBuffers, ThoseThatOutliveAPassAreNotCountedTwice) {
   Pool pool;
-  auto late = pool.buffers.take(4_KiB);
-  pool.buffers.give_back(pool.buffers.take(4_KiB));
-  pool.buffers.end_pass();
-  pool.buffers.give_back(std::move(late));
-  pool.buffers.end_pass();
+  auto late = pool.buffers.acquire(4_KiB);
+  pool.buffers.acquire(4_KiB).reset();
+  pool.buffers.end_round();
+  late.reset();
+  pool.buffers.end_round();
   EXPECT_EQ(pool.held(), 4_KiB);
 }
 

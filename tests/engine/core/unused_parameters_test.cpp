@@ -117,10 +117,10 @@ TEST(UnusedParametersSkipped, AStepThatTheDeviceSkippedCountsForNoParameter) {
       reference.add(by_rank, true);
       reference.step(groups_of(step), 1.0);
       rank.engine().step(groups_of(step), 1.0, false);
-      EXPECT_EQ(rank.engine().last_step_applied(), step % 2 == 0);
+      EXPECT_EQ(rank.engine().gradient_check().last_applied(), step % 2 == 0);
       expect_same_weights(rank, reference);
     }
-    EXPECT_EQ(rank.engine().skipped_steps(true), kSteps);
+    EXPECT_EQ(rank.engine().gradient_check().skipped_steps(true), kSteps);
     EXPECT_EQ(rank.engine().optimizer()->steps(), kSteps + 1) << "the last one is not settled yet";
   }));
 }

@@ -29,7 +29,7 @@ TEST(WarmupLr, StartsWithTwoStepsAtTheLowestRateUnderALogarithm) {
 
 TEST(WarmupLr, EndsAtEachGroupsOwnRateWhenNoneIsGiven) {
   const auto schedule = make_schedule(WarmupLrParams{}, {{0.5, 0.25}, true});
-  EXPECT_EQ(schedule->lrs(1000), (std::vector<double>{0.5, 0.25}));
+  EXPECT_EQ(schedule(1000).lrs, (std::vector<double>{0.5, 0.25}));
 }
 
 TEST(Schedules, RefuseAListThatIsNotOneNumberAGroup) {
@@ -44,8 +44,8 @@ TEST(OneCycle, LeavesTheMomentumOfAnOptimizerWithoutBetasAlone) {
   OneCycleParams params;
   params.min_lr = PerGroup::all(0.1);
   params.max_lr = PerGroup::all(0.2);
-  EXPECT_FALSE(make_schedule(params, {{0.1}, false})->betas(5).has_value());
-  EXPECT_TRUE(make_schedule(params, {{0.1}, true})->betas(5).has_value());
+  EXPECT_FALSE(make_schedule(params, {{0.1}, false})(5).betas.has_value());
+  EXPECT_TRUE(make_schedule(params, {{0.1}, true})(5).betas.has_value());
 }
 
 TEST(OneCycle, RefusesARiseOfNoSteps) {

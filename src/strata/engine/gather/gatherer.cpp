@@ -1,13 +1,101 @@
 #include "strata/engine/gather/gatherer.h"
 
 #include <algorithm>
-#include <utility>
 
 #include "strata/base/error.h"
 #include "strata/memory/host_buffer.h"
 #include "strata/offload/host_memory.h"
 
 namespace strata::engine {
+WholeUnits::WholeUnits(const std::vector<Unit>& units, comm::Collectives& collectives,
+                       ParameterViews& views, StepRecorder& recorder)
+    : units_(units),
+      collectives_(collectives),
+      views_(views),
+      recorder_(recorder),
+      slots_(units.size()) {
+  attach();
+}
+
+WholeUnits::~WholeUnits() {
+  const std::lock_guard lock(mutex_);
+  for (const Unit& u : units_) {
+    if (!u.whole || u.away) continue;
+    of(u.id).work.reset();  // waits
+    try {
+      if (views_.held(u.id)) {
+        views_.leave(u.id, u.memory);
+      } else {
+        views_.detach(u.id);
+      }
+    } catch (...) {  // the parameters keep their memory; a destructor cannot report it
+    }
+  }
+}
+
+void WholeUnits::finish(int unit, Slot& s) {
+  if (s.work == nullptr) return;
+  recorder_.measure(Activity::kLazyGatherWait, unit, [&] { s.work->wait(); });
+  recorder_.end(std::exchange(s.recording, nullptr));
+  s.work.reset();
+  if (std::exchange(s.awaited, false)) views_.attach(unit, nth(units_, unit).resident);
+}
+
+void WholeUnits::start(int index) {
+  const Unit& u = nth(units_, index);
+  const std::lock_guard lock(mutex_);
+  Slot& s = of(index);
+  STRATA_ASSERT(u.whole && s.work == nullptr);
+  const Bytes bytes(u.resident.size());
+  s.recording = recorder_.begin_transfer(Activity::kLazyGather, index, bytes);
+  s.work = collectives_.all_gather(u.slices, u.resident, u.name());
+  recorder_.started(s.recording, *s.work);
+  ++recorder_.counts().refreshes;
+  recorder_.counts().refreshed += bytes;
+  started_.push_back(index);
+}
+
+void WholeUnits::end(bool late) {
+  const std::vector<int> started = std::exchange(started_, {});
+  bool all_awaited = true;
+  for (const int index : started) {
+    const std::lock_guard lock(mutex_);
+    Slot& s = of(index);
+    // Another thread may have completed it meanwhile; then readers need not wait.
+    s.awaited = late && s.work != nullptr && views_.await(index);
+    if (s.awaited) continue;
+    finish(index, s);
+    all_awaited = false;
+  }
+  if (started.empty()) return;  // on all ranks
+  auto readers = collectives_.finish_gathers();
+  {
+    const std::lock_guard lock(mutex_);
+    readers_ = std::move(readers);
+  }
+  if (!all_awaited) wait_for_readers();
+}
+
+void WholeUnits::wait_for_readers() {
+  const std::lock_guard lock(mutex_);
+  if (readers_ == nullptr) return;
+  readers_->wait();
+  readers_.reset();
+}
+
+void WholeUnits::detach() {
+  const std::lock_guard lock(mutex_);
+  for (const Unit& u : units_) {
+    if (u.whole) views_.detach(u.id);
+  }
+}
+
+void WholeUnits::attach() {
+  const std::lock_guard lock(mutex_);
+  for (const Unit& u : units_) {
+    if (u.whole) views_.attach(u.id, u.resident);
+  }
+}
 
 Bytes largest_scope(std::span<const plan::ScopeSpec> scopes, std::span<const Unit> units,
                     ScopeUnits which) {
@@ -24,16 +112,11 @@ Bytes largest_scope(std::span<const plan::ScopeSpec> scopes, std::span<const Uni
   return largest;
 }
 
-Bytes fetched_together(const EngineOptions& options, std::span<const plan::ScopeSpec> scopes,
-                       std::span<const Unit> units) {
-  return options.fetches_scopes ? largest_scope(scopes, units, ScopeUnits::kSharded) : Bytes();
-}
+namespace {
 
-Bytes most_reducing(const EngineOptions& options, std::span<const Unit> units) {
-  const bool tiles = std::ranges::any_of(units, [](const Unit& unit) { return unit.spec.tile(); });
-  return tiles ? Bytes() : options.max_reducing;
-}
-
+// The predicted order of the units' uses in the first pass: forward through the scopes, then
+// backward. Both times a scope's units come in their order, and then its tiles one by one,
+// backwards the second time.
 std::vector<int> expected_uses(std::span<const plan::ScopeSpec> scopes) {
   std::vector<int> uses;
   for (const plan::ScopeSpec& scope : scopes) {
@@ -47,34 +130,27 @@ std::vector<int> expected_uses(std::span<const plan::ScopeSpec> scopes) {
   return uses;
 }
 
+}  // namespace
+
 Gatherer::Gatherer(std::vector<Unit>& units, const WeightShards& shards,
                    comm::Collectives& collectives, device::Device& device, ParameterViews& views,
-                   StepRecorder& recorder, GatherBounds bounds)
+                   StepRecorder& recorder, const EngineOptions& options,
+                   std::span<const plan::ScopeSpec> scopes)
     : units_(units),
       collectives_(collectives),
-      bounds_(bounds),
+      options_(options),
+      least_ahead_(options.fetches_scopes ? largest_scope(scopes, units, ScopeUnits::kSharded)
+                                          : Bytes()),
+      gathers_lazily_(options.gather_lazily.value_or(device.runs_ahead())),
       order_(static_cast<int>(units.size())),
-      gathered_(units, shards, collectives, device, views, recorder, order_, bounds_),
+      gathered_(units, shards, collectives, device, views, recorder, order_, options, least_ahead_),
       whole_(units, collectives, views, recorder),
-      prefetches_(bounds.prefetch.value > 0 &&
-                  std::any_of(units.begin(), units.end(), [](const Unit& u) { return !u.whole; })) {
+      prefetches_(options.prefetch.value > 0 &&
+                  std::ranges::any_of(units, [](const Unit& u) { return !u.whole; })) {
   for (const Unit& u : units) {
     if (u.spec.tile_uses > 1) order_.expect_first_uses(u.id, u.spec.tile_uses);
   }
-}
-
-void Gatherer::start_pass() {
-  order_.start_pass();
-  if (!bounds_.hard) gathered_.end_round();
-}
-
-bool Gatherer::gathered(int index) const {
-  if (unit(index).away) return false;
-  return unit(index).whole ? whole_.is_complete(index) : gathered_.gathered(index);
-}
-
-std::span<std::byte> Gatherer::flat(int index) const {
-  return unit(index).whole ? unit(index).resident : gathered_.flat(index);
+  if (!scopes.empty()) order_.expect(expected_uses(scopes));
 }
 
 void Gatherer::acquire(int index) {
@@ -88,7 +164,7 @@ void Gatherer::acquire(int index) {
     gathered_.gather(index);
   }
   gathered_.pin(index);
-  if (bounds_.max_reuse) gathered_.drop_what_is_not_reused_soon(index);
+  if (options_.max_reuse) gathered_.drop_what_is_not_reused_soon(index);
   if (!prefetches_) return;
   try {
     prefetch();
@@ -96,12 +172,6 @@ void Gatherer::acquire(int index) {
     release(index);
     throw;
   }
-}
-
-void Gatherer::release(int index) {
-  gathered_.unpin(index);
-  if (unit(index).whole || pinned(index)) return;
-  if (live() > bounds_.max_live) gathered_.drop(index);
 }
 
 void Gatherer::discard(int index) {
@@ -125,8 +195,8 @@ void Gatherer::prefetch() {
     if (unit(next).spec.tile() && std::exchange(has_tile, true)) return;  // one tile ahead
     const Bytes bytes = gathered_.footprint(next);
     ahead += bytes;
-    const bool always = std::exchange(is_next, false) || ahead <= bounds_.least_ahead;
-    if (ahead > bounds_.prefetch && !always) return;
+    const bool always = std::exchange(is_next, false) || ahead <= least_ahead_;
+    if (ahead > options_.prefetch && !always) return;
     if (!gathered_.released(next)) continue;
     if (!gathered_.make_room(bytes, distance) && !(always && gathered_.fits_ahead(bytes))) return;
     if (!gathered_.start_ahead(next)) return;
@@ -170,7 +240,7 @@ void Gatherer::gather_whole(Changed changed, bool late) {
   for (const int index : whole_units(changed)) {
     if (!whole_.started(index)) whole_.start(index);
   }
-  whole_.end(late && bounds_.gather_lazily);
+  whole_.end(late && gathers_lazily_);
 }
 
 std::vector<int> Gatherer::first_needed() const {
@@ -182,13 +252,13 @@ std::vector<int> Gatherer::first_needed() const {
   bool has_tile = false;
   for (const int index : order_.next_pass()) {
     const Unit& u = unit(index);
-    if (u.whole ? !bounds_.gather_lazily : !prefetches_) continue;
+    if (u.whole ? !gathers_lazily_ : !prefetches_) continue;
     if (std::ranges::find(result, index) != result.end()) continue;
     if (u.spec.tile() && !u.whole && std::exchange(has_tile, true)) break;
     all += gathered_.footprint(index);
     if (!result.empty()) ahead += gathered_.footprint(index);
-    const bool always = result.size() < 2 || ahead <= bounds_.least_ahead;
-    if (all > bounds_.max_live && (bounds_.hard || !always)) break;
+    const bool always = result.size() < 2 || ahead <= least_ahead_;
+    if (all > options_.max_live && (options_.max_live_is_hard || !always)) break;
     if (u.trainable()) result.push_back(index);
   }
   return result;
@@ -200,7 +270,8 @@ void Gatherer::fetch_first(std::span<const int> units) {
     if (unit(index).whole) {
       whole_.start(index);
     } else if (gathered_.released(index) &&
-               (!bounds_.hard || live() + gathered_.footprint(index) <= bounds_.max_live)) {
+               (!options_.max_live_is_hard ||
+                live() + gathered_.footprint(index) <= options_.max_live)) {
       gathered_.start_ahead(index);
     }
   }

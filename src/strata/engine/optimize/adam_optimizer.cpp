@@ -6,6 +6,7 @@
 #include "strata/plan/unit_plan.h"
 
 namespace strata::engine {
+
 AdamOptimizer::AdamOptimizer(OptimizerShards& shards, device::Device& device,
                              offload::StateStore& states, bool decoupled, offload::LinkWatch& watch,
                              DType moments)
@@ -20,12 +21,6 @@ AdamOptimizer::AdamOptimizer(OptimizerShards& shards, device::Device& device,
     const Unit& unit = nth(shards.weights().units(), shard.unit);
     if (unit.layout.dtype() == DType::kFloat64) has_wide_weights_ = true;
   }
-}
-
-void AdamOptimizer::prepare() {
-  if (!states_.empty()) return;
-  add_states(shards_.units());
-  make_stage();
 }
 
 void AdamOptimizer::add_states(std::span<const OptimizerShards::UnitShard> shards) {
@@ -81,10 +76,6 @@ void AdamOptimizer::make_stage() {
   if (largest > Bytes()) stage_ = std::make_unique<offload::DeviceStage>(device_, largest, watch_);
 }
 
-void AdamOptimizer::reload_states() {
-  if (prepared() && stage_ == nullptr) make_stage();
-}
-
 // The states' part of what the stage has room for, beside gradient and weights.
 Bytes AdamOptimizer::range_limit(const Unit& unit, std::span<const StateBlock> blocks) const {
   const Remote remote = remote_of(unit);
@@ -94,11 +85,6 @@ Bytes AdamOptimizer::range_limit(const Unit& unit, std::span<const StateBlock> b
   const std::int64_t gradient = remote.gradient ? 32 : 0;
   const std::int64_t weights = remote.weights ? size_of(unit.layout.dtype()).value * 8 : 0;
   return stage_->share() / (states + gradient + weights) * states;
-}
-
-DType AdamOptimizer::moment_dtype(int unit) const {
-  return shards_.weights().master_form(unit) == plan::MasterForm::kRounded ? moments_
-                                                                           : DType::kFloat32;
 }
 
 StateBlock AdamOptimizer::moment_block(int unit, Moment moment) const {
@@ -131,12 +117,6 @@ void AdamOptimizer::step(std::span<const GroupScalars> groups, const GradientSca
   }
   if (stage_ != nullptr) stage_->join();
   store_.advance();  // writes what was updated last
-}
-
-void AdamOptimizer::forget_step() {
-  --steps_;
-  for (const int param : left_out_) --nth(missed_, param);
-  left_out_.clear();
 }
 
 std::vector<AdamOptimizer::Run> AdamOptimizer::runs_of(
@@ -229,17 +209,16 @@ void AdamOptimizer::update_runs(const Unit& unit, std::span<const Run> runs,
     const bool beside = shards_.weights().master_form(unit.id) == plan::MasterForm::kFloat32;
     if (unit.whole && beside && !spans.follows_weight16)
       device_.adopt_written(spans.weight, weight, unit.layout.dtype(), device_.compute_stream());
-    kernels::AdamScalars scalars;
-    scalars.lr = group.lr;
-    scalars.beta1 = group.beta1;
-    scalars.beta2 = group.beta2;
-    scalars.eps = group.eps;
-    scalars.weight_decay = group.weight_decay;
-    scalars.decoupled = decoupled_;
-    scalars.bias_correction = group.bias_correction;
-    scalars.step = run.step;
-    scalars.gradient_scale = scale.value;
-    scalars.late_scale = scale.late;
+    const kernels::AdamScalars scalars{.lr = group.lr,
+                                       .beta1 = group.beta1,
+                                       .beta2 = group.beta2,
+                                       .eps = group.eps,
+                                       .weight_decay = group.weight_decay,
+                                       .decoupled = decoupled_,
+                                       .bias_correction = group.bias_correction,
+                                       .step = run.step,
+                                       .gradient_scale = scale.value,
+                                       .late_scale = scale.late};
     device_.adam_step(spans, scalars, device_.compute_stream());
   }
 }
@@ -273,7 +252,7 @@ kernels::AdamSpans AdamOptimizer::spans_of(const Unit& unit, const StateRange& r
   if (size_of(unit.layout.dtype()) == 2_B) {
     spans.weight16 = weight;
     spans.weight16_dtype = unit.layout.dtype();
-    // A script can write weights that are whole. Others may be lent without their values.
+    // A script can write weights that are whole. Others may be leased without their values.
     spans.follows_weight16 = unit.whole && form == plan::MasterForm::kFloat32;
   }
   return spans;

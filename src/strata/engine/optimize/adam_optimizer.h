@@ -1,9 +1,9 @@
 // Adam and AdamW over this rank's shards: one pass for each run of parameters whose update has the
-// same scalars. States are in the StateStore; each lease is as large as the store allows. The pass
-// also writes the 16-bit weight. On a device that runs ahead, states on the host are copied to the
-// device for their update and back (offload/device_stage.h). As in torch, each parameter counts the
-// steps in which it took part. Threads: one thread at a time. Errors: those of the StateStore; a
-// step that fails half-way leaves later units at their old values, so the caller must not go on.
+// same scalars; it also writes the 16-bit weight. States are in the StateStore. On a device that
+// runs ahead, states on the host are copied to the device for their update and back
+// (offload/device_stage.h). As in torch, each parameter counts the steps in which it took part.
+// Threads: one thread at a time. Errors: those of the StateStore; a step that fails half-way leaves
+// later units at their old values, so the caller must not go on.
 #pragma once
 
 #include <memory>
@@ -24,17 +24,27 @@ class AdamOptimizer final : public ShardedOptimizer {
   AdamOptimizer(OptimizerShards& shards, device::Device& device, offload::StateStore& states,
                 bool decoupled, offload::LinkWatch& watch, DType moments = DType::kFloat32);
 
-  void prepare() override;
+  void prepare() override {
+    if (!states_.empty()) return;
+    add_states(shards_.units());
+    make_stage();
+  }
   void add(int unit, bool is_new) override;
   std::vector<int> order(std::span<const int> first) const override { return shards_.order(first); }
   void step(std::span<const GroupScalars> groups, const GradientScale& scale,
             std::span<const int> first, const Updated& updated) override;
   // Not with fp64 weights, which are rounded from their masters by a pass that knows no scale.
   bool takes_late_scale() const override { return !has_wide_weights_; }
-  void forget_step() override;
+  void forget_step() override {
+    --steps_;
+    for (const int param : left_out_) --nth(missed_, param);
+    left_out_.clear();
+  }
   std::int64_t steps() const override { return steps_; }
   void offload_states(bool /*masters*/) override { stage_.reset(); }
-  void reload_states() override;
+  void reload_states() override {
+    if (prepared() && stage_ == nullptr) make_stage();
+  }
 
   bool prepared() const { return !states_.empty(); }
   // The steps in which the parameter took part, and the number of all steps: bias correction uses
@@ -43,7 +53,10 @@ class AdamOptimizer final : public ShardedOptimizer {
   void set_steps(std::int64_t all, std::span<const std::int64_t> by_param);
 
   enum class Moment { kFirst, kSecond };
-  DType moment_dtype(int unit) const;
+  DType moment_dtype(int unit) const {
+    return shards_.weights().master_form(unit) == plan::MasterForm::kRounded ? moments_
+                                                                             : DType::kFloat32;
+  }
   // A moment of a trainable unit's shard, in moment_dtype(), after prepare(). Writing counts.
   StateBlock moment_block(int unit, Moment moment) const;
 

@@ -7,8 +7,6 @@
 
 namespace strata::engine {
 
-using offload::Link;
-
 namespace {
 
 // Values of a unit's shard at the beginning of a buffer that units share.
@@ -23,26 +21,18 @@ ExternalOptimizer::ExternalOptimizer(OptimizerShards& shards, device::Device& de
     : shards_(shards),
       device_(device),
       watch_(watch),
-      copies_(shards, device, memory::Kind::kMasterWeights,
-              [this](const Unit& unit) { return has_copy(unit); }),
-      wide_(shards, device, memory::Kind::kGradientShards,
-            [this](const Unit& unit) { return gradient_moves(unit); }) {}
-
-bool ExternalOptimizer::has_copy(const Unit& unit) const {
-  return !shards_.states_on_drive(unit) &&
-         shards_.weights().master_form(unit.id) == plan::MasterForm::kShard &&
-         (unit.offloaded || is_far(unit));
-}
-
-bool ExternalOptimizer::gradient_moves(const Unit& unit) const {
-  const GradientShards& gradients = shards_.gradients();
-  if (gradients.dtype() != DType::kFloat32) return true;
-  return device_.runs_ahead() && gradients.on_host(unit.id) != shards_.states_on_host(unit);
-}
+      copies_(
+          shards.weights().units(), device, memory::Kind::kMasterWeights, DType::kFloat32,
+          [&shards](const Unit& unit) { return shards.states_on_host(unit); },
+          [this](const Unit& unit) { return has_copy(unit); }),
+      wide_(
+          shards.weights().units(), device, memory::Kind::kGradientShards, DType::kFloat32,
+          [&shards](const Unit& unit) { return shards.states_on_host(unit); },
+          [this](const Unit& unit) { return gradient_moves(unit); }) {}
 
 std::span<float> ExternalOptimizer::masters_of(const Unit& unit) {
   if (shards_.states_on_drive(unit)) return shard_in(*master_stage_, unit);
-  if (has_copy(unit)) return copies_.of(unit);
+  if (has_copy(unit)) return copies_.floats_of(unit);
   const std::span<std::byte> held = shards_.weights().masters().hold(unit.id);
   return {reinterpret_cast<float*>(held.data()), unit.layout.shard().size()};
 }
@@ -77,11 +67,6 @@ void ExternalOptimizer::make_stages() {
   gradient_stage_ = offload::pinned_memory(device_, largest, memory::Kind::kStaging);
 }
 
-void ExternalOptimizer::add(int /*unit*/, bool /*is_new*/) {
-  prepared_ = false;
-  prepare();
-}
-
 void ExternalOptimizer::offload_states(bool masters) {
   wide_.free_on_device();
   if (!masters) return;
@@ -89,12 +74,6 @@ void ExternalOptimizer::offload_states(bool masters) {
   copies_.free_on_device();
   shards_.weights().masters().let_go();
   prepared_ = false;
-}
-
-void ExternalOptimizer::move(Bytes up, Bytes down, const offload::LinkWatch::Call& queue) {
-  if (!device_.runs_ahead()) return queue();
-  device::Stream& stream = device_.compute_stream();
-  watch_.copy(Link::kUp, up, stream, [&] { watch_.copy(Link::kDown, down, stream, queue); });
 }
 
 // Copies weights that have a copy: from them to it (kRead), or from it to them.
@@ -129,7 +108,7 @@ std::span<float> ExternalOptimizer::scaled_gradient(const Unit& unit, float scal
     if (scale != 1.0F) move(bytes, bytes, [&] { device_.scale(values, values, scale, stream); });
     return values;
   }
-  const std::span<float> wide = wide_.of(unit);
+  const std::span<float> wide = wide_.floats_of(unit);
   move(Bytes(), bytes, [&] { device_.scale(wide, values, scale, stream); });
   return wide;
 }
@@ -143,17 +122,6 @@ void ExternalOptimizer::lend_gradients(const OptimizerShards::UnitShard& shard,
     const bool none = all.empty() || shards_.gradients().left_out(segment.param);
     gradients.push_back(none ? std::span<float>() : all.subspan(segment.begin.size(), numel));
   }
-}
-
-// By segment; none of units on drives.
-std::vector<std::span<float>> ExternalOptimizer::lend_resident(float scale) {
-  std::vector<std::span<float>> gradients;
-  for (const OptimizerShards::UnitShard& shard : shards_.units()) {
-    const bool leaves_out = on_drive(shard);
-    lend_gradients(shard, leaves_out ? std::span<float>() : scaled_gradient(of(shard), scale),
-                   gradients);
-  }
-  return gradients;
 }
 
 // fp32 masters of a unit on a drive: to the stage (kRead), or from it.
@@ -198,7 +166,7 @@ void ExternalOptimizer::update_on_drive(const OptimizerShards::UnitShard& shard,
 // The unit's weights are what the update has made of its masters.
 void ExternalOptimizer::take_back(const OptimizerShards::UnitShard& shard) {
   const Unit& unit = of(shard);
-  if (has_copy(unit)) return move_copy(unit, copies_.of(unit), offload::Access::kReadWrite);
+  if (has_copy(unit)) return move_copy(unit, copies_.floats_of(unit), offload::Access::kReadWrite);
   const Bytes masters = bytes_of(unit.layout.shard(), DType::kFloat32);
   move(is_far(unit) ? masters : Bytes(), unit.offloaded ? unit.layout.shard_bytes() : Bytes(),
        [&] { round(shard); });
@@ -241,17 +209,21 @@ void ExternalOptimizer::step(std::span<const GroupScalars> /*groups*/, const Gra
 
 // All units that are not on drives, in one call.
 void ExternalOptimizer::update_resident(float scale) {
-  const auto is_host_work = [this](const OptimizerShards::UnitShard& shard) {
-    return is_far(of(shard));
-  };
   for (const OptimizerShards::UnitShard& shard : shards_.units()) {
     if (!on_drive(shard)) shards_.weights().masters().adopt_written(shard.unit);
   }
-  const std::vector<std::span<float>> gradients = lend_resident(scale);
+  std::vector<std::span<float>> gradients;
   for (const OptimizerShards::UnitShard& shard : shards_.units()) {
-    if (has_copy(of(shard))) move_copy(of(shard), copies_.of(of(shard)), offload::Access::kRead);
+    const bool leaves_out = on_drive(shard);
+    lend_gradients(shard, leaves_out ? std::span<float>() : scaled_gradient(of(shard), scale),
+                   gradients);
   }
-  if (std::ranges::any_of(shards_.units(), is_host_work)) device_.compute_stream().synchronize();
+  for (const OptimizerShards::UnitShard& shard : shards_.units()) {
+    if (has_copy(of(shard)))
+      move_copy(of(shard), copies_.floats_of(of(shard)), offload::Access::kRead);
+  }
+  if (std::ranges::any_of(shards_.units(), [this](const auto& s) { return is_far(of(s)); }))
+    device_.compute_stream().synchronize();
   update_(gradients);
 }
 

@@ -1,14 +1,12 @@
-// An optimizer that the user brings, from torch.optim and the like. It updates the fp32 master
-// shards in place, through spans that stay valid for the engine's life, or until masters are
-// offloaded (offload_states()). The engine then rounds the result to the weights. The optimizer
-// updates units on the host whose states rest there: masters are leased where they rest, gradients
-// come to the host, and the device's work on both has ended when the callback runs. If fp32 weights
-// lie elsewhere than they are updated, they have a copy there. Each step makes that copy anew, so
-// it has the values that scripts have written.
+// A user's optimizer, from torch.optim and the like. It updates the fp32 master shards in place,
+// through spans that stay valid until masters are offloaded (offload_states()). The engine then
+// rounds the result to the weights. Units whose states rest on the host are updated there: masters
+// are leased where they rest, gradients come to the host, and the device's work on both has ended
+// when the callback runs. If fp32 weights lie elsewhere, each step copies them anew, with the
+// values that scripts have written.
 //
-// Units whose states rest on a drive are updated one after the other, each in a call of the
-// callback of its own. Their segments share one buffer on the host: it has the masters of a unit
-// during its call only, and they go back to the drive after it.
+// Units whose states rest on a drive are updated one after the other, each in a call of its own.
+// Their segments share one buffer on the host, which has a unit's masters during its call only.
 //
 // Threads: one thread at a time. Ownership: makes the Weights hold every master that is not on a
 // drive, so these must fit in memory together. Lends gradients to the callback, scaled in place
@@ -37,9 +35,8 @@ struct ExternalSegment {
 
 class ExternalOptimizer final : public ShardedOptimizer {
  public:
-  // `gradients`: scaled, of each of segments(), as long as its weight; empty where no rank
-  // had one in this step, and where another call of the step has it. They are the callback's until
-  // it returns.
+  // `gradients`: scaled, by segment, as long as its weight; empty where no rank had one in this
+  // step, and where another call of the step has it. They are the callback's until it returns.
   using Update = std::function<void(std::span<const std::span<float>> gradients)>;
 
   // Notifies `watch` of copies to the host and back.
@@ -54,7 +51,10 @@ class ExternalOptimizer final : public ShardedOptimizer {
   void set_update(Update update) { update_ = std::move(update); }
 
   void prepare() override;
-  void add(int unit, bool is_new) override;
+  void add(int /*unit*/, bool /*is_new*/) override {
+    prepared_ = false;
+    prepare();
+  }
   std::vector<int> order(std::span<const int> /*first*/) const override {
     return shards_.order({});
   }
@@ -67,25 +67,37 @@ class ExternalOptimizer final : public ShardedOptimizer {
 
  private:
   const Unit& of(const OptimizerShards::UnitShard& shard) const {
-    return shards_.weights().units()[static_cast<std::size_t>(shard.unit)];
+    return nth(shards_.weights().units(), shard.unit);
   }
   // Whether the device's kernels reach the unit's states over the link.
   bool is_far(const Unit& unit) const {
     return device_.runs_ahead() && shards_.states_on_host(unit);
   }
   // Whether fp32 weights have a copy, since the update does not work where they lie.
-  bool has_copy(const Unit& unit) const;
+  bool has_copy(const Unit& unit) const {
+    return !shards_.states_on_drive(unit) &&
+           shards_.weights().master_form(unit.id) == plan::MasterForm::kShard &&
+           (unit.offloaded || is_far(unit));
+  }
   // Whether gradients are not in fp32 where the update works.
-  bool gradient_moves(const Unit& unit) const;
+  bool gradient_moves(const Unit& unit) const {
+    const GradientShards& gradients = shards_.gradients();
+    if (gradients.dtype() != DType::kFloat32) return true;
+    return device_.runs_ahead() && gradients.on_host(unit.id) != shards_.states_on_host(unit);
+  }
 
   std::span<float> masters_of(const Unit& unit);
   // Calls `queue`, which queues work that moves `up` and `down` bytes over the link at once.
-  void move(Bytes up, Bytes down, const offload::LinkWatch::Call& queue);
+  void move(Bytes up, Bytes down, const offload::LinkWatch::Call& queue) {
+    if (!device_.runs_ahead()) return queue();
+    device::Stream& stream = device_.compute_stream();
+    watch_.copy(offload::Link::kUp, up, stream,
+                [&] { watch_.copy(offload::Link::kDown, down, stream, queue); });
+  }
   void move_copy(const Unit& unit, std::span<float> values, offload::Access access);
   std::span<float> scaled_gradient(const Unit& unit, float scale);
   void lend_gradients(const OptimizerShards::UnitShard& shard, std::span<float> all,
                       std::vector<std::span<float>>& gradients);
-  std::vector<std::span<float>> lend_resident(float scale);
   void update_resident(float scale);
   bool on_drive(const OptimizerShards::UnitShard& shard) const {
     return shards_.states_on_drive(of(shard));
@@ -102,6 +114,7 @@ class ExternalOptimizer final : public ShardedOptimizer {
   offload::LinkWatch& watch_;
   bool prepared_ = false;
   std::vector<ExternalSegment> segments_;
+  // For values that the engine has elsewhere, or narrower.
   ShardMemory copies_;  // of fp32 weights
   ShardMemory wide_;    // gradients
   // The size is that of the largest unit whose states rest on a drive; null: there is none.

@@ -4,22 +4,13 @@
 
 #include <algorithm>
 #include <string>
-#include <vector>
 
-#include "strata/base/error.h"
 #include "strata/engine/optimize/adam_optimizer.h"
 #include "strata/engine/optimize/external_optimizer.h"
 #include "strata/engine/unit/agreement.h"
-#include "strata/offload/host_memory.h"
 
 namespace strata::engine {
 namespace {
-
-constexpr Bytes kAlignment = 256_B;  // as memory of a device has
-
-Bytes room_of(const Unit& unit) {
-  return align_up(bytes_of(unit.layout.shard(), DType::kFloat32), kAlignment);
-}
 
 void make_room(std::span<const int> params, Weights& weights, Reducer& reducer,
                OptimizerShards& shards, ShardedOptimizer* optimizer) {
@@ -74,73 +65,15 @@ std::vector<int> OptimizerShards::order(std::span<const int> first) const {
   return result;
 }
 
-// A unit's part ends where the next one's begins.
-void run_recorded(ShardedOptimizer& optimizer, StepRecorder& recorder,
-                  std::span<const GroupScalars> groups, const GradientScale& scale,
-                  std::span<const int> first, const ShardedOptimizer::Updated& updated) {
-  StepRecorder::Recording recording = recorder.begin(Activity::kOptimizer, -1);
-  optimizer.step(groups, scale, first, [&](int unit) {
-    recorder.end(recording, unit);
-    updated(unit);
-    recording = recorder.begin(Activity::kOptimizer, -1);
-  });
-}
-
-bool ShardMemory::lacks(const Unit& unit) const {
-  return nth(places_, unit.id).values == nullptr && wanted_(unit);
-}
-
-std::span<float> ShardMemory::of(const Unit& unit) {
-  STRATA_ASSERT(wanted_(unit));
-  places_.resize(shards_.weights().units().size());
-  Place& place = nth(places_, unit.id);
-  if (lacks(unit) && shards_.states_on_host(unit)) take_on_host();
-  if (lacks(unit)) {
-    place.own = device_.allocate(room_of(unit), kind_);
-    place.values = place.own->bytes().data();
-  }
-  return {reinterpret_cast<float*>(place.values), unit.layout.shard().size()};
-}
-
-void ShardMemory::take_on_host() {
-  const std::vector<Unit>& units = shards_.weights().units();
-  const auto missing = [this](const Unit& unit) {
-    return unit.trainable() && shards_.states_on_host(unit) && lacks(unit);
-  };
-  Bytes all;
-  for (const Unit& unit : units) {
-    if (missing(unit)) all += room_of(unit);
-  }
-  host_.push_back(offload::pinned_memory(device_, all, kind_));
-  std::byte* next = host_.back()->bytes().data();
-  for (const Unit& unit : units) {
-    if (!missing(unit)) continue;
-    nth(places_, unit.id).values = next;
-    next += room_of(unit).size();
-  }
-}
-
-void ShardMemory::free_on_device() {
-  for (Place& place : places_) {
-    if (place.own != nullptr) place = {};
-  }
-}
-
 std::unique_ptr<ShardedOptimizer> make_optimizer(UpdateRule rule, DType moments,
                                                  OptimizerShards& shards, device::Device& device,
                                                  offload::StateStore& states,
                                                  offload::LinkWatch& watch) {
-  switch (rule) {
-    case UpdateRule::kNone:
-      return nullptr;
-    case UpdateRule::kAdam:
-    case UpdateRule::kAdamW:
-      return std::make_unique<AdamOptimizer>(shards, device, states, rule == UpdateRule::kAdamW,
-                                             watch, moments);
-    case UpdateRule::kExternal:
-      return std::make_unique<ExternalOptimizer>(shards, device, watch);
-  }
-  return nullptr;
+  if (rule == UpdateRule::kNone) return nullptr;
+  if (rule == UpdateRule::kExternal)
+    return std::make_unique<ExternalOptimizer>(shards, device, watch);
+  return std::make_unique<AdamOptimizer>(shards, device, states, rule == UpdateRule::kAdamW, watch,
+                                         moments);
 }
 
 void train_frozen(std::span<const int> params, Weights& weights, Reducer& reducer,

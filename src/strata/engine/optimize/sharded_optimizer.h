@@ -1,6 +1,6 @@
-// The data of an optimizer: for each trainable unit the fp32 master weights and the fp32 gradient
-// of this rank's shard, cut into segments by parameter. Both Strata's Adam and an optimizer of the
-// user (any elementwise torch.optim) see the model through this. Threads: one thread at a time.
+// The view of the model that Strata's Adam and a user's optimizer (any elementwise torch.optim)
+// have: for each trainable unit the fp32 masters and the fp32 gradient of this rank's shard, cut
+// into segments by parameter. Threads: one thread at a time.
 #pragma once
 
 #include <functional>
@@ -30,8 +30,8 @@ class OptimizerShards {
     std::vector<plan::ParamSegment> segments;  // empty where the shard holds nothing but padding
   };
   const std::vector<UnitShard>& units() const { return units_; }
-  // A frozen unit has become trainable, and is now the last of units(); or a unit of them has
-  // parameters in other groups.
+  // A frozen unit has become trainable: it is now the last of units(). Or parameters of a unit have
+  // other groups.
   void add(int unit);
   // The numbers of units(): those in `first` come first, in their order, then the others.
   std::vector<int> order(std::span<const int> first) const;
@@ -104,44 +104,6 @@ class ShardedOptimizer {
   virtual void reload_states() = 0;
 };
 
-// Its step(), with each unit's part recorded.
-void run_recorded(ShardedOptimizer& optimizer, StepRecorder& recorder,
-                  std::span<const GroupScalars> groups, const GradientScale& scale,
-                  std::span<const int> first, const ShardedOptimizer::Updated& updated);
-
-// Memory of fp32 values for trainable units' shards, for a user's optimizer, if the engine's own
-// values lie elsewhere or are narrower. If a unit's states rest on the host, this is pinned host
-// memory, taken for all units at once, since the driver takes long to pin memory. Otherwise it is
-// device memory, taken unit by unit. Its first content is undefined.
-//
-// Ownership: borrows the shards and the device. Errors: OutOfMemoryError.
-class ShardMemory {
- public:
-  // `wanted`: whether of() will be called for the unit.
-  using Wanted = std::function<bool(const Unit& unit)>;
-  ShardMemory(OptimizerShards& shards, device::Device& device, memory::Kind kind, Wanted wanted)
-      : shards_(shards), device_(device), kind_(kind), wanted_(std::move(wanted)) {}
-
-  std::span<float> of(const Unit& unit);
-  // Frees the device memory, which no work uses any more.
-  void free_on_device();
-
- private:
-  bool lacks(const Unit& unit) const;
-  void take_on_host();
-
-  OptimizerShards& shards_;
-  device::Device& device_;
-  memory::Kind kind_;
-  Wanted wanted_;
-  std::vector<std::unique_ptr<device::Memory>> host_;  // each of several units
-  struct Place {
-    std::byte* values = nullptr;               // null: none yet
-    std::unique_ptr<device::Memory> own = {};  // null: on the host
-  };
-  std::vector<Place> places_;  // by unit
-};
-
 // Null where there is no rule. `moments`: their type where masters are rounded. The optimizer
 // notifies `watch` of copies between the host and the device.
 std::unique_ptr<ShardedOptimizer> make_optimizer(UpdateRule rule, DType moments,
@@ -149,16 +111,14 @@ std::unique_ptr<ShardedOptimizer> make_optimizer(UpdateRule rule, DType moments,
                                                  offload::StateStore& states,
                                                  offload::LinkWatch& watch);
 
-// Makes parameters trainable that were frozen when the engine was made. Their units get masters,
-// which begin at the weights, room for gradients, and states of the optimizer. Parameters that stay
-// frozen in such a unit have room there, too, but get no gradients, and do not change.
+// Collective, between passes, with no states offloaded: from now on these parameters, which were
+// frozen, get gradients and updates, by the values of their groups. Their units get masters, which
+// begin at the weights, room for gradients, and states of the optimizer. Parameters that stay
+// frozen in such a unit have room there, too, but do not change. Bias correction counts steps from
+// here. `optimizer`: null where no optimizer updates the weights.
 //
 // Errors: CommError where a rank does something else meanwhile, ConfigError where it unfreezes
 // other parameters, both with their names; OutOfMemoryError, on every rank.
-//
-// Collective, between passes, with no states offloaded: from now on these parameters get gradients
-// and updates, by the values of their groups. Bias correction counts their steps from here.
-// `optimizer`: null where no optimizer updates the weights.
 void train_frozen(std::span<const int> params, Weights& weights, Reducer& reducer,
                   OptimizerShards& shards, ShardedOptimizer* optimizer,
                   comm::Collectives& collectives);

@@ -1,6 +1,5 @@
 #include "strata/engine/reduce/gradient_arrivals.h"
 
-#include <algorithm>
 #include <utility>
 
 namespace strata::engine {
@@ -67,11 +66,9 @@ void GradientArrivals::share_order(std::span<const int> mine) {
   }
   collectives_.broadcast(std::as_writable_bytes(std::span<int>(order_)), 0);
   units_in_order_.clear();
-  std::vector<bool> listed(units_.size());
   for (const int unit : order_) {
-    const auto index = static_cast<std::size_t>(unit);
-    if (!listed[index]) units_in_order_.push_back(unit);
-    listed[index] = true;
+    if (nth(placed, unit) > 0) units_in_order_.push_back(unit);
+    nth(placed, unit) = 0;
   }
 }
 
@@ -81,7 +78,7 @@ bool GradientArrivals::complete(const Progress& p) {
   return p.seen[0] > p.turns_over || p.expected[0] <= p.turns_over;
 }
 
-bool GradientArrivals::note(int unit, std::size_t slot, Bytes unit_bytes) {
+bool GradientArrivals::record(int unit, std::size_t slot, Bytes unit_bytes) {
   Progress& p = of(unit);
   if (p.turns > 1) {
     if (++p.seen[slot] > p.turns) return false;
@@ -98,11 +95,6 @@ bool GradientArrivals::note(int unit, std::size_t slot, Bytes unit_bytes) {
   return true;
 }
 
-void GradientArrivals::record_reduced(int unit) {
-  waiting_ -= std::exchange(of(unit).waiting, Bytes());
-  ++of(unit).turns_over;
-}
-
 std::optional<int> GradientArrivals::next_ready() {
   if (next_ == order_.size()) return std::nullopt;
   const int unit = order_[next_];
@@ -111,11 +103,6 @@ std::optional<int> GradientArrivals::next_ready() {
     completion_.push_back(unit);  // it has waited for a gradient that may never come
   }
   return next();
-}
-
-std::optional<int> GradientArrivals::next() {
-  if (next_ == order_.size()) return std::nullopt;
-  return order_[next_++];
 }
 
 void GradientArrivals::end_pass() {

@@ -1,15 +1,14 @@
 // The gradients of a backward pass that have come, and the unit that is reduced next.
 //
-// A unit is complete when all gradients that are expected for it have come. All ranks reduce units
-// in one order, each unit as soon as it and those before it are complete, so that the collectives
-// match, whatever each rank's autograd did. The first pass expects one gradient of each parameter
-// and reduces in the reverse of forward's order. Later passes expect the gradients that came in it,
-// in their order on rank 0. If a unit does not become complete, at most `most_waiting` bytes of
-// complete units wait for it: then the unit is reduced without the missing gradients.
+// A unit is complete when all its expected gradients have come. All ranks reduce units in one
+// order, each unit as soon as it and those before it are complete, so that the collectives match,
+// whatever each rank's autograd did. The first pass expects one gradient of each parameter and
+// reduces in the reverse of forward's order. Later passes expect the gradients that came in it, in
+// their order on rank 0. If more than `most_waiting` bytes of complete units wait for a unit, it is
+// reduced without the missing gradients.
 //
-// If several modules use a tile, as with a head that is tied to its embedding, the tile has several
-// turns in that order, one for each gradient. Otherwise its first gradient would wait for the last,
-// and all tiles with it.
+// A tile that several modules use, as a head that is tied to its embedding, has several turns in
+// that order, one for each gradient. Otherwise all tiles would wait for its last gradient.
 //
 // Threads: one thread at a time. Ownership: borrows the units and the collectives. Errors:
 // CommError from begin_pass() and end_pass(), which are collectives once each.
@@ -27,12 +26,10 @@
 
 namespace strata::engine {
 
-// This rank's record of the gradients of one step, beside their values: which parameters got one,
-// which one was missing when its unit was reduced, and which ones a script has dropped since.
-//
-// Each rank holds a part of every reduced gradient, so ranks must drop the same ones: dropped() is
-// a number by which they compare. A gradient that was not reduced yet is this rank's own, and it
-// may drop that alone.
+// This rank's record of the gradients of one step: which parameters got one, which one was missing
+// when its unit was reduced, and which ones a script has dropped since. Each rank holds a part of
+// every reduced gradient, so ranks must drop the same ones: they compare dropped(). A gradient that
+// was not reduced yet is this rank's own.
 //
 // Threads: one thread at a time. Pure bookkeeping. Errors: none.
 class GradientRecord {
@@ -53,11 +50,11 @@ class GradientRecord {
   void record_all_dropped() {
     clear();
     dropped_ = 0;
-    note(1);
+    count_dropped(1);
   }
   void record_dropped(int param, bool came) {
     record_gradient(param, came);
-    note(static_cast<std::uint32_t>(param) + 2);
+    count_dropped(static_cast<std::uint32_t>(param) + 2);
   }
   // The step is over.
   void forget() {
@@ -82,7 +79,7 @@ class GradientRecord {
     unused_ = -1;
   }
   // Sums, so that the order of what is dropped between two passes does not matter.
-  void note(std::uint32_t what) {
+  void count_dropped(std::uint32_t what) {
     constexpr std::uint32_t kOdd = 0x9E3779B1U;
     if (reduced_passes_ == 0) return;
     const std::uint32_t number = (what * kOdd >> 12U) + (reduced_passes_ * kOdd >> 16U);
@@ -113,8 +110,11 @@ class GradientArrivals {
 
   // A gradient of this slot has come; `unit_bytes`: what its unit's gradients take. True: the unit
   // is complete by it, and was not reduced before.
-  bool note(int unit, std::size_t slot, Bytes unit_bytes);
-  void record_reduced(int unit);
+  bool record(int unit, std::size_t slot, Bytes unit_bytes);
+  void record_reduced(int unit) {
+    waiting_ -= std::exchange(of(unit).waiting, Bytes());
+    ++of(unit).turns_over;
+  }
   bool reduced(int unit) const { return of(unit).turns_over > 0; }  // in this pass
   // Whether the next gradient of this slot is the only one that this pass is known to bring.
   bool only_one_expected(int unit, std::size_t slot) const {
@@ -123,7 +123,10 @@ class GradientArrivals {
 
   // Takes the next unit of the order: next_ready() if it may be reduced now, next() in any case.
   std::optional<int> next_ready();
-  std::optional<int> next();
+  std::optional<int> next() {
+    if (next_ == order_.size()) return std::nullopt;
+    return order_[next_++];
+  }
 
   // Trainable units in the order of their (first) reduction; the same on every rank.
   const std::vector<int>& order() const { return units_in_order_; }

@@ -33,44 +33,16 @@ class PaddedWork final : public comm::Work {
 
 }  // namespace
 
-GradientBuffers::Buffer GradientBuffers::take(Bytes bytes) {
-  Size& size = sizes_[bytes.size()];
-  Buffer buffer;
-  if (!size.free.empty()) {
-    buffer = std::move(size.free.back());
-    size.free.pop_back();
-  } else {
-    buffer = std::make_unique<Allocation>();
-    buffer->charge =
-        memory::Charge(ledger_, memory::Tier::kDevice, memory::Kind::kGradients, bytes);
-    buffer->memory =
-        collectives_.allocate(fmt::format("{}.gradients.{}", name_, allocations_++), bytes);
-  }
-  size.most_in_use = std::max(size.most_in_use, ++size.in_use);
-  return buffer;
-}
-
-void GradientBuffers::give_back(Buffer buffer) {
-  if (buffer == nullptr) return;
-  Size& size = sizes_[buffer->memory->local().size()];
-  --size.in_use;
-  size.free.push_back(std::move(buffer));
-}
-
-void GradientBuffers::free_unused() {
-  for (auto& [bytes, size] : sizes_) size.free.clear();
-}
-
-void GradientBuffers::end_pass() {
-  const bool first = passes_ == 0;
-  for (auto& [bytes, size] : sizes_) {
-    size.recent[passes_ % kPasses] = first ? 0 : size.most_in_use;
-    const std::size_t most = first ? size.most_in_use : *std::ranges::max_element(size.recent);
-    const std::size_t keep = most - std::min(most, size.in_use);
-    if (size.free.size() > keep) size.free.resize(keep);
-    size.most_in_use = size.in_use;
-  }
-  ++passes_;
+GradientBuffers make_gradient_buffers(const std::string& name, comm::Collectives& collectives,
+                                      std::shared_ptr<memory::Ledger> ledger) {
+  constexpr std::size_t kPasses = 16;  // that decide how many buffers are kept
+  const auto allocate = [name, &collectives, ledger = std::move(ledger),
+                         made = 0](Bytes bytes) mutable {
+    memory::Charge charge(ledger, memory::Tier::kDevice, memory::Kind::kGradients, bytes);
+    auto memory = collectives.allocate(fmt::format("{}.gradients.{}", name, made++), bytes);
+    return std::make_unique<GradientBuffer>(GradientBuffer{std::move(memory), std::move(charge)});
+  };
+  return GradientBuffers(allocate, kPasses);
 }
 
 void HeldGradients::hold(std::shared_ptr<const void> owner, Bytes bytes, device::Stream& reader) {
@@ -89,11 +61,6 @@ void HeldGradients::let_go(Bytes most) {
     bytes_ -= held_.front().bytes;
     held_.pop_front();
   }
-}
-
-void HeldGradients::forget() {
-  held_.clear();
-  bytes_ = Bytes();
 }
 
 GradientInbox::GradientInbox(std::string name, std::vector<Unit>& units,
@@ -140,37 +107,24 @@ void GradientInbox::begin_pass(std::span<const int> order, std::span<const DType
   active_ = true;
 }
 
-void GradientInbox::free() {
-  STRATA_ASSERT(!active_);
-  inbox_.reset();
-  charge_ = {};
-}
-
-bool GradientInbox::takes(int unit) const {
-  return active_ && inbox_->writable(nth(progress_, unit).index);
-}
-
 void GradientInbox::write(int unit, int slot, const std::byte* gradient) {
-  const auto i = static_cast<std::size_t>(unit);
-  Progress& p = progress_[i];
-  const plan::Slot& place = units_[i].layout.slots()[static_cast<std::size_t>(slot)];
-  inbox_->write(p.index, place.offset, {gradient, bytes_of(place.numel, p.dtype).size()}, p.dtype);
-  nth(p.written, slot) = true;
-}
-
-void GradientInbox::write_zero(int unit, int slot) {
-  const auto i = static_cast<std::size_t>(unit);
-  Progress& p = progress_[i];
-  const plan::Slot& place = units_[i].layout.slots()[static_cast<std::size_t>(slot)];
-  inbox_->write_zero(p.index, place.offset, place.numel, p.dtype);
+  Progress& p = nth(progress_, unit);
+  const plan::Slot& place = nth(nth(units_, unit).layout.slots(), slot);
+  if (gradient != nullptr) {
+    const std::size_t bytes = bytes_of(place.numel, p.dtype).size();
+    inbox_->write(p.index, place.offset, {gradient, bytes}, p.dtype);
+  } else {
+    inbox_->write_zero(p.index, place.offset, place.numel, p.dtype);
+  }
   nth(p.written, slot) = true;
 }
 
 std::unique_ptr<comm::Work> GradientInbox::reduce(int unit, const comm::Reduction& reduction) {
-  const auto i = static_cast<std::size_t>(unit);
-  STRATA_ASSERT(std::ranges::all_of(progress_[i].written, [](bool written) { return written; }));
-  auto work = inbox_->reduce(progress_[i].index, reduction, units_[i].name());
-  if (!zero_padding(units_[i].layout, reduction.result)) return work;
+  const Progress& p = nth(progress_, unit);
+  const Unit& u = nth(units_, unit);
+  STRATA_ASSERT(std::ranges::find(p.written, false) == p.written.end());
+  auto work = inbox_->reduce(p.index, reduction, u.name());
+  if (!zero_padding(u.layout, reduction.result)) return work;
   return std::make_unique<PaddedWork>(std::move(work), collectives_.contribution_stream()->record(),
                                       device_);
 }

@@ -3,9 +3,7 @@
 #include <algorithm>
 #include <limits>
 #include <span>
-#include <string>
 #include <string_view>
-#include <utility>
 
 #include "strata/base/error.h"
 #include "strata/comm/agreement.h"
@@ -74,7 +72,7 @@ bool GradientCheck::skips(bool allows_overflow) {
   if (last_finding_.finite || allows_overflow) return !last_finding_.finite;
   if (!options_.check_finite) return false;
   ++in_a_row_;
-  tell(/*late=*/false);
+  report_not_finite(/*late=*/false);
   return true;
 }
 
@@ -172,9 +170,9 @@ int GradientCheck::first_not_finite() {
 }
 
 // Reports the step that is being checked or, if `late`, the one before.
-void GradientCheck::tell(bool late) {
+void GradientCheck::report_not_finite(bool late) {
   const bool one_too_many = in_a_row_ > options_.max_skipped_steps;
-  if (!one_too_many && std::exchange(told_, true)) return;
+  if (!one_too_many && std::exchange(warned_, true)) return;
   const int mine = late ? norm_.first_not_finite() : first_not_finite();
   const std::vector<std::string> texts =
       collectives_.all_gather_text(mine < 0 ? "" : nth(weights_.units(), mine).name());
@@ -249,16 +247,6 @@ void GradientCheck::look_at_norm() {
   notify_late_ = true;
 }
 
-double GradientCheck::last_norm() {
-  look_at_norm();
-  return last_finding_.norm;
-}
-
-bool GradientCheck::last_applied() {
-  look_at_norm();
-  return applied_;
-}
-
 void GradientCheck::set_skipped_steps(std::int64_t steps) {
   look_at_norm();
   skipped_ = steps;
@@ -267,19 +255,9 @@ void GradientCheck::set_skipped_steps(std::int64_t steps) {
   notify_late_ = false;
 }
 
-std::int64_t GradientCheck::skipped_steps(bool wait) {
-  if (wait) look_at_norm();
-  return skipped_;
-}
-
-bool GradientCheck::failed_late() {
-  look_at_norm();
-  return notify_late_;
-}
-
 void GradientCheck::notify_late() {
   notify_late_ = false;
-  tell(/*late=*/true);
+  report_not_finite(/*late=*/true);
 }
 
 }  // namespace strata::engine

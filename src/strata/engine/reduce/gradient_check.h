@@ -2,21 +2,18 @@
 // gradients that are there, the parameters for which no rank has a gradient, the global norm, and
 // whether all gradients are finite.
 //
-// On a device that runs ahead, the host does not wait for the norm: check() returns a place in the
-// device's memory from which the update reads its factor, and last_norm() and failed_late() report
-// the outcome later.
+// On a device that runs ahead, the host does not wait for the norm: the update reads its factor
+// from the device's memory, and last_norm() and failed_late() report the outcome later.
 //
-// The hosts know which parameters got no gradient, since each rank's autograd has handed over all
-// others. So this needs no device. It travels with an exchange of every step: as counts beside the
-// sums (PackedCounts), or, if the device has the sums, in the texts by which ranks say that they
-// have nothing else to agree on; those are empty unless a gradient was missing.
+// The list of parameters without a gradient, which hosts know, travels with an exchange of every
+// step: as counts beside the sums (PackedCounts), or, if the device has the sums, in the texts by
+// which ranks say that they have nothing else to agree on.
 //
 // A step whose gradients are not finite is skipped and counted. The first such step reports where
 // they were found. Too many in a row (EngineOptions::max_skipped_steps) are an error.
 //
 // A rank that reads the gradients (read()) needs all other ranks, and some of them may not read. So
-// it joins the exchange to which each of them comes in any case, and says there that it reads; then
-// they serve it. If no rank reads, this costs one more number in the exchange.
+// it says in that exchange, to which each of them comes in any case, that it reads; they serve it.
 //
 // Threads: one thread at a time. Ownership: borrows all. Errors, on every rank: NumericsError for
 // too many skipped steps; UsageError for parameters without a gradient where that is not allowed,
@@ -60,20 +57,32 @@ class GradientCheck {
   void read(int unit, bool allows_overflow, bool late, const WholeGradients::Take& take);
 
   // Both are the last step's, and wait for the device where it has not computed them yet.
-  double last_norm();
-  bool last_applied();
+  double last_norm() {
+    look_at_norm();
+    return last_finding_.norm;
+  }
+  bool last_applied() {
+    look_at_norm();
+    return applied_;
+  }
   // The norm of the last step with a known norm; does not wait. 0 before the first.
   double known_norm() const { return last_finding_.norm; }
   // The skipped steps so far. `wait`: for the device; else the last step may be missing.
-  std::int64_t skipped_steps(bool wait);
+  std::int64_t skipped_steps(bool wait) {
+    if (wait) look_at_norm();
+    return skipped_;
+  }
   // Takes the count of an earlier run, as if its last step had been applied.
   void set_skipped_steps(std::int64_t steps);
   // Whether the last step had a late factor and was skipped, and notify_late() was not called
   // since. Waits for the device as last_norm() does.
-  bool failed_late();
+  bool failed_late() {
+    look_at_norm();
+    return notify_late_;
+  }
   // Collective, on every rank for which failed_late(). Throws after too many skipped steps.
   void notify_late();
-  // The message on skipped steps that the user has not been told yet; empty: none.
+  // The message on skipped steps that no caller has taken yet; empty: none.
   std::string take_warning() { return std::exchange(warning_, {}); }
 
  private:
@@ -86,7 +95,7 @@ class GradientCheck {
   std::vector<int> filled_units();
   int first_not_finite();
   bool skips(bool allows_overflow);
-  void tell(bool late);
+  void report_not_finite(bool late);
   [[noreturn]] void report_unused();
   [[noreturn]] void report_unlike_drops();
   void look_at_norm();
@@ -105,7 +114,7 @@ class GradientCheck {
   bool notify_late_ = false;  // it was skipped, and notify_late() has yet to come
   std::int64_t skipped_ = 0;
   int in_a_row_ = 0;  // steps until now whose gradients were not finite, against expectation
-  bool told_ = false;
+  bool warned_ = false;
   std::string warning_;
 };
 

@@ -6,10 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
-#include <memory>
-#include <span>
 #include <utility>
-#include <vector>
 
 #include "strata/base/error.h"
 
@@ -44,11 +41,6 @@ std::vector<int> PackedCounts::zeroes(std::span<const double> sum) const {
 }
 
 using kernels::GradientFactor;
-
-bool GradientNorm::available() const {
-  return shards_.dtype() == DType::kFloat32 &&
-         (collectives_.world_size() == 1 || collectives_.traits().gathers_on_device);
-}
 
 GradientNorm::Values GradientNorm::values() const {
   const std::span<std::byte> bytes = memory_->bytes();
@@ -135,12 +127,6 @@ void WholeGradients::gather(const Take& take) {
     if (take) take(unit, reinterpret_cast<const float*>(memory->bytes().data()));
   }
   stream.synchronize();
-}
-
-void WholeGradients::take_shard(int unit, const Take& take) {
-  reducer_.reduce_late();
-  GradientShards& shards = reducer_.shards();
-  if (shards.filled(unit)) take(nth(units_, unit), shards.values(unit).data());
 }
 
 }  // namespace strata::engine

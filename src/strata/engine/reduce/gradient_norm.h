@@ -1,8 +1,7 @@
-// The global norm of a step's gradients, computed by the device without a host wait: sums of
-// squares by unit, the totals of all ranks, and the factor by which the update multiplies its
-// gradients. The update reads the factor from the device's memory when it runs. Gradients that are
-// not finite make the factor NaN: the update then changes nothing, and finish() reports it, as late
-// as the caller asks.
+// The global norm of a step's gradients, computed by the device without a host wait, and the factor
+// by which the update multiplies its gradients. The update reads the factor from the device's
+// memory when it runs. Gradients that are not finite make the factor NaN: the update then changes
+// nothing, and finish() reports it.
 //
 // Threads: one thread at a time. Ownership: borrows all. Errors: CommError from the collectives;
 // OutOfMemoryError; DeviceError.
@@ -46,7 +45,10 @@ class GradientNorm {
       : collectives_(collectives), device_(device), shards_(shards) {}
 
   // Whether begin() can be used at all; the same on every rank.
-  bool available() const;
+  bool available() const {
+    return shards_.dtype() == DType::kFloat32 &&
+           (collectives_.world_size() == 1 || collectives_.traits().gathers_on_device);
+  }
   // Collective: queues the computation for the filled shards, on the compute stream; the shards of
   // any rank may change in that stream afterwards. finish() before the next one.
   void begin(double loss_scale, double clipping);
@@ -82,9 +84,8 @@ class GradientNorm {
   std::unique_ptr<device::Event> computed_;  // null: nothing is begun
 };
 
-// The reduced gradients of a step, whole: gathers all ranks' shards of each unit for a script that
-// reads gradients between backward and step. It keeps none of them. A step whose gradients no
-// script reads costs nothing here.
+// The reduced gradients of a step, whole: gathers all ranks' shards of each unit, one after the
+// other, for a script that reads gradients between backward and step.
 class WholeGradients {
  public:
   WholeGradients(Reducer& reducer, const std::vector<Unit>& units, comm::Collectives& collectives,
@@ -98,7 +99,11 @@ class WholeGradients {
   // except tiles. `take` may be empty: then only other ranks read them.
   void gather(const Take& take);
   // The same for one unit, on the only rank; does not call `take` if the unit has no gradient.
-  void take_shard(int unit, const Take& take);
+  void take_shard(int unit, const Take& take) {
+    reducer_.reduce_late();
+    GradientShards& shards = reducer_.shards();
+    if (shards.filled(unit)) take(nth(units_, unit), shards.values(unit).data());
+  }
 
  private:
   Reducer& reducer_;

@@ -1,10 +1,6 @@
 #include "strata/engine/reduce/gradient_shards.h"
 
-#include <algorithm>
-#include <utility>
-
 #include "strata/base/error.h"
-#include "strata/offload/host_memory.h"
 
 namespace strata::engine {
 namespace {
@@ -17,6 +13,37 @@ std::span<float> as_floats(device::Memory& memory, Numel numel) {
 
 }  // namespace
 
+std::span<std::byte> ShardMemory::of(const Unit& unit) {
+  places_.resize(units_.size());
+  Place& place = nth(places_, unit.id);
+  if (place.values == nullptr) {
+    STRATA_ASSERT(lacks(unit));
+    if (on_host_(unit)) {
+      take_on_host();
+    } else {
+      place.own = device_.allocate(bytes(unit), kind_);
+      place.values = place.own->bytes().data();
+    }
+  }
+  return {place.values, bytes(unit).size()};
+}
+
+void ShardMemory::take_on_host() {
+  std::vector<const Unit*> missing;
+  Bytes all;
+  for (const Unit& unit : units_) {
+    if (!lacks(unit) || !on_host_(unit)) continue;
+    missing.push_back(&unit);
+    all += align_up(bytes(unit), kHostAlignment);
+  }
+  host_.push_back(offload::pinned_memory(device_, all, kind_));
+  std::byte* next = host_.back()->bytes().data();
+  for (const Unit* unit : missing) {
+    nth(places_, unit->id).values = next;
+    next += align_up(bytes(*unit), kHostAlignment).size();
+  }
+}
+
 GradientShards::GradientShards(std::vector<Unit>& units, device::Device& device, DType dtype,
                                memory::Tier tier, offload::LinkWatch& watch)
     : units_(units),
@@ -24,43 +51,10 @@ GradientShards::GradientShards(std::vector<Unit>& units, device::Device& device,
       dtype_(dtype),
       tier_(tier),
       watch_(watch),
+      memory_(units, device, memory::Kind::kGradientShards, dtype,
+              [this](const Unit& unit) { return on_host(unit.id); }),
       shards_(units.size()) {
   STRATA_ASSERT(tier == memory::Tier::kDevice || tier == memory::Tier::kHost);
-}
-
-std::span<float> GradientShards::scratch(std::unique_ptr<device::Memory>& memory, Numel numel) {
-  const Bytes bytes = bytes_of(numel, DType::kFloat32);
-  if (memory == nullptr || memory->bytes().size() < bytes.size()) {
-    memory.reset();
-    memory = device_.allocate(bytes, memory::Kind::kGradientShards);
-  }
-  return as_floats(*memory, numel);
-}
-
-// On the host all at once: to pin memory takes the driver long, whatever its size.
-void GradientShards::take_memory(int unit) {
-  const auto bytes = [&](const Unit& u) { return bytes_of(u.layout.shard(), dtype_); };
-  if (!on_host(unit)) {
-    Shard& shard = nth(shards_, unit);
-    shard.memory = device_.allocate(bytes(nth(units_, unit)), memory::Kind::kGradientShards);
-    shard.values = shard.memory->bytes().data();
-    return;
-  }
-  Bytes all;
-  const auto rests_there = [this](const Unit& u) {
-    return u.trainable() && on_host(u.id) && nth(shards_, u.id).values == nullptr;
-  };
-  for (const Unit& u : units_) {
-    if (rests_there(u)) all += align_up(bytes(u), kHostAlignment);
-  }
-  host_.push_back(offload::pinned_memory(device_, all, memory::Kind::kGradientShards));
-  if (leaving_ == nullptr) leaving_ = device_.create_stream();
-  std::byte* next = host_.back()->bytes().data();
-  for (const Unit& u : units_) {
-    if (!rests_there(u)) continue;
-    nth(shards_, u.id).values = next;
-    next += align_up(bytes(u), kHostAlignment).size();
-  }
 }
 
 // One that is large enough and not twice as large; units repeat.
@@ -81,18 +75,19 @@ GradientShards::Target GradientShards::begin(int unit) {
   Shard& shard = nth(shards_, unit);
   shard.measured = false;
   const Numel numel = nth(units_, unit).layout.shard();
-  if (shard.values == nullptr) take_memory(unit);
+  const std::span<std::byte> memory = kept(unit);
   if (!through_scratch(unit))
-    return {{reinterpret_cast<float*>(shard.values), numel.size()}, shard.filled};
+    return {{reinterpret_cast<float*>(memory.data()), numel.size()}, shard.filled};
   if (shard.arriving == nullptr) shard.arriving = take_scratch(bytes_of(numel, DType::kFloat32));
   return {as_floats(*shard.arriving, numel), false};
 }
 
-void GradientShards::settle(int unit) {
+void GradientShards::finish(int unit) {
   Shard& shard = nth(shards_, unit);
   if (through_scratch(unit)) {
     device::Stream& compute = device_.compute_stream();
     const bool leaves = on_host(unit);
+    if (leaves && leaving_ == nullptr) leaving_ = device_.create_stream();
     if (leaves) leaving_->wait_for(*compute.record());  // which the reduction ended in
     device::Stream& stream = leaves ? *leaving_ : compute;
     fold_in(unit, stream);
@@ -111,14 +106,15 @@ void GradientShards::fold_in(int unit, device::Stream& stream) {
   const Shard& shard = nth(shards_, unit);
   const Numel numel = nth(units_, unit).layout.shard();
   const std::byte* source = shard.arriving->bytes().data();
-  const Bytes bytes = bytes_of(numel, dtype_);
+  const std::span<std::byte> target = kept(unit);
+  const Bytes bytes(target.size());
   const auto fold = [&] {
     if (shard.filled) {
-      device_.accumulate(shard.values, dtype_, source, DType::kFloat32, numel, stream);
+      device_.accumulate(target.data(), dtype_, source, DType::kFloat32, numel, stream);
     } else if (dtype_ == DType::kFloat32) {
-      device_.copy({shard.values, bytes.size()}, {source, bytes.size()}, stream);
+      device_.copy(target, {source, target.size()}, stream);
     } else {
-      device_.cast(shard.values, dtype_, source, DType::kFloat32, numel, stream);
+      device_.cast(target.data(), dtype_, source, DType::kFloat32, numel, stream);
     }
   };
   if (!on_host(unit)) return fold();
@@ -139,36 +135,38 @@ void GradientShards::read_values(std::size_t first, std::size_t end, device::Str
   read();
 }
 
-// Work that the compute stream gets from here on finds all settled values.
+// Work that the compute stream gets from here on finds all finished values.
 void GradientShards::wait_for_arrived() {
   if (leaving_ != nullptr && !arrived_.empty())
     watch_.await_copies([&] { device_.compute_stream().wait_for(*leaving_->record()); });
 }
 
 std::span<float> GradientShards::values(int unit) {
-  Shard& shard = nth(shards_, unit);
-  STRATA_ASSERT(shard.filled);
+  STRATA_ASSERT(filled(unit));
   wait_for_arrived();
   const Numel numel = nth(units_, unit).layout.shard();
-  if (dtype_ == DType::kFloat32) return {reinterpret_cast<float*>(shard.values), numel.size()};
-  const std::span<float> wide = scratch(widened_, numel);
+  if (dtype_ == DType::kFloat32) return memory_.floats_of(nth(units_, unit));
+  const Bytes bytes = bytes_of(numel, DType::kFloat32);
+  if (widened_ == nullptr || Bytes(widened_->bytes().size()) < bytes) {
+    widened_.reset();
+    widened_ = device_.allocate(bytes, memory::Kind::kGradientShards);
+  }
   device::Stream& stream = device_.compute_stream();
   const auto first = static_cast<std::size_t>(unit);
   read_values(first, first + 1, stream, [&] {
-    device_.cast(widened_->bytes().data(), DType::kFloat32, shard.values, dtype_, numel, stream);
+    device_.cast(widened_->bytes().data(), DType::kFloat32, kept(unit).data(), dtype_, numel,
+                 stream);
   });
-  return wide;
+  return as_floats(*widened_, numel);
 }
 
 std::span<std::byte> GradientShards::change(int unit) {
   Shard& shard = nth(shards_, unit);
-  if (shard.values == nullptr) take_memory(unit);
+  const std::span<std::byte> values = kept(unit);
   wait_for_arrived();
   shard.measured = false;
-  const Numel numel = nth(units_, unit).layout.shard();
-  const std::span<std::byte> kept{shard.values, bytes_of(numel, dtype_).size()};
-  if (!std::exchange(shard.filled, true)) device_.fill_zero(kept, device_.compute_stream());
-  return kept;
+  if (!std::exchange(shard.filled, true)) device_.fill_zero(values, device_.compute_stream());
+  return values;
 }
 
 std::vector<kernels::GradStats> GradientShards::statistics(std::span<const int> units) {
@@ -213,11 +211,9 @@ void GradientShards::measure_run(std::size_t first, std::size_t end, device::Str
   STRATA_ASSERT(dtype_ == DType::kFloat32);
   std::vector<std::span<const float>> all;
   for (std::size_t i = first; i < end; ++i) {
-    const auto* const values =
-        shards_[i].arriving != nullptr
-            ? reinterpret_cast<const float*>(shards_[i].arriving->bytes().data())
-            : reinterpret_cast<const float*>(shards_[i].values);
-    all.emplace_back(values, units_[i].layout.shard().size());
+    all.push_back(shards_[i].arriving != nullptr
+                      ? as_floats(*shards_[i].arriving, units_[i].layout.shard())
+                      : memory_.floats_of(units_[i]));
     shards_[i].measured = true;
     shards_[i].stale = true;
   }
@@ -254,26 +250,23 @@ void GradientShards::clear() {
 
 void GradientShards::offload_states(bool pinned) {
   std::vector<offload::OffloadedMemory> memory;
-  for (Shard& shard : shards_) {
-    if (shard.memory != nullptr && shard.filled)
-      memory.push_back({shard.memory->bytes(), &shard.offloaded});
+  for (const Unit& unit : units_) {
+    Shard& shard = nth(shards_, unit.id);
+    const std::span<std::byte> values = memory_.on_device(unit);
+    if (!values.empty() && shard.filled) memory.push_back({values, &shard.offloaded});
   }
   wait_for_arrived();
   offload::offload_all(device_, memory, memory::Kind::kGradientShards, pinned);
-  for (Shard& shard : shards_) {
-    if (std::exchange(shard.memory, nullptr) != nullptr) shard.values = nullptr;
-  }
+  memory_.free_on_device();
   arrived_.clear();
   spare_.clear();
   widened_.reset();
 }
 
 void GradientShards::reload_states() {
-  for (std::size_t i = 0; i < shards_.size(); ++i) {
-    Shard& shard = shards_[i];
-    if (shard.offloaded == nullptr) continue;
-    take_memory(static_cast<int>(i));
-    offload::reload(shard.offloaded, shard.memory->bytes());
+  for (const Unit& unit : units_) {
+    auto& offloaded = nth(shards_, unit.id).offloaded;
+    if (offloaded != nullptr) offload::reload(offloaded, memory_.of(unit));
   }
 }
 

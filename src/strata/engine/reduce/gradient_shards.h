@@ -1,14 +1,14 @@
 // This rank's reduced gradients: one shard for each trainable unit, accumulated over the
 // micro-steps of a step. Shards have the accumulation dtype; reductions arrive in fp32, and each is
-// rounded once if that dtype is narrower. Shards lie on the device or in pinned host memory. In the
-// second case reductions arrive in device memory and leave it unit by unit, beside other work of
-// the device; the optimizer then reaches the values over the link. The bits are the same. Threads:
-// one thread at a time. Memory: on the device allocated at the first reduction of each unit, on the
-// host at the first reduction of all; kept since. Errors: OutOfMemoryError.
+// rounded once if that dtype is narrower. Shards lie on the device, or in pinned host memory with
+// the same bits: then reductions arrive in device memory and leave it unit by unit, beside other
+// work of the device, and the optimizer reaches the values over the link. Threads: one thread at a
+// time. Memory: taken at the first reduction, and kept. Errors: OutOfMemoryError.
 #pragma once
 
 #include <algorithm>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <span>
 #include <utility>
@@ -21,6 +21,67 @@
 
 namespace strata::engine {
 
+// A value for each element of trainable units' shards. For a unit that rests on the host this is
+// pinned host memory, taken for all such units at once, since the driver takes long to pin memory,
+// whatever its size. Otherwise it is device memory, taken unit by unit. Its first content is
+// undefined.
+//
+// Threads: one thread at a time. Ownership: borrows the units and the device. Errors:
+// OutOfMemoryError.
+class ShardMemory {
+ public:
+  // `wanted`: whether of() will be called for a trainable unit.
+  using Which = std::function<bool(const Unit& unit)>;
+  ShardMemory(const std::vector<Unit>& units, device::Device& device, memory::Kind kind,
+              DType dtype, Which on_host, Which wanted = {})
+      : units_(units),
+        device_(device),
+        kind_(kind),
+        dtype_(dtype),
+        on_host_(std::move(on_host)),
+        wanted_(std::move(wanted)) {}
+
+  // Takes the memory if need be.
+  std::span<std::byte> of(const Unit& unit);
+  std::span<float> floats_of(const Unit& unit) {
+    return {reinterpret_cast<float*>(of(unit).data()), unit.layout.shard().size()};
+  }
+  // Empty where the unit has none on the device.
+  std::span<std::byte> on_device(const Unit& unit) const {
+    const bool has = static_cast<std::size_t>(unit.id) < places_.size();
+    if (!has || nth(places_, unit.id).own == nullptr) return {};
+    return nth(places_, unit.id).own->bytes();
+  }
+  // Frees the device memory, which no work uses any more.
+  void free_on_device() {
+    for (Place& place : places_) {
+      if (place.own != nullptr) place = {};
+    }
+  }
+
+ private:
+  Bytes bytes(const Unit& unit) const { return bytes_of(unit.layout.shard(), dtype_); }
+  bool lacks(const Unit& unit) const {
+    return unit.trainable() && nth(places_, unit.id).values == nullptr &&
+           (wanted_ == nullptr || wanted_(unit));
+  }
+  void take_on_host();
+
+  const std::vector<Unit>& units_;
+  device::Device& device_;
+  memory::Kind kind_;
+  DType dtype_;
+  Which on_host_;
+  Which wanted_;  // null: all
+  // All units' there, and once more those of units that were unfrozen since.
+  std::vector<std::unique_ptr<device::Memory>> host_;
+  struct Place {
+    std::byte* values = nullptr;               // null: none yet
+    std::unique_ptr<device::Memory> own = {};  // null: on the host
+  };
+  std::vector<Place> places_;  // by unit
+};
+
 class GradientShards {
  public:
   // `tier`: for units that name none. Notifies `watch` of bytes that leave the device or come.
@@ -28,13 +89,13 @@ class GradientShards {
                  offload::LinkWatch& watch);
 
   // Where the next reduction of `unit` shall go, and whether it adds to what is there. With a
-  // narrow dtype, and on the host, that is scratch memory which settle() folds in.
+  // narrow dtype, and on the host, that is scratch memory which finish() folds in.
   struct Target {
     std::span<float> result;
     bool accumulate = false;
   };
   Target begin(int unit);
-  void settle(int unit);
+  void finish(int unit);
 
   bool filled(int unit) const { return nth(shards_, unit).filled; }
   // The parameters without a gradient on any rank in this step, ascending. They do not change.
@@ -45,8 +106,7 @@ class GradientShards {
   std::span<float> values(int unit);
   std::vector<kernels::GradStats> statistics(std::span<const int> units);  // of filled shards
   // Queues the sum of an fp32 shard's squares, for squares(), in the stream of the reduction that
-  // fills it, behind that. Where what has arrived is not all of it, squares() sums later, and so
-  // with a tile that stays on the device: all of those at once.
+  // fills it, behind that. squares() sums shards to which reductions are added, and tiles.
   void measure(int unit, device::Stream& stream);
   // By unit: the sum of squares, in device memory; 0 if not filled. On the compute stream.
   std::span<const double> squares();
@@ -68,9 +128,7 @@ class GradientShards {
 
  private:
   struct Shard {
-    std::unique_ptr<device::Memory> memory;    // null on the host
-    std::byte* values = nullptr;               // null: no memory yet
-    std::unique_ptr<device::Memory> arriving;  // fp32 scratch, between begin() and settle()
+    std::unique_ptr<device::Memory> arriving;  // fp32 scratch, between begin() and finish()
     std::unique_ptr<offload::OffloadedCopy> offloaded;
     bool filled = false;
     bool measured = false;  // its place in squares_ is of these values
@@ -83,7 +141,6 @@ class GradientShards {
   static constexpr std::size_t kArrived = 2;  // held at most: the host waits for what is folded in
 
   bool through_scratch(int unit) const { return on_host(unit) || dtype_ != DType::kFloat32; }
-  void take_memory(int unit);
   std::unique_ptr<device::Memory> take_scratch(Bytes bytes);
   void fold_in(int unit, device::Stream& stream);
   // Calls `read`, which queues a kernel that reads these shards; notifies the watch if it must.
@@ -92,19 +149,18 @@ class GradientShards {
   void wait_for_arrived();
   std::span<double> squares_memory();
   void measure_run(std::size_t first, std::size_t end, device::Stream& stream);
-  std::span<float> scratch(std::unique_ptr<device::Memory>& memory, Numel numel);
+  std::span<std::byte> kept(int unit) { return memory_.of(nth(units_, unit)); }
 
   std::vector<Unit>& units_;
   device::Device& device_;
   DType dtype_;
   memory::Tier tier_;
   offload::LinkWatch& watch_;
-  // All shards, where they lie there, and once more those of units that were unfrozen since.
-  std::vector<std::unique_ptr<device::Memory>> host_;
+  ShardMemory memory_;
   std::unique_ptr<device::Stream> leaving_;  // to the host; null: the compute stream
   std::vector<Shard> shards_;
   std::vector<int> left_out_;
-  std::deque<Arrived> arrived_;  // settled, and perhaps not folded in; the oldest first
+  std::deque<Arrived> arrived_;  // finished, and perhaps not folded in; the oldest first
   std::vector<std::unique_ptr<device::Memory>> spare_;  // unused scratch
   std::unique_ptr<device::Memory> squares_;             // a double by unit; null: not asked for yet
   std::unique_ptr<device::Memory> widened_;  // values() returns it where the dtype is narrow

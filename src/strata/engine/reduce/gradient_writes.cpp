@@ -3,22 +3,20 @@
 #include <algorithm>
 #include <utility>
 
-#include "strata/base/error.h"
-
 namespace strata::engine {
 
 GradientWrites::GradientWrites(std::vector<Unit>& units, comm::Collectives& collectives,
                                device::Device& device, GradientBuffers& buffers,
-                               GradientWriteOptions options)
+                               const EngineOptions& options, Bytes max_pushed, Bytes max_held)
     : units_(units),
       collectives_(collectives),
       device_(device),
       buffers_(buffers),
-      options_(std::move(options)),
-      inbox_(options_.name, units, collectives, device, options_.max_pushed),
+      reduce_dtype_(options.reduce_dtype),
+      inbox_(options.name, units, collectives, device, max_pushed),
       buffers_of_(units.size()),
       stream_(device.runs_ahead() ? collectives.contribution_stream() : nullptr),
-      held_(device, options_.max_held) {
+      held_(device, max_held) {
   if (device.runs_ahead() && stream_ == nullptr) {
     own_stream_ = device.create_stream();
     stream_ = own_stream_.get();
@@ -30,23 +28,19 @@ GradientWrites::GradientWrites(std::vector<Unit>& units, comm::Collectives& coll
   }
 }
 
-void GradientWrites::add(int unit) {
-  compute_follows();
-  of(unit).written.assign(layout(unit).slots().size(), false);
-  inbox_.free();
-}
-
 DType GradientWrites::dtype(int unit, bool wide) const {
   const DType own = layout(unit).dtype();
   const bool exact = !wide && collectives_.traits().sums_in_fp32 && is_floating(own) &&
-                     size_of(own) < size_of(options_.reduce_dtype);
-  return exact ? own : options_.reduce_dtype;
+                     size_of(own) < size_of(reduce_dtype_);
+  return exact ? own : reduce_dtype_;
 }
 
-void GradientWrites::begin_pushing(std::span<const int> order) {
-  std::vector<DType> dtypes(units_.size());
-  for (const int unit : order) nth(dtypes, unit) = dtype(unit);
-  inbox_.begin_pass(order, dtypes);
+Bytes GradientWrites::largest() const {
+  Bytes largest;
+  for (const Unit& unit : units_) {
+    if (unit.trainable()) largest = std::max(largest, bytes(unit.id));
+  }
+  return largest;
 }
 
 void GradientWrites::widen() {
@@ -58,20 +52,10 @@ void GradientWrites::widen() {
     const DType after = dtype(unit.id, true);
     if (b.buffer == nullptr || after == before) continue;
     auto widened = take_buffer(unit.id);
-    device_.cast(widened->memory->local().data(), after, b.buffer->memory->local().data(), before,
+    device_.cast(widened->bytes().data(), after, b.buffer->bytes().data(), before,
                  unit.layout.padded(), device_.compute_stream());
-    buffers_.give_back(std::exchange(b.buffer, std::move(widened)));
+    b.buffer = std::move(widened);
   }
-}
-
-device::Stream& GradientWrites::stream() {
-  compute_is_behind_ = true;
-  return stream_ != nullptr ? *stream_ : device_.compute_stream();
-}
-
-// Later writes come after what the compute stream holds now.
-void GradientWrites::follow_compute() {
-  if (stream_ != nullptr) stream_->wait_for(*device_.compute_stream().record());
 }
 
 void GradientWrites::compute_follows() {
@@ -81,14 +65,10 @@ void GradientWrites::compute_follows() {
     device_.compute_stream().wait_for(*stream_->record());
 }
 
-void GradientWrites::hold_until_written(std::shared_ptr<const void> owner, Bytes bytes) {
-  if (stream_ != nullptr) held_.hold(std::move(owner), bytes, *stream_);
-}
-
 // Tiles share buffers, whatever the length of each: there is a free one wherever there was one.
-GradientBuffers::Buffer GradientWrites::take_buffer(int unit) {
+GradientBuffers::Lease GradientWrites::take_buffer(int unit) {
   const bool tile = nth(units_, unit).spec.tile();
-  return buffers_.take(tile ? bytes_of(largest_tile_, dtype(unit)) : bytes(unit));
+  return buffers_.acquire(tile ? bytes_of(largest_tile_, dtype(unit)) : bytes(unit));
 }
 
 void GradientWrites::open_buffer(int unit) {
@@ -98,7 +78,7 @@ void GradientWrites::open_buffer(int unit) {
   follow_compute();
   std::fill(b.written.begin(), b.written.end(), false);
   // Padding is never written by a gradient; it must be zero, since it takes part in the reduction.
-  const std::span<std::byte> memory = b.buffer->memory->local();
+  const std::span<std::byte> memory = b.buffer->bytes();
   const auto zero = [&](Numel begin, Numel end) {
     const std::size_t from = bytes_of(begin, type).size();
     device_.fill_zero(memory.subspan(from, bytes_of(end, type).size() - from), stream());
@@ -109,12 +89,6 @@ void GradientWrites::open_buffer(int unit) {
     end = slot.end();
   }
   if (layout(unit).padded() > end) zero(end, layout(unit).padded());
-}
-
-std::span<std::byte> GradientWrites::place_of(int unit, const plan::Slot& slot) {
-  const DType type = dtype(unit);
-  return of(unit).buffer->memory->local().subspan(bytes_of(slot.offset, type).size(),
-                                                  bytes_of(slot.numel, type).size());
 }
 
 void GradientWrites::write(int unit, int slot_index, const std::byte* gradient, DType dtype_here) {
@@ -138,12 +112,6 @@ GradientTarget GradientWrites::place(int unit, int slot) {
   if (const auto read = std::exchange(b.buffer->read, nullptr)) compute.wait_for(*read);
   if (b.written[index] && stream_ != nullptr) compute.wait_for(*stream_->record());
   return {place_of(unit, layout(unit).slots()[index]).data(), dtype(unit), b.written[index]};
-}
-
-void GradientWrites::wrote(int unit, int slot) {
-  nth(of(unit).written, slot) = true;
-  follow_compute();
-  compute_is_behind_ = true;
 }
 
 bool GradientWrites::push(int unit, int slot, const std::byte* gradient, DType dtype_here) {
@@ -180,7 +148,7 @@ std::optional<std::size_t> GradientWrites::push_missing(int unit) {
       b.written[i] = false;
     } else {
       if (!first && nth(units_, unit).expects(slots[i])) first = i;
-      inbox_.write_zero(unit, slot);
+      inbox_.write(unit, slot, nullptr);
     }
   }
   compute_is_behind_ = true;
@@ -192,25 +160,19 @@ std::unique_ptr<comm::Work> GradientWrites::reduce(int unit, comm::Reduction red
   reduction.dtype = dtype(unit);
   reduction.writer = stream_;
   if (pushed) return inbox_.reduce(unit, reduction);
-  GradientBuffers::Allocation& buffer = *of(unit).buffer;
+  GradientBuffer& buffer = *of(unit).buffer;
   reduction.source = buffer.memory.get();
   auto work = collectives_.reduce_scatter(reduction, nth(units_, unit).name());
-  // Work::wait_for_readers() need not tell of this rank's own reading, which runs in this stream:
+  // Work::wait_for_readers() need not wait for this rank's own reading, which runs in this stream:
   // what write() puts there next comes after it anyway, but place() has to know.
   if (stream_ != nullptr) buffer.read = stream_->record();
   return work;
 }
 
-GradientBuffers::Buffer GradientWrites::release_buffer(int unit, bool pushed) {
-  UnitBuffer& b = of(unit);
-  const bool holds_late_ones = pushed && std::ranges::find(b.written, true) != b.written.end();
-  return holds_late_ones ? nullptr : std::move(b.buffer);
-}
-
 void GradientWrites::drop() {
   compute_follows();
   for (UnitBuffer& b : buffers_of_) {
-    buffers_.give_back(std::move(b.buffer));
+    b.buffer.reset();
     b.offloaded.reset();
   }
 }
@@ -219,11 +181,11 @@ void GradientWrites::offload_states(bool pinned) {
   compute_follows();
   std::vector<offload::OffloadedMemory> memory;
   for (UnitBuffer& b : buffers_of_) {
-    if (b.buffer != nullptr) memory.push_back({b.buffer->memory->local(), &b.offloaded});
+    if (b.buffer != nullptr) memory.push_back({b.buffer->bytes(), &b.offloaded});
   }
   offload::offload_all(device_, memory, memory::Kind::kGradients, pinned);
-  for (UnitBuffer& b : buffers_of_) buffers_.give_back(std::move(b.buffer));
-  buffers_.free_unused();
+  for (UnitBuffer& b : buffers_of_) b.buffer.reset();
+  buffers_.trim();
   inbox_.free();
 }
 
@@ -232,7 +194,7 @@ void GradientWrites::reload_states() {
     UnitBuffer& b = of(unit.id);
     if (b.offloaded == nullptr) continue;
     b.buffer = take_buffer(unit.id);
-    offload::reload(b.offloaded, b.buffer->memory->local());
+    offload::reload(b.offloaded, b.buffer->bytes());
   }
 }
 
@@ -246,7 +208,7 @@ FirstError GradientWrites::abandon() noexcept {
   error.attempt([this] { stream().synchronize(); });
   compute_is_behind_ = false;
   held_.forget();
-  for (UnitBuffer& b : buffers_of_) error.attempt([&] { buffers_.give_back(std::move(b.buffer)); });
+  for (UnitBuffer& b : buffers_of_) b.buffer.reset();
   return error;
 }
 

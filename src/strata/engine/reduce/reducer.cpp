@@ -2,56 +2,47 @@
 
 #include <algorithm>
 #include <optional>
+#include <set>
 #include <utility>
 
+#include "strata/engine/gather/gatherer.h"
 #include "strata/engine/unit/agreement.h"
 
 namespace strata::engine {
 namespace {
 
-Bytes bytes_of_buffer(const GradientBuffers::Buffer& buffer) {
-  return buffer == nullptr ? Bytes() : Bytes(buffer->memory->local().size());
-}
-
-// So much of complete units may wait for one that is not: what may be under reduction, and a unit.
-Bytes most_waiting(std::span<const Unit> units, const GradientWrites& writes, Bytes max_reducing) {
-  Bytes largest;
-  for (const Unit& unit : units) {
-    if (unit.trainable()) largest = std::max(largest, writes.bytes(unit.id));
-  }
-  return largest + max_reducing;
+// The bytes of gradients that may be under reduction before the next ones are written. With tiles
+// the device has no room for more than the gradient that is being written. The units of a scope
+// become complete close to each other: with less room than they take, the model would wait for
+// reductions that have only begun.
+Bytes most_reducing(const EngineOptions& options, std::span<const Unit> units, Bytes scope) {
+  const bool tiles = std::ranges::any_of(units, [](const Unit& unit) { return unit.spec.tile(); });
+  return std::max(tiles ? Bytes() : options.max_reducing, scope);
 }
 
 }  // namespace
 
-void ReductionsInFlight::add(int unit, GradientBuffers::Buffer buffer,
-                             std::unique_ptr<comm::Work> work, StepRecorder::Recording recording) {
-  held_ += bytes_of_buffer(buffer);
-  pending_.push_back({unit, std::move(buffer), std::move(work), std::move(recording)});
-}
-
-void ReductionsInFlight::progress() {
-  if (!pending_.empty()) pending_.back().work->done();
-}
-
 void ReductionsInFlight::free_buffers(Bytes at_most) {
   for (Pending& pending : pending_) {
     if (held_ <= at_most) break;
-    if (pending.buffer == nullptr) continue;
-    recorder_.measure(Activity::kReduceWait, pending.unit,
-                      [&] { pending.work->wait_for_readers(); });
-    held_ -= bytes_of_buffer(pending.buffer);
-    buffers_.give_back(std::move(pending.buffer));
+    free_buffer(pending);
   }
   while (!pending_.empty() && pending_.front().buffer == nullptr && pending_.front().work->done())
-    settle_front();
+    finish_front();
 }
 
-void ReductionsInFlight::settle_front() {
+void ReductionsInFlight::free_buffer(Pending& pending) {
+  if (pending.buffer == nullptr) return;
+  recorder_.measure(Activity::kReduceWait, pending.unit, [&] { pending.work->wait_for_readers(); });
+  held_ -= Bytes(pending.buffer->bytes().size());
+  pending.buffer.reset();
+}
+
+void ReductionsInFlight::finish_front() {
   Pending& pending = pending_.front();
   recorder_.measure(Activity::kReduceWait, pending.unit, [&] { pending.work->wait(); });
   recorder_.end(pending.recording);
-  shards_.settle(pending.unit);
+  shards_.finish(pending.unit);
   pending_.pop_front();
 }
 
@@ -59,29 +50,14 @@ void ReductionsInFlight::finish(int unit) {
   const auto last = std::find_if(pending_.rbegin(), pending_.rend(),
                                  [unit](const Pending& pending) { return pending.unit == unit; });
   for (auto left = pending_.rend() - last; left > 0; --left) {
-    Pending& pending = pending_.front();
-    if (pending.buffer != nullptr) {
-      recorder_.measure(Activity::kReduceWait, pending.unit,
-                        [&] { pending.work->wait_for_readers(); });
-      held_ -= bytes_of_buffer(pending.buffer);
-      buffers_.give_back(std::move(pending.buffer));
-    }
-    settle_front();
+    free_buffer(pending_.front());
+    finish_front();
   }
 }
 
 void ReductionsInFlight::finish() {
   free_buffers(Bytes());
-  while (!pending_.empty()) settle_front();
-}
-
-void ReductionsInFlight::abandon() {
-  for (Pending& pending : pending_) {
-    pending.work.reset();  // waits, drops its error
-    buffers_.give_back(std::move(pending.buffer));
-  }
-  pending_.clear();
-  held_ = Bytes();
+  while (!pending_.empty()) finish_front();
 }
 
 void GradientEdits::drop_all() {
@@ -132,17 +108,22 @@ void GradientEdits::write(int unit, int slot, const float* values) {
 }
 
 Reducer::Reducer(std::vector<Unit>& units, comm::Collectives& collectives, device::Device& device,
-                 StepRecorder& recorder, ReducerOptions options)
+                 StepRecorder& recorder, const EngineOptions& options,
+                 std::span<const plan::ScopeSpec> scopes)
     : units_(units),
       collectives_(collectives),
       recorder_(recorder),
-      options_(std::move(options)),
-      buffers_(options_.name, collectives, device.ledger()),
-      shards_(units, device, options_.accumulation_dtype, options_.gradient_tier, recorder),
-      writes_(units, collectives, device, buffers_,
-              {options_.name, options_.reduce_dtype, options_.max_reducing, options_.max_held}),
-      arrivals_(units, collectives, most_waiting(units, writes_, options_.max_reducing)),
-      in_flight_(buffers_, shards_, recorder),
+      options_(options),
+      largest_scope_(largest_scope(scopes, units, ScopeUnits::kAll) * 3 / 2),
+      max_reducing_(most_reducing(options, units, largest_scope_)),
+      measures_(options.wants_late_norm(device.runs_ahead()) &&
+                collectives.traits().gathers_on_device &&
+                options.accumulation_dtype == DType::kFloat32),
+      buffers_(make_gradient_buffers(options.name, collectives, device.ledger())),
+      shards_(units, device, options.accumulation_dtype, options.gradient_tier, recorder),
+      writes_(units, collectives, device, buffers_, options, max_reducing_, largest_scope_),
+      arrivals_(units, collectives, writes_.largest() + max_reducing_),
+      in_flight_(shards_, recorder),
       adds_up_later_(collectives.shard_position().groups > 1 &&
                      options_.accumulation_dtype == DType::kFloat32 &&
                      std::ranges::all_of(units,
@@ -153,12 +134,6 @@ Reducer::Reducer(std::vector<Unit>& units, comm::Collectives& collectives, devic
       of_group_(units.size()),
       record_(units),
       edits_(units, collectives, device, shards_, writes_, record_) {}
-
-void Reducer::expect(int unit, int slot) {
-  writes_.add(unit);
-  arrivals_.expect(unit, static_cast<std::size_t>(slot),
-                   most_waiting(units_, writes_, options_.max_reducing));
-}
 
 void Reducer::begin_backward(BackwardPass pass, std::span<const int> first_uses) {
   pass_ = pass;
@@ -175,19 +150,11 @@ void Reducer::begin_backward(BackwardPass pass, std::span<const int> first_uses)
   }
 }
 
-// Reductions end here, and not where the next one starts: until another buffer is needed they may
-// take their time.
-void Reducer::open_buffer(int unit) {
-  if (writes_.has_buffer(unit)) return;
-  in_flight_.free_buffers(std::max(options_.max_reducing - writes_.bytes(unit), Bytes()));
-  writes_.open_buffer(unit);
-}
-
 void Reducer::add(int unit, int slot, const std::byte* gradient, DType dtype,
                   std::shared_ptr<const void> owner) {
   const auto index = static_cast<std::size_t>(slot);
   const plan::Slot& place = nth(units_, unit).layout.slots()[index];
-  record_gradient(unit, index);
+  record_.record_gradient(place.param);
   const bool alone =
       is_pushed(unit) && !arrivals_.reduced(unit) && arrivals_.only_one_expected(unit, index);
   if (!alone || !writes_.push(unit, slot, gradient, dtype)) {
@@ -195,29 +162,14 @@ void Reducer::add(int unit, int slot, const std::byte* gradient, DType dtype,
     writes_.write(unit, slot, gradient, dtype);
   }
   writes_.hold_until_written(std::move(owner), bytes_of(place.numel, dtype));
-  note_written(unit, index);
+  record_written(unit, index);
 }
 
 GradientTarget Reducer::begin_add(int unit, int slot) {
   STRATA_ASSERT(!is_pushed(unit));
-  record_gradient(unit, static_cast<std::size_t>(slot));
+  record_.record_gradient(nth(nth(units_, unit).layout.slots(), slot).param);
   open_buffer(unit);
   return writes_.place(unit, slot);
-}
-
-void Reducer::end_add(int unit, int slot) {
-  writes_.wrote(unit, slot);
-  note_written(unit, static_cast<std::size_t>(slot));
-}
-
-void Reducer::record_gradient(int unit, std::size_t slot) {
-  record_.record_gradient(nth(units_, unit).layout.slots()[slot].param);
-}
-
-void Reducer::note_written(int unit, std::size_t slot) {
-  in_flight_.progress();
-  if (!arrivals_.note(unit, slot, writes_.bytes(unit)) || pass_ == BackwardPass::kKeeps) return;
-  while (const std::optional<int> ready = arrivals_.next_ready()) start_reduction(*ready);
 }
 
 void Reducer::start_reduction(int unit) {
@@ -235,11 +187,12 @@ void Reducer::start_reduction(int unit) {
   reduction.result = target.result;
   reduction.accumulate = target.accumulate;
   reduction.replicas = replicas_of(unit);
-  reduction.scale = options_.sum ? 1.0F : 1.0F / static_cast<float>(collectives_.world_size());
+  reduction.scale =
+      options_.sum_gradients ? 1.0F : 1.0F / static_cast<float>(collectives_.world_size());
   auto recording = recorder_.begin_transfer(Activity::kReduce, unit, bytes);
   auto work = writes_.reduce(unit, reduction, pushed);
   device::Stream* const stream = collectives_.contribution_stream();
-  if (options_.measures && pass_ == BackwardPass::kLast && stream != nullptr)
+  if (measures_ && pass_ == BackwardPass::kLast && stream != nullptr)
     shards_.measure(unit, *stream);
   recorder_.started(recording, *work);
   ++recorder_.counts().reductions;
@@ -269,7 +222,7 @@ void Reducer::end_backward() {
   in_flight_.finish();
   writes_.end_pushing();
   writes_.compute_follows();
-  buffers_.end_pass();
+  buffers_.end_round();
   writes_.set_narrow();
   arrivals_.end_pass();
 }
@@ -281,17 +234,6 @@ std::exception_ptr Reducer::abandon_backward() noexcept {
   error.keep(writes_.abandon().get());
   forget_step();
   return error.get();
-}
-
-void Reducer::drop_gradients() {
-  writes_.drop();
-  forget_step();
-}
-
-void Reducer::forget_step() {
-  shards_.clear();
-  std::fill(of_group_.begin(), of_group_.end(), false);
-  record_.forget();
 }
 
 std::vector<int> Reducer::params_without_gradient() const {
@@ -316,29 +258,20 @@ std::vector<int> Reducer::late_units() const {
 
 // Which units are late is known to each rank only for itself; all must reduce the union.
 void Reducer::reduce_late() {
-  std::vector<bool> late(units_.size());
+  std::set<int> late;
   for (const std::string& text : collectives_.all_gather_text(text_of_numbers(late_units()))) {
-    for (const int unit : numbers_of_text(text)) nth(late, unit) = true;
+    for (const int unit : numbers_of_text(text)) late.insert(unit);
   }
-  std::vector<int> units;
-  for (std::size_t i = 0; i < late.size(); ++i) {
-    if (late[i]) units.push_back(static_cast<int>(i));
-  }
-  reduce_once_more(units);
-}
-
-void Reducer::reduce_once_more(std::span<const int> units) {
-  for (const int unit : units) start_reduction(unit);
+  for (const int unit : late) start_reduction(unit);
   in_flight_.finish();
 }
 
 void Reducer::complete_groups() {
   pass_ = BackwardPass::kLast;
-  std::vector<int> units;
-  for (const int unit : arrivals_.order()) {
-    if (nth(of_group_, unit)) units.push_back(unit);
-  }
-  if (!units.empty()) reduce_once_more(units);
+  std::vector<int> units = arrivals_.order();
+  std::erase_if(units, [this](int unit) { return !nth(of_group_, unit); });
+  for (const int unit : units) start_reduction(unit);
+  in_flight_.finish();
 }
 
 void Reducer::offload_states(bool shards, bool buffers, bool pinned) {
@@ -346,11 +279,6 @@ void Reducer::offload_states(bool shards, bool buffers, bool pinned) {
   if (device::Stream* const stream = collectives_.contribution_stream()) stream->synchronize();
   if (buffers) writes_.offload_states(pinned);
   if (shards) shards_.offload_states(pinned);
-}
-
-void Reducer::reload_states() {
-  writes_.reload_states();
-  shards_.reload_states();
 }
 
 }  // namespace strata::engine

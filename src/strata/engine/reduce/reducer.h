@@ -1,12 +1,10 @@
-// Takes gradients as autograd produces them and turns them into reduced, accumulated gradient
-// shards. It orders the work of its parts: the gradients that have come (GradientArrivals), the
-// places where they are written (GradientWrites), the reductions that run (ReductionsInFlight), and
-// their results (GradientShards).
+// Turns gradients, as autograd produces them, into reduced, accumulated gradient shards: orders the
+// work of GradientArrivals, GradientWrites, ReductionsInFlight and GradientShards.
 //
-// A gradient may come after its unit was reduced, if the graph differs from the last one. It is
-// kept, and goes with the next reduction or at the step. A parameter without a gradient on this
-// rank contributes zeroes. With several shard groups, micro-steps are added up inside each group,
-// and over the groups in the last micro-step of a step.
+// If the graph differs from the last one, a gradient may come after its unit was reduced. It goes
+// with the next reduction or at the step. A parameter without a gradient on this rank contributes
+// zeroes. With several shard groups, micro-steps are added up inside each group, and over the
+// groups in the last micro-step of a step.
 //
 // Threads: one thread at a time. Ownership: gradients are read during add(), or held by it.
 // Errors: CommError, OutOfMemoryError, DeviceError; after a CommError the reducer is broken with
@@ -26,59 +24,67 @@
 #include "strata/engine/reduce/gradient_arrivals.h"
 #include "strata/engine/reduce/gradient_shards.h"
 #include "strata/engine/reduce/gradient_writes.h"
+#include "strata/engine/unit/engine_options.h"
 #include "strata/engine/unit/unit.h"
 
 namespace strata::engine {
 
-// Reductions that have started and are not settled, in the order of their starts, with the flat
-// gradient buffers that they read. Buffers are given back as soon as their bytes were read;
-// results are folded into the gradient shards in the order of starts.
+// Reductions under way, with the flat gradient buffers that they read. Buffers are given back as
+// soon as their bytes were read; results are folded into the gradient shards in the order of
+// starts.
 //
 // Threads: one thread at a time. Ownership: owns the works and their buffers; borrows the rest.
 // Errors: CommError of the reductions; DeviceError.
 class ReductionsInFlight {
  public:
-  ReductionsInFlight(GradientBuffers& buffers, GradientShards& shards, StepRecorder& recorder)
-      : buffers_(buffers), shards_(shards), recorder_(recorder) {}
+  ReductionsInFlight(GradientShards& shards, StepRecorder& recorder)
+      : shards_(shards), recorder_(recorder) {}
 
   // `buffer`: the memory that the reduction reads; null: none of this rank's.
-  void add(int unit, GradientBuffers::Buffer buffer, std::unique_ptr<comm::Work> work,
-           StepRecorder::Recording recording);
-  // Lets the collectives continue with the started reductions. Where ranks pull, this rank does
-  // that work, and its peers would otherwise wait for it until its next call.
-  void progress();
-  // Waits until buffers hold at most `at_most`, and settles the ended reductions.
+  void add(int unit, GradientBuffers::Lease buffer, std::unique_ptr<comm::Work> work,
+           StepRecorder::Recording recording) {
+    if (buffer != nullptr) held_ += Bytes(buffer->bytes().size());
+    pending_.push_back({unit, std::move(buffer), std::move(work), std::move(recording)});
+  }
+  // Lets the collectives continue with the started reductions. Where ranks pull, peers would
+  // otherwise wait for this rank's work until its next call.
+  void progress() {
+    if (!pending_.empty()) pending_.back().work->done();
+  }
+  // Waits until buffers hold at most `at_most`, and finishes the ended reductions.
   void free_buffers(Bytes at_most);
-  // Settles all reductions up to this unit's, if that is under way: its shard may be added to then.
+  // Finishes all reductions up to this unit's, if that is under way: its shard may be added to
+  // then.
   void finish(int unit);
-  // Waits for all, and settles them.
-  void finish();
+  void finish();  // all
   // Waits for all, and drops their results and errors.
-  void abandon();
+  void abandon() {
+    for (Pending& pending : pending_) pending.work.reset();  // waits, drops its error
+    pending_.clear();
+    held_ = Bytes();
+  }
 
  private:
   struct Pending {
     int unit = -1;
-    GradientBuffers::Buffer buffer;  // null: given back, while the result is on its way
+    GradientBuffers::Lease buffer;  // null: given back, while the result is on its way
     std::unique_ptr<comm::Work> work;
     StepRecorder::Recording recording;  // of `work`
   };
-  void settle_front();
+  void free_buffer(Pending& pending);
+  void finish_front();
 
-  GradientBuffers& buffers_;
   GradientShards& shards_;
   StepRecorder& recorder_;
   std::deque<Pending> pending_;
   Bytes held_;  // by buffers of pending_
 };
 
-// A script's edits, on this rank, to the gradients that a step has collected so far: it drops all
-// of them or those of one parameter, or puts others in their place. This includes reduced gradients
-// and those that wait for a reduction. The step then updates with the gradients that are left, and
-// leaves parameters without a gradient on any rank unchanged.
-//
-// No edit waits for other ranks. If a rank drops reduced gradients, all others have to drop the
-// same ones: the next step checks that (GradientRecord::dropped()).
+// A script's edits, on this rank, to the gradients that a step has collected so far, reduced or
+// not: it drops all of them or those of one parameter, or puts others in their place. The step then
+// updates with the gradients that are left. No edit waits for other ranks. If a rank drops reduced
+// gradients, all others have to drop the same ones: the next step checks that
+// (GradientRecord::dropped()).
 //
 // Threads: one thread at a time, between backward passes. Errors: OutOfMemoryError, DeviceError.
 class GradientEdits {
@@ -112,17 +118,6 @@ class GradientEdits {
   GradientRecord& record_;
 };
 
-struct ReducerOptions {
-  std::string name;  // of the engine
-  DType reduce_dtype = DType::kFloat32;
-  DType accumulation_dtype = DType::kFloat32;
-  Bytes max_reducing;  // of buffers under reduction; about as much of complete ones may wait
-  bool sum = false;    // over ranks; else the mean
-  memory::Tier gradient_tier = memory::Tier::kDevice;
-  bool measures = false;  // the squares of reduced gradients, in the last pass of a step
-  Bytes max_held{};       // of gradients that wait to be written; the newest may exceed it
-};
-
 // The use of a backward pass's gradients.
 enum class BackwardPass {
   kKeeps,    // they stay on this rank, whole, for a later pass
@@ -132,12 +127,17 @@ enum class BackwardPass {
 
 class Reducer {
  public:
+  // `scopes`: of the model.
   Reducer(std::vector<Unit>& units, comm::Collectives& collectives, device::Device& device,
-          StepRecorder& recorder, ReducerOptions options);
+          StepRecorder& recorder, const EngineOptions& options,
+          std::span<const plan::ScopeSpec> scopes);
 
   // This parameter, which was frozen, gets gradients from the next pass on; its unit is trainable.
   // Collective between passes, after a barrier.
-  void expect(int unit, int slot);
+  void expect(int unit, int slot) {
+    writes_.add(unit);
+    arrivals_.expect(unit, static_cast<std::size_t>(slot), writes_.largest() + max_reducing_);
+  }
 
   // A backward pass starts. `first_uses`: the units in the order in which forward first used them.
   // The first pass reduces in the reverse of that order, as rank 0 has it.
@@ -149,15 +149,19 @@ class Reducer {
   // Instead of add(), for a tile: the compute stream computes its gradient into the place of
   // begin_add(), before end_add(). Only gathers may be called in between.
   GradientTarget begin_add(int unit, int slot);
-  void end_add(int unit, int slot);
+  void end_add(int unit, int slot) {
+    writes_.wrote(unit, slot);
+    record_written(unit, static_cast<std::size_t>(slot));
+  }
   // Reduces the remaining gradients and waits for all. The shards are up to date afterwards.
   void end_backward();
-  // A backward pass failed: drops its gradients, so that the next pass starts clean. Returns the
-  // first error on the way, or null; in any case all are dropped.
+  // A backward pass failed: drops all gradients. Returns the first error on the way, or null.
   std::exception_ptr abandon_backward() noexcept;
-  // Forgets the gradients of the step so far, reduced or not, and the parameters that had none. Not
-  // during a backward pass.
-  void drop_gradients();
+  // Forgets the gradients of the step so far, and the parameters that had none. Between passes.
+  void drop_gradients() {
+    writes_.drop();
+    forget_step();
+  }
 
   // Both since the last drop_gradients().
   const GradientRecord& record() const { return record_; }
@@ -175,22 +179,36 @@ class Reducer {
   // Collective, before a step: adds up over the groups all shards that no last pass has added up.
   void complete_groups();
 
-  // Between passes, after a barrier: frees memory of gradients, and keeps its values on the host.
-  // `shards`: of reduced gradients. `buffers`: of gradients on their way into a reduction. Until
-  // reload_states() only drop_gradients() may be called. Throws as GradientShards does.
+  // Between passes, after a barrier: GradientShards::offload_states() and GradientWrites'. Until
+  // reload_states() only drop_gradients() may be called.
   void offload_states(bool shards, bool buffers, bool pinned);
-  void reload_states();
+  void reload_states() {
+    writes_.reload_states();
+    shards_.reload_states();
+  }
 
   GradientShards& shards() { return shards_; }
 
  private:
-  void forget_step();
-  void reduce_once_more(std::span<const int> units);
+  void forget_step() {
+    shards_.clear();
+    std::fill(of_group_.begin(), of_group_.end(), false);
+    record_.forget();
+  }
   void start_reduction(int unit);
   comm::Replicas replicas_of(int unit);
-  void open_buffer(int unit);
-  void record_gradient(int unit, std::size_t slot);
-  void note_written(int unit, std::size_t slot);
+  // Reductions end here, and not where the next one starts: until another buffer is needed they may
+  // take their time.
+  void open_buffer(int unit) {
+    if (writes_.has_buffer(unit)) return;
+    in_flight_.free_buffers(std::max(max_reducing_ - writes_.bytes(unit), Bytes()));
+    writes_.open_buffer(unit);
+  }
+  void record_written(int unit, std::size_t slot) {
+    in_flight_.progress();
+    if (!arrivals_.record(unit, slot, writes_.bytes(unit)) || pass_ == BackwardPass::kKeeps) return;
+    while (const std::optional<int> ready = arrivals_.next_ready()) start_reduction(*ready);
+  }
   // Whether the unit's gradients may be pushed. A tile's gradients are written where its reduction
   // reads them, and a tied tile would occur twice in a pass.
   bool is_pushed(int unit) const { return !nth(units_, unit).spec.tile(); }
@@ -198,7 +216,10 @@ class Reducer {
   std::vector<Unit>& units_;
   comm::Collectives& collectives_;
   StepRecorder& recorder_;
-  ReducerOptions options_;
+  const EngineOptions& options_;
+  Bytes largest_scope_;
+  Bytes max_reducing_;  // of buffers under reduction; about as much of complete ones may wait
+  bool measures_;       // the squares of reduced gradients, in the last pass of a step
   GradientBuffers buffers_;
   GradientShards shards_;
   GradientWrites writes_;

@@ -11,7 +11,7 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
+#include <functional>
 #include <optional>
 #include <string_view>
 #include <variant>
@@ -88,18 +88,13 @@ struct Betas {
   double beta2 = 0.0;
 };
 
-class Schedule {
- public:
-  virtual ~Schedule() = default;
-  Schedule() = default;
-  Schedule(const Schedule&) = delete;
-  Schedule& operator=(const Schedule&) = delete;
-
-  // One rate a parameter group, for iteration >= -1.
-  virtual std::vector<double> lrs(std::int64_t iteration) const = 0;
-  // One pair a parameter group, or nothing when the schedule leaves the momentum alone.
-  virtual std::optional<std::vector<Betas>> betas(std::int64_t) const { return std::nullopt; }
+struct Rates {
+  std::vector<double> lrs;                       // one a parameter group
+  std::optional<std::vector<Betas>> betas = {};  // set them too, when given
 };
+
+// The rates of one step, for iteration >= -1.
+using Schedule = std::function<Rates(std::int64_t iteration)>;
 
 // The properties of the optimizer that a schedule needs.
 struct ScheduledOptimizer {
@@ -107,13 +102,7 @@ struct ScheduledOptimizer {
   bool has_betas = true;          // OneCycle cycles the momentum of such optimizers only
 };
 
-std::unique_ptr<Schedule> make_schedule(const ScheduleParams& params,
-                                        const ScheduledOptimizer& optimizer);
-
-struct Rates {
-  std::vector<double> lrs;                  // one a parameter group
-  std::optional<std::vector<Betas>> betas;  // set them too, when given
-};
+Schedule make_schedule(const ScheduleParams& params, const ScheduledOptimizer& optimizer);
 
 // A schedule and its position. The engine steps it after every applied optimizer step.
 class Scheduler {
@@ -121,25 +110,29 @@ class Scheduler {
   static constexpr std::int64_t kStart = -1;
 
   // `last_iteration`: the step after which it continues; kStart begins anew.
-  explicit Scheduler(std::unique_ptr<Schedule> schedule, std::int64_t last_iteration = kStart);
+  explicit Scheduler(Schedule schedule, std::int64_t last_iteration = kStart);
 
   // The rates to write into the parameter groups at construction; absent when it continues.
-  std::optional<Rates> initial() const;
+  std::optional<Rates> initial() const {
+    if (last_iteration_ != kStart) return std::nullopt;
+    return current();
+  }
   // Goes one step on and returns what to write into the parameter groups.
   Rates step() { return step_to(last_iteration_ + 1); }
   // Goes to `iteration`, as step(iteration) of torch's schedulers does.
-  Rates step_to(std::int64_t iteration);
-  // Rates of the step it stands at.
-  Rates current() const {
-    return {schedule_->lrs(last_iteration_), schedule_->betas(last_iteration_)};
+  Rates step_to(std::int64_t iteration) {
+    set_last_iteration(iteration);
+    return current();
   }
+  // Rates of the step it stands at.
+  Rates current() const { return schedule_(last_iteration_); }
 
   // The whole state, for checkpoints.
   std::int64_t last_iteration() const { return last_iteration_; }
   void set_last_iteration(std::int64_t iteration);
 
  private:
-  std::unique_ptr<Schedule> schedule_;
+  Schedule schedule_;
   std::int64_t last_iteration_;
 };
 

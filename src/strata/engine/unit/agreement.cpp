@@ -3,21 +3,19 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <functional>
 #include <iterator>
 #include <new>
 #include <optional>
-#include <span>
 #include <sstream>
-#include <vector>
 
-#include "strata/base/error.h"
 #include "strata/comm/agreement.h"
 #include "strata/kernels/fingerprint.h"
 
 namespace strata::engine {
 namespace {
 
-// A class of base/error.h, as ranks tell each other of it.
+// A class of base/error.h, by the name that ranks exchange.
 struct ErrorClass {
   std::string_view name;
   bool (*holds)(const std::exception& error);
@@ -96,8 +94,7 @@ void agree_on_outcome(comm::Collectives& collectives, std::string_view what, con
   const std::size_t line = first.find('\n');
   const std::string kind = first.substr(0, line);
   const std::string message = first.substr(line + 1);
-  const auto same = std::count(all.begin(), all.end(), first);
-  if (static_cast<std::size_t>(same) == all.size()) throw_as(kind, message);
+  if (std::ranges::adjacent_find(all, std::not_equal_to()) == all.end()) throw_as(kind, message);
   throw_as(kind, fmt::format("{} failed on rank {}: {}", what, *rank, message));
 }
 
@@ -105,9 +102,7 @@ void agree_on_text(comm::Collectives& collectives, const std::string& what,
                    const std::string& text) {
   if (collectives.world_size() == 1) return;
   const std::vector<std::string> digests = collectives.all_gather_text(digest_of(text));
-  if (std::all_of(digests.begin(), digests.end(),
-                  [&](const std::string& each) { return each == digests.front(); }))
-    return;
+  if (std::ranges::adjacent_find(digests, std::not_equal_to()) == digests.end()) return;
   const std::vector<std::string> texts = collectives.all_gather_text(text);
   std::vector<int> different;
   for (std::size_t r = 1; r < texts.size(); ++r) {

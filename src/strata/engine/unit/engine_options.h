@@ -18,20 +18,18 @@ namespace strata::engine {
 
 struct EngineOptions {
   std::string name = "engine";  // tells the engines of one process apart; the same on every rank
-  // Below 3 the weights of every unit stay whole; at 3 only those of persistent units do.
-  int stage = 3;
-  // Where gradients are reduced: after every micro-step, or once, at the accumulation boundary,
-  // which keeps every unit's whole gradient in between. The first is the same bits at every stage.
+  int stage = 3;  // below 3 the weights of every unit stay whole; at 3 those of persistent units
+  // Gradients are reduced once, at the accumulation boundary, and every unit's whole gradient is
+  // kept until then. False: after every micro-step, with the same bits at every stage.
   bool reduce_at_boundary = false;
-  // Whether weights that stay whole are brought up to date beside the next forward, each unit when
-  // it is used; otherwise before the step ends. Absent: beside it where the device runs ahead.
+  // Weights that stay whole are brought up to date beside the next forward, each unit when it is
+  // used; otherwise before the step ends. Absent: beside it where the device runs ahead.
   std::optional<bool> gather_lazily;
   bool sum_gradients = false;                  // over ranks; else the mean
   DType reduce_dtype = DType::kFloat32;        // of flat gradient buffers, on the wire
   DType accumulation_dtype = DType::kFloat32;  // of reduced gradients kept between micro-steps
-  // Where reduced gradients rest between their reduction and the update: the device, or the host.
-  memory::Tier gradient_tier = memory::Tier::kDevice;
-  offload::StatePlacement states;   // what the optimizer keeps, and masters
+  memory::Tier gradient_tier = memory::Tier::kDevice;  // of reduced gradients; or the host
+  offload::StatePlacement states;                      // what the optimizer keeps, and masters
   offload::StatePlacement weights;  // of units that are sharded (stage 3) and not persistent
   bool offloads_weights() const { return weights.offloads(); }
   // Whether any state rests elsewhere than on the device.
@@ -54,14 +52,12 @@ struct EngineOptions {
   Bytes prefetch = 128_MiB;        // how much is fetched ahead of its use: the next unit, or more
   Bytes max_reducing = 512_MiB;    // gradient buffers under reduction before the next one waits
   double gradient_clipping = 0.0;  // global L2 norm; 0: none
-  bool allow_unused =
-      true;  // false: a trainable parameter without a gradient is an error at the step
-  // A parameter for which no rank has a gradient in a step is updated with a gradient of zeroes, so
-  // that it decays and its momentum continues. False: it is not updated, and the step does not
-  // count for it.
+  // False: a trainable parameter without a gradient is an error at the step.
+  bool allow_unused = true;
+  // A parameter for which no rank has a gradient in a step gets one of zeroes, so that it decays
+  // and its momentum continues. False: it is not updated, and the step does not count for it.
   bool decay_unused = false;
-  // Whether the norm of the gradients is computed in place, without a host wait. Absent: where the
-  // device runs ahead.
+  // The norm is computed without a host wait. Absent: where the device runs ahead.
   std::optional<bool> late_norm;
   bool wants_late_norm(bool runs_ahead) const {
     return late_norm.value_or(runs_ahead) && check_finite;
@@ -88,12 +84,11 @@ inline plan::Masters masters_for(UpdateRule rule, const EngineOptions& options) 
   return options.rounds_masters ? plan::Masters::kRounded : plan::Masters::kRemainder;
 }
 
-// Lowers the budgets of `options` to the memory through which drives are staged, but not below
-// kLeastStaging: the configured budget, or less if less holds all bytes of a rank on drives, so
-// that nothing is read again. Less is one and a half times those bytes. If weights and states both
-// rest on drives, it is also enough that leases at once hold the states of any unit whole.
-// Otherwise an update would take such a unit in parts, and gathers, which take weights whole, would
-// read its weights again each time. Units: bytes of one rank, in whole pages. `shards`: the parts
+// Lowers the budgets of `options` for the memory through which drives are staged, not below
+// kLeastStaging, to one and a half times the bytes of a rank on drives: that holds all of them, so
+// that nothing is read again. If weights and states both rest on drives, leases at once can also
+// hold the states of any unit whole. Otherwise an update would take such a unit in parts, and
+// gathers, which take weights whole, would read its weights again each time. `shards`: the parts
 // into which a unit is cut (ShardPosition::count).
 void cap_staging(EngineOptions& options, std::span<const plan::ParamSpec> params,
                  const plan::ModelPlan& plan, UpdateRule rule, int shards);

@@ -34,8 +34,7 @@ struct Unit {
   plan::UnitSpec spec;
   plan::FlatLayout layout;
   bool whole = false;
-  bool offloaded =
-      false;  // this rank's weights rest in a StateStore: `shard` is empty (weight_shards.h)
+  bool offloaded = false;         // this rank's weights rest in a StateStore, and `shard` is empty
   comm::SliceMap slices;          // of the weights, for gathering
   std::span<std::byte> shard;     // this rank's weights; lives as long as the engine
   std::span<std::byte> resident;  // the whole flat buffer where `whole`, else empty
@@ -69,8 +68,8 @@ class ParameterViews {
   virtual void attach(int unit, std::span<std::byte> flat) = 0;
   virtual void detach(int unit) = 0;
   // Whether other code than the engine holds views of an attached unit's memory that have to keep
-  // their values. Then the engine calls leave() instead of detach(): the views keep the memory,
-  // which `memory` owns, and the engine uses it no more. detach() gives them a copy.
+  // their values. Then the engine calls leave() instead of detach(), which would give them a copy:
+  // the views keep the memory, which `memory` owns, and the engine uses it no more.
   virtual bool held(int /*unit*/) const { return false; }
   virtual void leave(int unit, std::shared_ptr<void> /*memory*/) { detach(unit); }
   // The flat buffer of a unit that stays whole is being written; attach() follows when it is

@@ -1,10 +1,7 @@
 #include "strata/engine/unit/weight_shards.h"
 
-#include <algorithm>
-
 #include "strata/base/error.h"
 #include "strata/offload/host_memory.h"
-#include "strata/offload/state_store.h"
 
 namespace strata::engine {
 namespace {
@@ -14,10 +11,19 @@ Bytes bytes_of_elements(const StateBlock& block, Numel numel) {
   return Bytes((numel.value * block.bits + 7) / 8);
 }
 
-// Bits of an element: its fp32 master, and the arrays of its remainder.
-constexpr int kWideBits = 32;
-constexpr int kLowBits = 16;
-constexpr int kHalfUpBits = 1;
+// An array of masters in a StateStore: its name, and its bits of an element.
+struct MasterArray {
+  const char* suffix;
+  int bits;
+};
+
+std::span<const MasterArray> arrays_of(plan::MasterForm form) {
+  static constexpr MasterArray kWide[] = {{".master", 32}};
+  static constexpr MasterArray kRemainder[] = {{".master.low", 16}, {".master.halves_up", 1}};
+  if (form == plan::MasterForm::kFloat32) return kWide;
+  if (form == plan::MasterForm::kRemainder) return kRemainder;
+  return {};
+}
 
 }  // namespace
 
@@ -29,8 +35,8 @@ void for_each_range(offload::StateStore& store, std::span<const StateBlock> bloc
   std::vector<int> bits;
   for (const StateBlock& block : blocks) bits.push_back(block.bits);
   const Numel least = offload::elements_at_once(bits, Bytes());
-  const Bytes lent = store.lease_budget(blocks.front().id);
-  const Numel most = offload::elements_at_once(bits, std::min(lent, limit));
+  const Bytes budget = store.lease_budget(blocks.front().id);
+  const Numel most = offload::elements_at_once(bits, std::min(budget, limit));
   const Numel last = least < numel - end
                          ? Numel((end.value + least.value - 1) / least.value * least.value)
                          : numel;
@@ -86,50 +92,28 @@ void WeightShards::for_each(int index, Numel begin, Numel end, offload::Access a
       });
 }
 
-std::vector<offload::BlockSpec> MasterStates::specs_of(const Unit& unit) const {
-  std::vector<offload::BlockSpec> blocks;
-  const auto add = [&](const char* what, std::int64_t bits) {
-    // Whole lines, so that they take as much one by one as together.
-    const Bytes bytes = align_up(Bytes((unit.layout.shard().value * bits + 7) / 8), 64_B);
-    blocks.push_back(
-        {unit.name() + what, bytes, memory::Kind::kMasterWeights, unit.spec.place.states});
-  };
-  if (form(unit.id) == plan::MasterForm::kFloat32) add(".master", kWideBits);
-  if (form(unit.id) != plan::MasterForm::kRemainder) return blocks;
-  add(".master.low", kLowBits);
-  add(".master.halves_up", kHalfUpBits);
-  return blocks;
-}
-
-MasterStates::Ids MasterStates::ids_of(const Unit& unit,
-                                       std::vector<offload::BlockId>::const_iterator& next) const {
-  Ids ids;
-  if (form(unit.id) == plan::MasterForm::kFloat32) ids.wide = *next++;
-  if (form(unit.id) != plan::MasterForm::kRemainder) return ids;
-  ids.low = *next++;
-  ids.halves_up = *next++;
-  return ids;
-}
-
 void MasterStates::add(std::span<const Unit> units) {
-  std::vector<offload::BlockSpec> blocks;
+  std::vector<offload::BlockSpec> specs;
   for (const Unit& unit : units) {
-    for (offload::BlockSpec& block : specs_of(unit)) blocks.push_back(std::move(block));
+    for (const MasterArray& array : arrays_of(form(unit.id))) {
+      // Whole lines, so that they take as much one by one as together.
+      const Bytes bytes = align_up(Bytes((unit.layout.shard().value * array.bits + 7) / 8), 64_B);
+      specs.push_back({unit.name() + array.suffix, bytes, memory::Kind::kMasterWeights,
+                       unit.spec.place.states});
+    }
   }
-  const std::vector<offload::BlockId> ids = store_.add_all(std::move(blocks));
+  const std::vector<offload::BlockId> ids = store_.add_all(std::move(specs));
   auto next = ids.begin();
   for (const Unit& unit : units) {
-    STRATA_ASSERT(static_cast<std::size_t>(unit.id) == ids_.size());
-    ids_.push_back(ids_of(unit, next));
+    std::vector<StateBlock>& blocks = blocks_[unit.id];
+    for (const MasterArray& array : arrays_of(form(unit.id)))
+      blocks.push_back({*next++, array.bits});
   }
-  held_.resize(ids_.size());
 }
 
 // A remainder of zeroes is that of weights that are exact.
 void MasterStates::train(const Unit& unit) {
-  const std::vector<offload::BlockId> ids = store_.add_all(specs_of(unit));
-  auto next = ids.begin();
-  nth(ids_, unit.id) = ids_of(unit, next);
+  add({&unit, 1});
   if (form(unit.id) != plan::MasterForm::kFloat32) return;
   shards_.for_each(unit.id, Numel(), unit.layout.shard(), offload::Access::kRead,
                    [&](const WeightShards::Piece& piece) {
@@ -138,22 +122,14 @@ void MasterStates::train(const Unit& unit) {
                    });
 }
 
-std::vector<StateBlock> MasterStates::blocks(int unit) const {
-  STRATA_ASSERT(static_cast<std::size_t>(unit) < ids_.size());
-  const Ids& ids = nth(ids_, unit);
-  if (ids.wide >= 0) return {{ids.wide, kWideBits}};
-  if (ids.low >= 0) return {{ids.low, kLowBits}, {ids.halves_up, kHalfUpBits}};
-  return {};
-}
-
 void MasterStates::for_each(int unit, Numel begin, Numel end, offload::Access access,
                             const std::function<void(const StateRange&)>& work) {
-  const auto& held = nth(held_, unit);
+  const auto held = held_.find(unit);
   const Numel shard = of(unit).layout.shard();
-  if (held == nullptr) {
+  if (held == held_.end()) {
     for_each_range(store_, blocks(unit), shard, begin, end, access, work);
   } else {
-    work({Numel(), shard, {&held, 1}});
+    work({Numel(), shard, {&held->second, 1}});
   }
 }
 
@@ -179,14 +155,13 @@ void MasterStates::round(int unit, Numel begin, Numel end) {
   if (form(unit) != plan::MasterForm::kFloat32) return;
   const DType dtype = of(unit).layout.dtype();
   for_each(unit, begin, end, offload::Access::kRead, [&](const StateRange& range) {
-    const Numel low = std::max(range.first, begin);
-    const Numel high = std::min(range.end, end);
     const auto round_piece = [&](const WeightShards::Piece& piece) {
       const std::size_t at = bytes_of(piece.begin - range.first, DType::kFloat32).size();
       device_.cast(piece.bytes.data(), dtype, range.bytes(0).data() + at, DType::kFloat32,
                    piece.end - piece.begin, device_.compute_stream());
     };
-    shards_.for_each(unit, low, high, offload::Access::kReadWrite, round_piece);
+    shards_.for_each(unit, std::max(range.first, begin), std::min(range.end, end),
+                     offload::Access::kReadWrite, round_piece);
   });
 }
 
@@ -204,19 +179,15 @@ void MasterStates::adopt_written(int unit) {
   for_each(unit, Numel(), of(unit).layout.shard(), offload::Access::kReadWrite, adopt);
 }
 
-void MasterStates::let_go() {
-  for (auto& held : held_) held.reset();
-}
-
 std::span<std::byte> MasterStates::hold(int unit) {
   if (form(unit) == plan::MasterForm::kShard) {
     STRATA_ASSERT(!of(unit).offloaded);
     return of(unit).shard;
   }
   STRATA_ASSERT(form(unit) == plan::MasterForm::kFloat32);
-  auto& held = nth(held_, unit);
-  if (held == nullptr) held = store_.fetch(blocks(unit).front().id, offload::Access::kReadWrite);
-  return held->bytes();
+  if (!held_.contains(unit))
+    held_.emplace(unit, store_.fetch(blocks(unit).front().id, offload::Access::kReadWrite));
+  return held_.at(unit)->bytes();
 }
 
 }  // namespace strata::engine

@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <functional>
 #include <limits>
+#include <map>
 #include <memory>
 #include <span>
 #include <tuple>
@@ -46,17 +47,15 @@ inline constexpr Bytes kNoRangeLimit = Bytes(std::numeric_limits<std::int64_t>::
 
 // Calls `work` with ranges that cover elements [begin, end) of a shard of `numel` elements, and as
 // little beside them as the store allows: a store in memory lends the whole shard at once, a store
-// on a drive as much as its memory has room for. Work that it queues on the compute stream may
-// still run when this returns. `limit`: a range holds at most these bytes of all blocks; the
-// store's own limit holds, too.
+// on a drive as much as its memory has room for, and at most `limit` of all blocks. Work that it
+// queues on the compute stream may still run when this returns.
 void for_each_range(offload::StateStore& store, std::span<const StateBlock> blocks, Numel numel,
                     Numel begin, Numel end, offload::Access access,
                     const std::function<void(const StateRange&)>& work,
                     Bytes limit = kNoRangeLimit);
 
-// The weights of this rank's shards. They rest in device memory or, for offloaded units
-// (Unit::offloaded), in a StateStore. All reads and writes of them go through this class, in pieces
-// as large as the store lends at once.
+// The weights of this rank's shards, in device memory or, for offloaded units (Unit::offloaded), in
+// a StateStore. All reads and writes go through this class, in pieces as large as the store lends.
 class WeightShards {
  public:
   // `units` by their ids. `store` may be null where none is offloaded.
@@ -84,9 +83,9 @@ class WeightShards {
   std::vector<offload::BlockId> blocks_;  // by unit, of those that were added; -1: not offloaded
 };
 
-// Parts of shards that were stored, and whose fp32 masters were not made from them yet. A kernel
-// between two copies leaves the link between host and device idle, so masters of many stores are
-// made at once (Weights::make_masters()).
+// Parts of shards that were stored without their fp32 masters. A kernel between two copies leaves
+// the link between host and device idle, so masters of many stores are made at once
+// (Weights::make_masters()).
 class OwedMasters {
  public:
   struct Range {
@@ -115,8 +114,8 @@ class OwedMasters {
   std::vector<Range> ranges_;
 };
 
-// The fp32 master weights of this rank's shards, in the form that suits weights and optimizer
-// (plan/master_form.h): the values that the StateStore keeps beside the weights.
+// The fp32 master weights of this rank's shards, as far as the StateStore keeps them beside the
+// weights (plan/unit_plan.h).
 class MasterStates {
  public:
   // `masters`: where the weights are bf16. `units` by their ids; they may grow no more. `shards`:
@@ -126,7 +125,7 @@ class MasterStates {
       : units_(units), shards_(shards), masters_(masters), device_(device), store_(store) {}
 
   plan::MasterForm form(int unit) const { return plan::master_form(of(unit).spec, masters_); }
-  // Takes the room of the next units, in their order; zero.
+  // Takes the room of these units; zero.
   void add(std::span<const Unit> units);
 
   // Takes the room of a unit that was frozen when it was added, and makes its masters from its
@@ -135,7 +134,7 @@ class MasterStates {
 
   // The blocks of an added unit: none, fp32 masters, or the two arrays of their remainder
   // (remainder_in()).
-  std::vector<StateBlock> blocks(int unit) const;
+  const std::vector<StateBlock>& blocks(int unit) const { return blocks_.at(unit); }
   // The remainder in a range over blocks that begin with those of blocks().
   static kernels::MasterRemainder remainder_in(const StateRange& range) {
     return {reinterpret_cast<std::uint16_t*>(range.bytes(0).data()),
@@ -159,16 +158,9 @@ class MasterStates {
   // itself, or a lease of the store.
   std::span<std::byte> hold(int unit);
   // Gives back all leases of hold().
-  void let_go();
+  void let_go() { held_.clear(); }
 
  private:
-  struct Ids {
-    offload::BlockId wide = -1;  // fp32 masters
-    offload::BlockId low = -1;   // or their remainder
-    offload::BlockId halves_up = -1;
-  };
-  std::vector<offload::BlockSpec> specs_of(const Unit& unit) const;
-  Ids ids_of(const Unit& unit, std::vector<offload::BlockId>::const_iterator& next) const;
   const Unit& of(int unit) const { return nth(units_, unit); }
 
   const std::vector<Unit>& units_;
@@ -176,8 +168,8 @@ class MasterStates {
   plan::Masters masters_;
   device::Device& device_;
   offload::StateStore& store_;
-  std::vector<Ids> ids_;                               // by unit, of those that were added
-  std::vector<std::unique_ptr<offload::Lease>> held_;  // by unit; null: not held
+  std::map<int, std::vector<StateBlock>> blocks_;        // by unit, of those that were added
+  std::map<int, std::unique_ptr<offload::Lease>> held_;  // by unit
 };
 
 }  // namespace strata::engine

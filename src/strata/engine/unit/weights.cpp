@@ -79,10 +79,6 @@ void Weights::back(int unit) {
   backed_ = end;
 }
 
-void Weights::back_all() {
-  back(static_cast<int>(units_.size()) - 1);
-}
-
 void Weights::copy_for_offload(bool pinned) {
   back_all();
   const Bytes all = offsets_.back();
@@ -108,12 +104,6 @@ void Weights::reload_states() {
   memory_->charge.grow(all);
 }
 
-void Weights::finish_reload() {
-  for (Unit& unit : units_) unit.away = false;
-}
-
-Weights::~Weights() = default;
-
 const Unit& Weights::trainable_unit_of(int param) const {
   const Unit& unit = unit_of(param);
   if (!unit.trains(param)) {
@@ -125,12 +115,6 @@ const Unit& Weights::trainable_unit_of(int param) const {
   return unit;
 }
 
-const plan::Slot& Weights::slot_of(int param) const {
-  const auto p = static_cast<std::size_t>(param);
-  const Unit& unit = nth(units_, unit_of_param_[p]);
-  return nth(unit.layout.slots(), slot_of_param_[p]);
-}
-
 std::pair<Numel, Numel> Weights::owned_range(int param) const {
   const Unit& unit = nth(units_, nth(unit_of_param_, param));
   const plan::Slot& slot = slot_of(param);
@@ -139,12 +123,6 @@ std::pair<Numel, Numel> Weights::owned_range(int param) const {
   const Numel high = std::min(shard_begin + unit.layout.shard(), slot.end());
   if (low >= high) return {Numel(), Numel()};
   return {low - slot.offset, high - slot.offset};
-}
-
-void Weights::store(int param, Numel begin, Numel numel, const std::byte* source,
-                    DType source_dtype) {
-  enqueue_store(param, begin, numel, source, source_dtype);
-  device_.compute_stream().synchronize();
 }
 
 void Weights::enqueue_store(int param, Numel begin, Numel numel, const std::byte* source,

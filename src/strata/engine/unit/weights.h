@@ -1,11 +1,10 @@
 // The weights of a model as this rank holds them: one SharedBuffer with every unit's shard (and its
-// neighbours that this rank holds for others, ShardPosition::parts), or, for units that stay whole,
-// the unit's whole flat buffer; and the fp32 master weights of the trainable shards, in the form
-// that suits the weights and the optimizer (plan/unit_plan.h).
+// neighbours that this rank holds for others, ShardPosition::parts), or the whole flat buffer of
+// units that stay whole; and the fp32 masters of the trainable shards (plan/unit_plan.h).
 //
-// Values enter by store(), a range of one parameter at a time, in any dtype. A rank keeps the
-// values of its own shard, rounded once to the weight's dtype; the master takes the unrounded
-// value. Threads: one thread at a time. Errors: UsageError on ranges outside a parameter.
+// Values enter by store(), a range of one parameter at a time, in any dtype. A rank keeps those of
+// its own shard, rounded once to the weight's dtype; the master takes the unrounded value. Threads:
+// one thread at a time. Errors: UsageError on ranges outside a parameter.
 #pragma once
 
 #include <memory>
@@ -37,13 +36,11 @@ struct Stores {
 
 class Weights {
  public:
-  // The options' stage decides which units are whole. Memory is taken unit by unit, in their order,
-  // when values come, or for all by back_all(); contents are zero. `masters`: where the weights are
-  // bf16.
+  // Memory is taken unit by unit, in their order, when values come, or for all by back_all();
+  // contents are zero. `masters`: where the weights are bf16.
   Weights(std::span<const plan::ParamSpec> params, const plan::ModelPlan& plan,
           const EngineOptions& options, plan::Masters masters, comm::Collectives& collectives,
           device::Device& device, const Stores& stores);
-  ~Weights();
 
   std::vector<Unit>& units() { return units_; }
   const std::vector<Unit>& units() const { return units_; }
@@ -55,12 +52,19 @@ class Weights {
   const Unit& unit_of(int param) const { return nth(units_, nth(unit_of_param_, param)); }
   // Throws UsageError for a frozen parameter, which gets no gradient.
   const Unit& trainable_unit_of(int param) const;
-  const plan::Slot& slot_of(int param) const;
+  const plan::Slot& slot_of(int param) const {
+    const auto p = static_cast<std::size_t>(param);
+    const Unit& unit = nth(units_, unit_of_param_[p]);
+    return nth(unit.layout.slots(), slot_of_param_[p]);
+  }
   int slot_index_of(int param) const { return nth(slot_of_param_, param); }
 
   // Sets elements [begin, begin + numel) of `param`. Elements outside this rank's shard are
   // ignored. The source may be host or device memory, and may change when this returns.
-  void store(int param, Numel begin, Numel numel, const std::byte* source, DType source_dtype);
+  void store(int param, Numel begin, Numel numel, const std::byte* source, DType source_dtype) {
+    enqueue_store(param, begin, numel, source, source_dtype);
+    device_.compute_stream().synchronize();
+  }
   // The same, queued on the device's compute stream: the source must stay until the stream has read
   // it. If `owed` is given, it records the masters that make_masters() can make from the weights
   // later, instead of now.
@@ -73,7 +77,7 @@ class Weights {
   void enqueue_store_everywhere(int param, Numel begin, Numel numel, const std::byte* source,
                                 DType source_dtype);
   // Takes the memory of every unit that has none yet.
-  void back_all();
+  void back_all() { back(static_cast<int>(units_.size()) - 1); }
 
   // offload_states() moves all values in device memory to the host for a while, or none. This tells
   // whether the collectives can give that memory back; true if there is none.
@@ -86,7 +90,9 @@ class Weights {
   // Takes the memory and the values back, at the same addresses; may throw OutOfMemoryError, and be
   // called again. Units are `away` until finish_reload(), when all ranks have done so.
   void reload_states();
-  void finish_reload();
+  void finish_reload() {
+    for (Unit& unit : units_) unit.away = false;
+  }
 
   // The part of `param` that this rank owns: [first, second) in elements; empty when none.
   std::pair<Numel, Numel> owned_range(int param) const;
