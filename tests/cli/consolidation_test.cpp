@@ -5,14 +5,11 @@
 #include <gtest/gtest.h>
 #include <sys/stat.h>
 
-#include <nlohmann/json.hpp>
-
 #include "cli/command_run.h"
 #include "cli/saved_checkpoint.h"
 #include "strata/base/error.h"
 #include "strata/format/checkpoint_index.h"
 #include "strata/io/pending_range.h"
-#include "strata/io/thread_engine.h"
 #include "strata/kernels/elementwise.h"
 
 namespace strata::cli {
@@ -110,18 +107,17 @@ TEST_F(Consolidate, Casts) {
 }
 
 TEST_F(Consolidate, GivesTheSameBytesInPiecesOfAnySize) {
-  io::ThreadEngine io;
   std::ostringstream none;
   Console console{none, none};
   for (const bool verify : {true, false}) {
     for (const Bytes buffer : {32_B, 48_B, 80_B}) {
-      ConsolidationOptions options;
-      options.verify = verify;
-      options.ring = {2, buffer};
+      const ConsolidationRequest request{
+          .path = home_, .out = out_, .verify = verify, .ring = {2, buffer}};
       const auto ledger = std::make_shared<memory::Ledger>();
-      const Consolidated result = consolidate(home_, out_, options, io, ledger, console);
+      const Report report = consolidate(request, ledger, console);
       expect_all(std::nullopt);
-      EXPECT_EQ(result.staging, checkpoint::TransferRing::room(options.ring) * 2);
+      EXPECT_EQ(report.json["staging_bytes"],
+                (checkpoint::TransferRing::room(request.ring) * 2).value);
       EXPECT_EQ(ledger->held(memory::Tier::kHost), Bytes());
     }
   }

@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 
 #include <filesystem>
-#include <nlohmann/json.hpp>
 #include <sstream>
 
 #include "cli/command_run.h"
@@ -100,22 +99,16 @@ TEST_F(BenchIo, RefusesSizesThatDoNotGoTogether) {
   EXPECT_EQ(run({"bench-io"}).code, kUsage);
 }
 
-DriveSpeed drive(std::vector<DriveFigures> figures) {
-  DriveSpeed speed;
-  speed.figures = std::move(figures);
-  return speed;
-}
-
 TEST(BestOf, TakesTheFastestAndOfThoseAsGoodTheOneThatHoldsLeast) {
-  EXPECT_EQ(best_of({drive({{1_MiB, 8, 2, 1, 0}, {1_MiB, 32, 3, 2, 0}})}), 1U);
-  EXPECT_EQ(best_of({drive({{1_MiB, 32, 3, 2, 0}, {1_MiB, 8, 2.99, 1.99, 0}})}), 1U);
-  EXPECT_EQ(best_of({drive({{4_MiB, 32, 3, 2, 0}, {1_MiB, 32, 3, 0.5, 0}})}), 0U)
+  EXPECT_EQ(best_of({{{1_MiB, 8, 2, 1, 0}, {1_MiB, 32, 3, 2, 0}}}), 1U);
+  EXPECT_EQ(best_of({{{1_MiB, 32, 3, 2, 0}, {1_MiB, 8, 2.99, 1.99, 0}}}), 1U);
+  EXPECT_EQ(best_of({{{4_MiB, 32, 3, 2, 0}, {1_MiB, 32, 3, 0.5, 0}}}), 0U)
       << "reading alone is not enough";
 }
 
 TEST(BestOf, LooksAtTheDriveThatLosesMost) {
-  const DriveSpeed one = drive({{1_MiB, 8, 4, 4, 0}, {1_MiB, 32, 4.4, 4.4, 0}});
-  const DriveSpeed other = drive({{1_MiB, 8, 2, 2, 0}, {1_MiB, 32, 1, 1, 0}});
+  const std::vector<DriveFigures> one{{1_MiB, 8, 4, 4, 0}, {1_MiB, 32, 4.4, 4.4, 0}};
+  const std::vector<DriveFigures> other{{1_MiB, 8, 2, 2, 0}, {1_MiB, 32, 1, 1, 0}};
   EXPECT_EQ(best_of({one, other}), 0U);
   EXPECT_EQ(best_of({one}), 1U);
 }
@@ -129,11 +122,11 @@ TEST(DriveFolder, HasAFileWithoutAName) {
                     EXPECT_TRUE(folder.names().empty());
                     return Clock::now();
                   }};
-  const DriveSpeeds speeds =
+  const Report report =
       measure_drives({.paths = {folder.path()}, .size = 1_MiB, .blocks = {64_KiB}, .depths = {2}},
                      std::make_shared<memory::Ledger>(), console);
   EXPECT_TRUE(measured);
-  EXPECT_NE(speeds.drives.at(0).file_system, "");
+  EXPECT_NE(report.json["drives"][0]["file_system"], "");
 }
 
 }  // namespace

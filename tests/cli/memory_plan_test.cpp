@@ -1,7 +1,5 @@
 // `strata plan`: a model as its files describe it, and the memory that the engine would hold for
 // it.
-#include "strata/cli/memory_plan.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -10,6 +8,7 @@
 #include "cli/command_run.h"
 #include "cli/saved_checkpoint.h"
 #include "strata/base/error.h"
+#include "strata/cli/named_model.h"
 #include "strata/format/safetensors.h"
 #include "strata/plan/block_search.h"
 

@@ -171,7 +171,8 @@ def save_adapters(engine, folder):
         with agree_after(engine._collectives, "saving the adapters"), torch.no_grad():
             if writes:
                 gathered = {name: values[id(t)] for name, t in state.items() if id(t) in wanted}
-                _write(model, gathered, os.fspath(folder))
+                with moved_into(os.fspath(folder), "the adapters") as temporary:
+                    model.save_pretrained(temporary, state_dict=gathered)
     finally:
         engine.core.release(held, True)
 
@@ -191,11 +192,3 @@ def _in_file(model, adapter, state):
             "list(engine.module.parameters())), on every rank, with a folder for each"
         )
     return {name: state[name_of[id(stand_in)]] for name, stand_in in chosen.items()}
-
-
-def _write(model, state, folder):
-    try:
-        with moved_into(folder) as temporary:
-            model.save_pretrained(temporary, state_dict=state)
-    except OSError as error:
-        raise _C.IoError(f"the adapters could not be written: path={folder}: {error}") from error

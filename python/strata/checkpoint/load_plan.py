@@ -7,6 +7,7 @@ model is built with parameters that have no memory and with real buffers.
 import logging
 import math
 from contextlib import contextmanager
+from itertools import accumulate
 
 import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -77,32 +78,20 @@ class LoadPlan:
             elif tensor.runs is None:
                 self._computed.append((index, tensor))
             else:
-                sources.append((names[0], shape, dtype, self._pieces(tensor)))
+                starts = accumulate((numel for _, _, numel in tensor.runs), initial=0)
+                pieces = [(s, self._shapes[s], at, begin, n) for at, (s, begin, n) in zip(starts, tensor.runs)]
+                sources.append((names[0], shape, dtype, pieces))
                 self._indices.append(index)
-        self._plan_buffers(buffers, found, problems)
+        self.absent_buffers = [name for name in buffers if name not in found]
+        for name, home in buffers.items():
+            if name in found and found[name].shape != home.shape:
+                problems.append(f"'{name}' (the model wants {list(home.shape)}, found {list(found[name].shape)})")
+            elif name in found:
+                self._buffers.append((home, found[name]))
         if problems:
             raise _C.FormatError(_listing(f"{path}: tensors of another shape than the model's:", problems))
         self._sources = sources
         self._map = _C.WeightMap(sources, checkpoint)
-
-    def _pieces(self, tensor):
-        pieces, at = [], 0
-        for source, begin, numel in tensor.runs:
-            pieces.append((source, self._shapes[source], at, begin, numel))
-            at += numel
-        return pieces
-
-    def _plan_buffers(self, buffers, found, problems):
-        absent = []
-        for name, home in buffers.items():
-            tensor = found.get(name)
-            if tensor is None:
-                absent.append(name)
-            elif tensor.shape != home.shape:
-                problems.append(f"'{name}' (the model wants {list(home.shape)}, found {list(tensor.shape)})")
-            else:
-                self._buffers.append((home, tensor))
-        self.absent_buffers = absent
 
     def read(self, core, known=None, reader=None):
         """Collective: reads this rank's part of the tensors that need no computation.
@@ -119,14 +108,11 @@ class LoadPlan:
         """
         weight_map, indices = self._map, self._indices
         if known is not None:
-            indices = [known[place].parts[0].index for place in self._indices]
-        if known is not None and any(len(known[place].parts) > 1 for place in self._indices):
-            sources, indices = [], []
-            for place, source in zip(self._indices, self._sources):
-                for part in known[place].parts:
-                    sources.append(_of_part(source, part, known[place]))
-                    indices.append(part.index)
-            weight_map = _C.WeightMap(sources, self._checkpoint)
+            parts = [(source, part, known[place]) for place, source in zip(self._indices, self._sources)
+                     for part in known[place].parts]
+            indices = [part.index for _, part, _ in parts]
+            if len(parts) > len(self._indices):
+                weight_map = _C.WeightMap([_of_part(*entry) for entry in parts], self._checkpoint)
         (reader or _C.WeightReader(core)).load(core, self._checkpoint, weight_map, indices)
 
     def compute(self, core, known=None):

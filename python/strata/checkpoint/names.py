@@ -4,6 +4,7 @@ transformers defines conversions (renamings, fused experts, a base model's prefi
 import re
 from contextlib import suppress
 from copy import deepcopy
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -57,12 +58,12 @@ def model_tensors(model, known, tensors):
     if not is_transformers_model(model):
         return {n: t for n, t in tensors.items() if n in known}, [n for n in tensors if n not in known]
     mapping = private("get_model_conversion_mapping")(model)
-    blocks = RepeatedBlocks(tensors, [pattern for c in mapping for pattern in c.source_patterns])
+    convert = partial(_converted, model, mapping, known, tensors)
     answer = None
-    if blocks.repeat:
+    if not any(_NUMBER_IN_PATTERN.search(pattern) for c in mapping for pattern in c.source_patterns):
         with suppress(_C.FormatError):  # with all names there may be no error, or one that says more
-            answer = blocks.complete(*_converted(model, mapping, known, tensors, blocks.asked), known)
-    found, unexpected = answer or _converted(model, mapping, known, tensors, tensors)
+            answer = _converted_by_blocks(convert, tensors, known)
+    found, unexpected = answer or convert(tensors)
     model._weight_conversions = [c for c in mapping if c.was_used()]
     return found, [n for n in _in_natural_order(unexpected) if not _is_ignored(model, n)]
 
@@ -72,48 +73,32 @@ def _converted(model, mapping, known, tensors, asked):
     renaming, rename_source_key = private("WeightRenaming"), private("rename_source_key")
     renamings = [c for c in mapping if isinstance(c, renaming)]
     converters = [c for c in mapping if not isinstance(c, renaming)]
+    by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
     names = dict.fromkeys(known, True)
-    groups, unexpected = _Groups(converters), []
+    groups, unexpected = {}, []  # the conversion that makes each tensor of the model
     for name in _in_natural_order(asked):
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, names)
         if target not in names and name in names:
             target, pattern = rename_source_key(name, [], [], model.base_model_prefix, names)
-        if target in names:
-            groups.add(target, name, pattern, tensors[name])
-        else:
+        if target not in names:
             unexpected.append(name)
-    return groups.convert(model), unexpected
-
-
-class _Groups:
-    """Tensors of a checkpoint, by the tensor of the model that they become."""
-
-    def __init__(self, converters):
-        self._renaming = private("WeightRenaming")
-        self._by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
-        self._groups = {}
-
-    def add(self, target, name, pattern, tensor):
-        if target not in self._groups:
-            self._groups[target] = (
-                self._renaming(name, target) if pattern is None else deepcopy(self._by_pattern[pattern])
-            )
-        self._groups[target].add_tensor(target, name, name if pattern is None else pattern, tensor)
-
-    def convert(self, model):
-        converted = {}
-        for target, group in self._groups.items():
-            sources = [name for names in group.layer_targets.values() for name in names]
-            try:
-                result = group.convert(target, model=model, config=model.config)
-            except Exception as error:
-                raise _C.FormatError(
-                    f"transformers cannot make '{target}' of the checkpoint's {sorted(sources)[:4]} "
-                    f"({len(sources)} tensors): {error}"
-                ) from error
-            for name, tensor in result.items():
-                converted[name] = tensor[0] if isinstance(tensor, list) else tensor
-        return converted
+            continue
+        if target not in groups:
+            groups[target] = renaming(name, target) if pattern is None else deepcopy(by_pattern[pattern])
+        groups[target].add_tensor(target, name, name if pattern is None else pattern, tensors[name])
+    converted = {}
+    for target, group in groups.items():
+        sources = [name for names in group.layer_targets.values() for name in names]
+        try:
+            result = group.convert(target, model=model, config=model.config)
+        except Exception as error:
+            raise _C.FormatError(
+                f"transformers cannot make '{target}' of the checkpoint's {sorted(sources)[:4]} "
+                f"({len(sources)} tensors): {error}"
+            ) from error
+        for name, tensor in result.items():
+            converted[name] = tensor[0] if isinstance(tensor, list) else tensor
+    return converted, unexpected
 
 
 def saved_tensors(model, tensors):
@@ -182,158 +167,104 @@ class Leaves:
     """The tensors of a checkpoint, as RangeTensors by name, each made when it is asked for.
 
     Args:
-        listed: [(name, shape, dtype)].
+        listed: [(name, shape, dtype)]; the attribute is {name: (shape, dtype)}.
     """
 
     def __init__(self, listed):
-        self._listed = {name: (shape, dtype) for name, shape, dtype in listed}
+        self.listed = {name: (shape, dtype) for name, shape, dtype in listed}
         self._made = {}
         self._alike = {}  # (shape, dtype) -> meta tensor; ten thousand tensors have a dozen
 
     def __getitem__(self, name):
         if name not in self._made:
-            self._made[name] = RangeTensor.leaf(name, *self._listed[name], self._alike)
+            self._made[name] = RangeTensor.leaf(name, *self.listed[name], self._alike)
         return self._made[name]
 
     def __iter__(self):
-        return iter(self._listed)
+        return iter(self.listed)
 
     def items(self):
         return ((name, self[name]) for name in self)
 
-    def blocks(self):
-        """({a block's beginning: {the rest of a name: (shape, dtype)}}, [names that are in no block]). A beginning is a
-        pair: ("model.layers.", "3")."""
-        blocks, others = {}, []
-        for name, described in self._listed.items():
-            parts = _NUMBERED.match(name)
-            if parts is None:
-                others.append(name)
-            else:
-                prefix, number, rest = parts.groups()
-                blocks.setdefault((prefix, number), {})[rest] = described
-        return blocks, others
 
-
-class RepeatedBlocks:
-    """Groups of alike blocks in a checkpoint.
+def _converted_by_blocks(convert, tensors, known):
+    """The result of ``convert(tensors)``, from that for a few of alike blocks; None: all names must be asked about.
 
     Args:
+        convert: [names of tensors] -> ({name in the model: RangeTensor}, [names that the model does not use]).
         tensors: ``Leaves``.
-        patterns: regular expressions of the library's conversions; if one has a number, no blocks are alike.
-
-    Attributes:
-        repeat: whether there are any groups.
-        asked: [names] to convert; pass the result to ``complete``.
+        known: names in the model.
     """
-
-    def __init__(self, tensors, patterns):
-        self._tensors = tensors
-        self._groups = []  # [beginnings] of alike blocks: those that we ask about, then the others
-        self.asked = []
-        blocks = {}
-        if not any(_NUMBER_IN_PATTERN.search(pattern) for pattern in patterns):
-            blocks, self.asked = tensors.blocks()
-        for group in _grouped(blocks):
-            if len(group) > _ASKED:
-                group[1], group[-1] = group[-1], group[1]
-                self._groups.append(group)
-            self.asked += [f"{prefix}{number}.{rest}" for prefix, number in group[:_ASKED] for rest in blocks[group[0]]]
-        self.repeat = bool(self._groups)
-
-    def complete(self, found, unused, known):
-        """The result for the whole checkpoint, from that for the names ``asked``.
-
-        Args:
-            found: {name in the model: RangeTensor}, of ``asked``.
-            unused: [name in the checkpoint], of ``asked``.
-            known: names in the model.
-
-        Returns:
-            (found, unused), or None: all names must be asked about.
-        """
-        found, unused = dict(found), list(unused)
-        by_block = {(p, n): _Answer(p, n) for group in self._groups for p, n in group[:_ASKED]}
-        for target, tensor in found.items():
-            if not _note(by_block, target, tensor):
-                return None
-        for name in unused:
-            parts = _NUMBERED.match(name)
-            answer = by_block.get(parts.group(1, 2)) if parts else None
-            if answer is not None:
-                answer.unused.append(name)
-        for group in self._groups:
-            first, last = (by_block[beginning] for beginning in group[:_ASKED])
-            if first.moved_to(*group[1], known) != last.as_dict():
-                return None
-            for beginning in group[_ASKED:]:
-                moved = first.moved_to(*beginning, known)
-                if moved is None:
+    groups, asked = _repeated_blocks(tensors)
+    if not groups:
+        return None
+    found, unused = convert(asked)
+    by_block = {block: ({}, []) for group in groups for block in group[:_ASKED]}
+    for target, tensor in found.items():
+        owners = {block if (block := _block_of(s)) in by_block else None for s in tensor.sources()}
+        if owners <= {None}:
+            continue
+        if len(owners) > 1 or (tensor.source is None and tensor.runs is None):  # or it must be computed
+            return None
+        by_block[owners.pop()][0][target] = tensor
+    for name in unused:
+        if _block_of(name) in by_block:
+            by_block[_block_of(name)][1].append(name)
+    for group in groups:
+        first, last = (_without_number(*block, *by_block[block]) for block in group[:_ASKED])
+        if first is None or first != last:
+            return None
+        for prefix, number in group[_ASKED:]:
+            beginning = f"{prefix}{number}."
+            unused += [beginning + rest for rest in first[1]]
+            for (before, after), (source, shape, dtype, runs) in first[0].items():
+                target = f"{before}{number}.{after}"
+                if target not in known:
                     return None
-                unused += moved.pop(_UNUSED)
-                for target, (source, shape, dtype, runs) in moved.items():
-                    found[target] = self._tensors[source] if runs is None else RangeTensor.of_runs(runs, shape, dtype)
-        return found, unused
+                found[target] = tensors[beginning + source] if runs is None else RangeTensor.of_runs(
+                    [(beginning + rest, begin, numel) for rest, begin, numel in runs], shape, dtype)
+    return found, unused
 
 
-_UNUSED = object()
+def _repeated_blocks(tensors):
+    """([[beginnings of alike blocks]], [names to ask about]). A beginning is a pair: ("model.layers.", "3"). We ask
+    about the first blocks of a group."""
+    blocks, asked = {}, []
+    for name, described in tensors.listed.items():
+        parts = _NUMBERED.match(name)
+        if parts is None:
+            asked.append(name)
+        else:
+            blocks.setdefault(parts.group(1, 2), {})[parts[3]] = described
+    alike = {}
+    for beginning, content in blocks.items():
+        described = frozenset((rest, tuple(shape), dtype) for rest, (shape, dtype) in content.items())
+        alike.setdefault((beginning[0], described), []).append(beginning)
+    groups = []
+    for group in alike.values():
+        if len(group) > _ASKED:
+            group[1], group[-1] = group[-1], group[1]
+            groups.append(group)
+        asked += [f"{prefix}{number}.{rest}" for prefix, number in group[:_ASKED] for rest in blocks[group[0]]]
+    return groups, asked
 
 
-class _Answer:
-    """The result for one block."""
-
-    def __init__(self, prefix, number):
-        self._beginning, self._number = f"{prefix}{number}.", number
-        self.tensors = {}  # name in the model -> RangeTensor
-        self.unused = []
-
-    def as_dict(self):
-        """{name in the model: (source, shape, dtype, runs)}, one of source and runs None; and the names that were not
-        used."""
-        described = {target: _described(tensor, lambda source: source) for target, tensor in self.tensors.items()}
-        return {**described, _UNUSED: self.unused}
-
-    def moved_to(self, prefix, number, known):
-        """The same for another block; None where the model has no such names."""
-        beginning, own = f"{prefix}{number}.", len(self._beginning)
-
-        def moved(source):
-            return beginning + source[own:]
-
-        result = {}
-        for target, tensor in self.tensors.items():
-            parts = _NUMBERED.match(target)
-            if parts is None or parts.group(2) != self._number:
-                return None
-            name = f"{parts.group(1)}{number}.{parts.group(3)}"
-            if name not in known:
-                return None
-            result[name] = _described(tensor, moved)
-        return {**result, _UNUSED: [moved(name) for name in self.unused]}
+def _block_of(name):
+    """The beginning of the block that the name is in, or None."""
+    parts = _NUMBERED.match(name)
+    return parts and parts.group(1, 2)
 
 
-def _described(tensor, moved):
-    if tensor.source is not None:
-        return moved(tensor.source), tensor.shape, tensor.dtype, None
-    return None, tensor.shape, tensor.dtype, [(moved(source), begin, numel) for source, begin, numel in tensor.runs]
-
-
-def _note(by_block, target, tensor):
-    """Adds the tensor to the block of a group that it comes from, if any. False if it comes from such a block and from
-    other sources, too, or must be computed."""
-    owners = {by_block.get(parts.group(1, 2)) if (parts := _NUMBERED.match(s)) else None for s in tensor.sources()}
-    if owners <= {None}:
-        return True
-    if len(owners) > 1 or (tensor.source is None and tensor.runs is None):
-        return False
-    owners.pop().tensors[target] = tensor
-    return True
-
-
-def _grouped(blocks):
-    """[[beginnings of blocks that are alike]]."""
-    groups = {}
-    for (prefix, number), content in blocks.items():
-        alike = frozenset((rest, tuple(shape), dtype) for rest, (shape, dtype) in content.items())
-        groups.setdefault((prefix, alike), []).append((prefix, number))
-    return [*groups.values()]
+def _without_number(prefix, number, tensors, unused):
+    """The result for one block, without the block's number: ({parts of the name in the model around the number:
+    (source, shape, dtype, runs)}, [unused]), with one of source and runs None, and the rests of names. None where a
+    name in the model has another number."""
+    made, own = {}, len(f"{prefix}{number}.")
+    for target, tensor in tensors.items():
+        parts = _NUMBERED.match(target)
+        if parts is None or parts[2] != number:
+            return None
+        whole = tensor.source is not None
+        made[parts.group(1, 3)] = (tensor.source[own:] if whole else None, tensor.shape, tensor.dtype,
+                                   None if whole else [(s[own:], begin, numel) for s, begin, numel in tensor.runs])
+    return made, [name[own:] for name in unused]

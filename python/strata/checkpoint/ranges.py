@@ -8,6 +8,7 @@ ranges; any other one can be computed later from its own sources alone.
 
 import bisect
 import math
+from itertools import accumulate
 
 import torch
 
@@ -158,18 +159,12 @@ def _join(result, args, kwargs):
     outer = _outer(result, _dim(args, kwargs, 1))
     if outer * len(parts) > _RUNS_MAX:
         return None
-    runs = _Runs()
-    if outer == 1:  # one after the other
-        for part in parts:
-            for run in part.runs:
-                runs.add(*run)
-        return [runs.list]
-    takers = [_Taker(p.runs) for p in parts]
+    runs, takers = [], [_Taker(p.runs) for p in parts]
     for i in range(outer):
         for part, taker in zip(parts, takers):
             inner = part.numel() // outer if outer else 0
             taker.take(i * inner, inner, runs)
-    return [runs.list]
+    return [runs]
 
 
 def _cut(whole, results, dim):
@@ -180,10 +175,10 @@ def _cut(whole, results, dim):
     cut, begin = [], 0
     for result in results:
         length = result.numel() // outer if outer else 0
-        runs = _Runs()
+        runs = []
         for i in range(outer):
             taker.take(i * (whole.numel() // outer) + begin, length, runs)
-        cut.append(runs.list)
+        cut.append(runs)
         begin += length
     return cut
 
@@ -194,21 +189,12 @@ def _outer(tensor, dim):
     return math.prod(shape[: dim % len(shape)])
 
 
-class _Runs:
-    """A list of runs in which neighbours are merged."""
-
-    def __init__(self):
-        self.list = []
-
-    def add(self, source, begin, numel):
-        if numel == 0:
-            return
-        if self.list:
-            last, at, count = self.list[-1]
-            if last == source and at + count == begin:
-                self.list[-1] = (source, at, count + numel)
-                return
-        self.list.append((source, begin, numel))
+def _add(runs, source, begin, numel):
+    """Adds a run of elements to a list of runs, in which neighbours are merged."""
+    if runs and runs[-1][0] == source and runs[-1][1] + runs[-1][2] == begin:
+        runs[-1] = source, runs[-1][1], runs[-1][2] + numel
+    elif numel:
+        runs.append((source, begin, numel))
 
 
 class _Taker:
@@ -216,10 +202,7 @@ class _Taker:
 
     def __init__(self, runs):
         self._runs = runs
-        self._starts, at = [], 0
-        for _, _, numel in runs:
-            self._starts.append(at)
-            at += numel
+        self._starts = [0, *accumulate(numel for _, _, numel in runs)]
 
     def take(self, begin, numel, target):
         index = bisect.bisect_right(self._starts, begin) - 1
@@ -227,7 +210,7 @@ class _Taker:
             source, at, count = self._runs[index]
             skip = begin - self._starts[index]
             taken = min(numel, count - skip)
-            target.add(source, at + skip, taken)
+            _add(target, source, at + skip, taken)
             begin += taken
             numel -= taken
             index += 1

@@ -12,7 +12,7 @@ from .. import _C
 from ..model.parameter import owner_of
 from ..model.tiles import tiles_of
 from ..ranks.runtime import agree_after
-from ..tiles.host_copy import set_values, values_on_host
+from ..tiles.host_copy import iter_pieces, values_on_host
 from .adapters import is_peft_model, save_adapters
 from .names import preferred_names, saved_tensors, state_names
 from .plain_values import from_plain, to_plain
@@ -90,10 +90,17 @@ def _save_computed(engine, saver, index, tensor, buffers):
     writes = engine.global_rank == 0
     cut = [one.parameter for one in known if tiles_of(one.parameter) is not None]
     copies = {id(parameter): values_on_host(parameter, writes) for parameter in cut}
+
+    def values_of(source):
+        if not isinstance(source, int):
+            return buffers[source].detach()
+        parameter = engine.known[source].parameter
+        return copies.get(id(parameter), parameter).detach()
+
     engine.core.gather(indices)
     try:
         if writes:
-            saver.write(index, tensor.compute(lambda s: _source_values(engine, s, buffers, copies)))
+            saver.write(index, tensor.compute(values_of))
     except Exception as error:
         return error
     finally:
@@ -101,24 +108,14 @@ def _save_computed(engine, saver, index, tensor, buffers):
     return None
 
 
-def _source_values(engine, source, buffers, copies):
-    if not isinstance(source, int):
-        return buffers[source].detach()
-    parameter = engine.known[source].parameter
-    return copies.get(id(parameter), parameter).detach()
-
-
 def _save_configuration(model, folder):
     config = copy.deepcopy(model.config)
     config.dtype = model.dtype  # of its first floating parameter
     config.architectures = [type(model).__name__]
-    try:
-        with moved_into(os.fspath(folder)) as temporary:
-            config.save_pretrained(temporary)
-            if model.can_generate():
-                model.generation_config.save_pretrained(temporary)
-    except OSError as error:
-        raise _C.IoError(f"the model's configuration could not be written: path={folder}: {error}") from error
+    with moved_into(os.fspath(folder), "the model's configuration") as temporary:
+        config.save_pretrained(temporary)
+        if model.can_generate():
+            model.generation_config.save_pretrained(temporary)
 
 
 # --- whole tensors ---
@@ -152,14 +149,8 @@ def _copy_of(parameter, copies, keep):
     if id(parameter) not in copies and tiles_of(parameter) is not None:
         copies[id(parameter)] = values_on_host(parameter, keep)
     if id(parameter) not in copies:
-        core, index = owner_of(parameter)
-        if core is not None:
-            core.gather([index])
-        try:
-            copies[id(parameter)] = parameter.detach().cpu().clone() if keep else None
-        finally:
-            if core is not None:
-                core.release([index], True)
+        for _, _, values in iter_pieces(parameter):
+            copies[id(parameter)] = values.cpu().clone() if keep else None
     return copies[id(parameter)]
 
 
@@ -229,21 +220,8 @@ def _require_shape(name, shape, value):
 
 
 def _set(parameter, value):
-    if tiles_of(parameter) is not None:
-        set_values(parameter, value, 0)
-        return
-    core, index = owner_of(parameter)
-    if core is not None:
-        core.gather([index])
-    published = False
-    try:
-        parameter.copy_(value)
-        if core is not None:
-            core.publish([index], 0)
-            published = True
-    finally:
-        if core is not None:
-            core.release([index], not published)
+    for begin, end, rows in iter_pieces(parameter, 0):
+        rows.copy_(value[begin:end] if value.dim() else value)
 
 
 def save_whole(engine, folder, filename, with_frozen):

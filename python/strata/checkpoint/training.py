@@ -47,7 +47,7 @@ def save_checkpoint(engine, folder, tag, client_state, save_latest, exclude_froz
         }
         aliases = _aliases(engine)
         extras = [_extra("client", name, 0, t) for name, t in tensors.items()] if engine.global_rank == 0 else []
-        buffers = {name: _on_host(b) for name, b in _buffers(engine).items()}
+        buffers = {name: _on_host(b) for name, b in state_names(engine.module)[1].items()}
         states = states_of_segments(engine)
         texts = _texts(engine.module) if engine.global_rank == 0 else []
     if training["optimizer"] is not None and "scalars" in training["optimizer"]:
@@ -132,10 +132,9 @@ def _train_what_was_trained(engine, checkpoint):
 
 def _find(folder, tag):
     """The checkpoint's path; None: there is none, and ``tag`` is None."""
+    tag = _C.latest_tag(folder) if tag is None else tag
     if tag is None:
-        tag = _C.latest_tag(folder)
-        if tag is None:
-            return None
+        return None
     path = _C.find_checkpoint(folder, str(tag))
     if path is not None:
         return path
@@ -182,16 +181,11 @@ def _log_differences(engine, checkpoint, buffers, strict, optimizer_states):
 # --- buffers and names ---
 
 
-def _buffers(engine):
-    """{name: persistent buffer of the model}."""
-    return dict(state_names(engine.module)[1])
-
-
 def _named_buffers(engine, checkpoint):
     """[(buffer, [its names in the checkpoint])]; a buffer that the checkpoint lacks has its first name in the model."""
     there = {name for role, name, *_ in checkpoint.tensors() if role == "buffer"}
     by_tensor = {}
-    for name, buffer in _buffers(engine).items():
+    for name, buffer in state_names(engine.module)[1].items():
         by_tensor.setdefault(id(buffer), (buffer, []))[1].append(name)
     return [(buffer, [n for n in names if n in there] or names[:1]) for buffer, names in by_tensor.values()]
 

@@ -5,7 +5,7 @@ import logging
 import os
 import shutil
 import tempfile
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import torch
 
@@ -69,21 +69,24 @@ def file_bytes(size):
 
 
 @contextmanager
-def moved_into(folder):
+def moved_into(folder, what):
     """Context that gives an empty folder. When it ends without an exception, its files replace those of ``folder`` one
     by one; else ``folder`` does not change.
 
     Raises:
-        OSError: a file cannot be moved.
+        IoError: a file cannot be written or moved; the message names ``what``.
     """
-    os.makedirs(folder, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as temporary:
-        yield temporary
-        for path, _, files in os.walk(temporary):
-            target = os.path.join(folder, os.path.relpath(path, temporary))
-            os.makedirs(target, exist_ok=True)
-            for file in sorted(files, reverse=True):
-                shutil.move(os.path.join(path, file), os.path.join(target, file))
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as temporary:
+            yield temporary
+            for path, _, files in os.walk(temporary):
+                target = os.path.join(folder, os.path.relpath(path, temporary))
+                os.makedirs(target, exist_ok=True)
+                for file in sorted(files, reverse=True):
+                    shutil.move(os.path.join(path, file), os.path.join(target, file))
+    except OSError as error:
+        raise _C.IoError(f"{what} could not be written: path={folder}: {error}") from error
 
 
 def _save(value, whole):
@@ -121,8 +124,9 @@ def place_script(folder):
     """Puts ``zero_to_fp32.py`` into ``folder``. A failure is only a warning: a checkpoint needs no script."""
     path = os.path.join(folder, _NAME)
     try:
-        if _is_there(path):
-            return
+        with suppress(FileNotFoundError), open(path, encoding="utf-8", errors="replace") as file:
+            if file.read(len(_TEXT) + 1) == _TEXT:
+                return
         with _C.AtomicFile(path) as script:
             with open(script.fileno(), "w", encoding="utf-8", closefd=False) as file:
                 file.write(_TEXT)
@@ -130,11 +134,3 @@ def place_script(folder):
             os.fchmod(script.fileno(), os.fstat(script.fileno()).st_mode | 0o100)
     except (OSError, _C.IoError) as error:
         logger.warning("cannot write '%s': %s", path, error)
-
-
-def _is_there(path):
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read(len(_TEXT) + 1) == _TEXT
-    except FileNotFoundError:
-        return False

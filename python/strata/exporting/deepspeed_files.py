@@ -2,6 +2,9 @@
 element of the trained parameters in the flat tensors of each rank, and pickles of DeepSpeed's classes."""
 
 import collections
+import functools
+import json
+import logging
 import math
 import os
 import pickle
@@ -12,7 +15,12 @@ from dataclasses import dataclass
 import torch
 from tqdm import tqdm
 
+from .. import _C
+from ..checkpoint.plain_values import from_plain
+from ..importing.deepspeed_states import FlatLayout
 from ..importing.whole_tensors import VALUE
+
+logger = logging.getLogger("strata")
 
 
 # --- ``torch.save`` for values whose classes are DeepSpeed's ---
@@ -21,26 +29,24 @@ from ..importing.whole_tensors import VALUE
 # process without the library can write such objects.
 
 
+@dataclass(eq=False)
 class ForeignClass:
-    """A class of another library.
+    """A class of another library, which the reader of the file imports by these names."""
 
-    Args:
-        module, name: str, by which the reader of the file imports the class.
-    """
-
-    def __init__(self, module, name):
-        self.module, self.name = module, name
+    module: str
+    name: str
 
     def __call__(self, **attributes):
         """An object of the class, without a call of its constructor; ``attributes`` become its ``__dict__``."""
         return ForeignObject(self, attributes)
 
 
+@dataclass(eq=False)
 class ForeignObject:
     """An object of a ``ForeignClass``."""
 
-    def __init__(self, cls, attributes):
-        self.cls, self.attributes = cls, attributes
+    cls: ForeignClass
+    attributes: dict
 
 
 class _Pickler(pickle._Pickler):
@@ -72,24 +78,12 @@ def save(value, path):
 
 # --- offsets ---
 
-# At stages 1 and 2 each param group is one flat tensor, padded to a multiple of twice the number of ranks, and each
-# rank has an equal range of it. At stage 3 each parameter is cut into as many equal parts as there are ranks, and a
-# rank's flat tensor of a sub-group holds its parts. A param group has several sub-groups where its part exceeds
-# ``sub_group_size`` elements.
+# ``FlatLayout`` has them. At stages 1 and 2 each param group is one flat tensor, padded to a multiple of twice the
+# number of ranks, and each rank has an equal range of it. At stage 3 a param group has several sub-groups where its
+# part exceeds ``sub_group_size`` elements, and each sub-group is one flat tensor.
 
 
-@dataclass
-class Run:
-    """Elements [begin, begin + numel) of a parameter lie at ``at`` in the flat tensor ``flat`` of ``rank``."""
-
-    rank: int
-    flat: int
-    at: int
-    begin: int
-    numel: int
-
-
-class Layout:
+class Layout(FlatLayout):
     """The offsets of all trained parameters.
 
     Args:
@@ -99,7 +93,6 @@ class Layout:
         sub_group_size: elements of a rank, of the configuration; counts at stage 3.
 
     Attributes:
-        shapes: [{name: shape}] by flat tensor.
         numel: [elements of each flat tensor of one rank].
         group_flats: [[flat tensors]] by param group.
         paddings: [[elements at the end of each rank's flat tensor that belong to no parameter]] by rank, at stages 1
@@ -108,26 +101,19 @@ class Layout:
 
     def __init__(self, groups, world_size, stage, sub_group_size):
         self.world_size, self.stage = world_size, stage
-        self.shapes, self.group_flats = [], []
+        shapes, self.group_flats = [], []
         for group in groups:
             members = [group] if stage < 3 else self._sub_groups(group, sub_group_size)
-            self.group_flats.append(list(range(len(self.shapes), len(self.shapes) + len(members))))
-            self.shapes += members
-        self.numel = [self._numel_of(shapes) for shapes in self.shapes]
-        self._places = {}
-        for flat, shapes in enumerate(self.shapes):
-            at = 0
-            for name, shape in shapes.items():
-                self._places[name] = (flat, at, math.prod(shape))
-                at += self._step(math.prod(shape))
-        self.paddings = [[self._padding(flat, rank) for flat in range(len(self.shapes))] for rank in range(world_size)]
-
-    def _step(self, numel):
-        """Elements from the offset of one parameter to that of the next."""
-        return math.ceil(numel / self.world_size) if self.stage == 3 else numel
+            self.group_flats.append(list(range(len(shapes), len(shapes) + len(members))))
+            shapes += members
+        super().__init__(shapes, world_size, stage)
+        alignment = 2 * world_size
+        self.numel = [end if stage == 3 else math.ceil(end / alignment) * alignment // world_size for end in self.ends]
+        self.paddings = [[min(max(numel * (rank + 1) - end, 0), numel) for numel, end in zip(self.numel, self.ends)]
+                         for rank in range(world_size)]
 
     def _sub_groups(self, group, size):
-        parts = {name: self._step(math.prod(shape)) for name, shape in group.items()}
+        parts = {name: self.part(math.prod(shape)) for name, shape in group.items()}
         if size >= sum(parts.values()):
             return [group]
         result, members, held = [], {}, 0
@@ -139,39 +125,18 @@ class Layout:
                 members, held = {}, 0
         return result + [members] if members else result
 
-    def _numel_of(self, shapes):
-        own = sum(self._step(math.prod(shape)) for shape in shapes.values())
-        if self.stage == 3:
-            return own
-        alignment = 2 * self.world_size
-        return math.ceil(own / alignment) * alignment // self.world_size
-
-    def _padding(self, flat, rank):
-        whole = sum(math.prod(shape) for shape in self.shapes[flat].values())
-        return min(max(self.numel[flat] * (rank + 1) - whole, 0), self.numel[flat])
-
     def runs_of(self, name):
         """[``Run``] of a parameter, which together hold each of its elements once."""
-        flat, at, numel = self._places[name]
-        if self.stage == 3:
-            part = self._step(numel)
-            return [Run(rank, flat, at, begin, min(part, numel - begin))
-                    for rank in range(self.world_size) if (begin := rank * part) < numel]
-        size, result = self.numel[flat], []
-        for rank in range(at // size, self.world_size):
-            low, high = max(at, rank * size), min(at + numel, (rank + 1) * size)
-            if low >= high:
-                break
-            result.append(Run(rank, flat, low - rank * size, low - at, high - low))
-        return result
+        flat, _, _ = self.places[name]
+        return self.runs_in(name, [self.numel[flat]] * self.world_size)
 
-    def fragments(self, rank):
-        """[{name: (numel, start)}] by flat tensor: the parameters' elements in the rank's flat tensors."""
-        result = [{} for _ in self.shapes]
-        for name in self._places:
+    @functools.cached_property
+    def fragments(self):
+        """[[{name: (numel, start)}] by flat tensor] by rank: the parameters' elements in the rank's flat tensors."""
+        result = [[{} for _ in self.shapes] for _ in range(self.world_size)]
+        for name in self.places:
             for run in self.runs_of(name):
-                if run.rank == rank:
-                    result[run.flat][name] = (run.numel, run.at)
+                result[run.rank][run.flat][name] = (run.numel, run.at)
         return result
 
 
@@ -183,14 +148,59 @@ _fragment_address = ForeignClass("deepspeed.utils.tensor_fragment", "fragment_ad
 
 
 class Files:
-    """Writes them from the contents that ``strata.exporting.deepspeed`` has read.
+    """Writes a ``WholeCheckpoint`` as these files.
 
     Flat tensors lie in temporary files while this class fills them, since parts of each tensor of the model go to many
     of them.
+
+    Args:
+        world_size, stage, sub_group_size: of DeepSpeed's run.
     """
 
-    def __init__(self, contents):
-        self._contents, self._layout = contents, contents.layout
+    def __init__(self, whole, world_size, stage, sub_group_size):
+        self._tensors, self._training, self._saved_world_size = whole.tensors, whole.training, whole.world_size
+        stored = {t.name: t.kinds[VALUE] for t in whole.tensors if t.role == "client"}
+
+        def read(name):
+            return stored[name].read()
+
+        optimizer = from_plain(whole.training.get("optimizer"), read)
+        if optimizer is None:
+            raise _C.FormatError("the checkpoint holds no states of an optimizer, which DeepSpeed needs to go on; "
+                                 "`strata consolidate` writes its weights")
+        self._config = _nested(whole.training.get("config", {}))
+        self._client_state = from_plain(whole.training.get("client_state", {}), read)
+        self._scheduler = from_plain((whole.training.get("scheduler") or {}).get("state"), read)
+        self._param_groups = optimizer["param_groups"]
+        by_name = {t.name: t for t in whole.tensors if t.role == "parameter"}
+        groups = _groups(optimizer, by_name)
+        self._layout = Layout(groups, world_size, stage, sub_group_size)
+        self._trained = {name: by_name[name] for group in groups for name in group}
+        self._scalars = self._scalars_of(optimizer)
+        self._require_one_value_a_flat_tensor()
+
+    def _scalars_of(self, optimizer):
+        given = optimizer.get("scalars")
+        if given is not None:
+            return {name: given.get(name, {}) for name in self._trained}
+        steps = self._training.get("optimizer_steps") or {}
+        missed = steps.get("missed", {})
+        return {name: {"step": int(steps.get("all", 0)) - int(missed.get(name, 0))} for name in self._trained}
+
+    def _require_one_value_a_flat_tensor(self):
+        for shapes in self._layout.shapes:
+            first, *others = shapes
+            for name in others:
+                if repr(self._scalars[name]) != repr(self._scalars[first]):
+                    logger.warning("DeepSpeed keeps one value for '%s' and '%s', of which the optimizer has %s and %s; "
+                                   "the first is written", first, name, self._scalars[first], self._scalars[name])
+                    break
+
+    def _number(self, section, key, default):
+        """A number of the configuration; ``default`` where it is absent or "auto"."""
+        values = self._config.get(section, {}) if section else self._config
+        value = values.get(key)
+        return value if isinstance(value, (int, float)) else default
 
     def write(self, folder):
         """Writes all files into ``folder``, which exists and is empty."""
@@ -200,7 +210,7 @@ class Files:
         module, frozen = self._fill(flats, work)
         self._write_model(folder, module, frozen)
         for rank in range(self._layout.world_size):
-            save({"optimizer_state_dict": self._optimizer(flats, rank), "ds_config": self._contents.config,
+            save({"optimizer_state_dict": self._optimizer(flats, rank), "ds_config": self._config,
                   "ds_version": _VERSION}, os.path.join(folder, self._optimizer_name(rank)))
         del flats, module, frozen
         shutil.rmtree(work)
@@ -210,7 +220,7 @@ class Files:
     def _flats(self, work):
         """{kind: [[tensor on disk, by flat tensor] by rank]}, filled with zeros."""
         kinds = {}
-        for tensor in self._contents.trained.values():
+        for tensor in self._trained.values():
             kinds.update((kind, stored.dtype) for kind, stored in tensor.kinds.items())
         kinds[VALUE] = torch.float32
         return {
@@ -223,9 +233,9 @@ class Files:
         """({name: tensor of the module's state dict}, {name: frozen tensor}), after it has filled ``flats``."""
         module, frozen = {}, {}
         whole_module = self._layout.stage < 3
-        tensors = [t for t in self._contents.tensors if t.role == "parameter"]
+        tensors = [t for t in self._tensors if t.role == "parameter"]
         for number, tensor in enumerate(tqdm(tensors, desc="reading", unit="tensor", delay=1, disable=None)):
-            trained = tensor.name in self._contents.trained
+            trained = tensor.name in self._trained
             value = tensor.kinds[VALUE].read().reshape(tensor.shape)
             for kind, stored in tensor.kinds.items() if trained else ():
                 elements = (value if kind == VALUE else stored.read()).flatten()
@@ -261,12 +271,12 @@ class Files:
         return torch.cat([own, own.new_zeros(part - own.numel())])
 
     def _model(self, rank, module, frozen, fragments=None):
-        contents, layout = self._contents, self._layout
+        layout = self._layout
         buffers = self._buffers(rank)
         ordered = collections.OrderedDict
         listed = layout.stage > 1  # stage 1 does not list frozen parameters apart
-        shared = {alias: t.name for t in contents.tensors if t.role == "parameter" for alias in t.aliases}
-        steps = int(contents.training.get("global_steps") or 0)
+        shared = {alias: t.name for t in self._tensors if t.role == "parameter" for alias in t.aliases}
+        steps = int(self._training.get("global_steps") or 0)
         return {
             "module": ordered({**module, **buffers}),
             "buffer_names": list(buffers),
@@ -275,37 +285,37 @@ class Files:
             "frozen_param_shapes": ordered((n, v.shape) for n, v in frozen.items()) if listed else None,
             "shared_params": shared if rank == 0 else {},
             "frozen_param_fragments": ordered(frozen if fragments is None else fragments) if listed else None,
-            "lr_scheduler": contents.scheduler,
+            "lr_scheduler": self._scheduler,
             "data_sampler": None,
             "random_ltd": None,
-            "skipped_steps": int(contents.training.get("skipped_steps") or 0),
+            "skipped_steps": int(self._training.get("skipped_steps") or 0),
             "global_steps": steps,
-            "global_samples": steps * contents.number("", "train_batch_size", 0),
+            "global_samples": steps * self._number("", "train_batch_size", 0),
             "dp_world_size": layout.world_size,
             "mp_world_size": 1,
             "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
-            "ds_config": contents.config,
+            "ds_config": self._config,
             "ds_version": _VERSION,
-            **contents.client_state,
+            **self._client_state,
         }
 
     def _buffers(self, rank):
         """{name: tensor}: rank 0's, or the rank's own where the same number of ranks saved it."""
-        buffers = {t.name: t for t in self._contents.tensors if t.role == "buffer"}
-        if self._contents.saved_world_size == self._layout.world_size:
+        buffers = {t.name: t for t in self._tensors if t.role == "buffer"}
+        if self._saved_world_size == self._layout.world_size:
             prefix = f"{rank}:"
-            buffers.update((t.name.removeprefix(prefix), t) for t in self._contents.tensors
+            buffers.update((t.name.removeprefix(prefix), t) for t in self._tensors
                            if t.role == "rank buffer" and t.name.startswith(prefix))
         return {name: t.kinds[VALUE].read().reshape(t.shape).clone() for name, t in buffers.items()}
 
     # --- the optimizer's files ---
 
     def _optimizer_name(self, rank):
-        enabled = any(self._contents.config.get(name, {}).get("enabled") is True for name in ("bf16", "bfloat16"))
+        enabled = any(self._config.get(name, {}).get("enabled") is True for name in ("bf16", "bfloat16"))
         return f"{'bf16_' if enabled else ''}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 
     def _optimizer(self, flats, rank):
-        layout, contents = self._layout, self._contents
+        layout = self._layout
         masters = flats[VALUE][rank]
         scaler = self._loss_scaler()
         state = {"loss_scaler": scaler, "dynamic_loss_scale": self._dynamic(), "overflow": False}
@@ -314,7 +324,7 @@ class Files:
                     "optimizer_state_dict": self._torch_state(flats, rank), "fp32_flat_groups": masters}  # fmt: skip
         return {
             **state,
-            "clip_grad": contents.number("", "gradient_clipping", 0.0),
+            "clip_grad": self._number("", "gradient_clipping", 0.0),
             "base_optimizer_state": self._torch_state(flats, rank),
             "single_partition_of_fp32_groups": masters,
             "zero_stage": layout.stage,
@@ -325,23 +335,23 @@ class Files:
             "param_slice_mappings": [
                 collections.OrderedDict((name, _fragment_address(numel=numel, start=start))
                                         for name, (numel, start) in fragments.items())
-                for fragments in layout.fragments(rank)
+                for fragments in layout.fragments[rank]
             ],
         }  # fmt: skip
 
     def _torch_state(self, flats, rank):
         """The result of ``state_dict()`` of the optimizer of ``rank``."""
-        layout, contents = self._layout, self._contents
+        layout = self._layout
         state = {}
         for flat, shapes in enumerate(layout.shapes):
             first = next(iter(shapes))
-            kinds = contents.trained[first].kinds
-            values = dict(contents.scalars[first])  # torch's optimizers accept a step that is an int, too
+            kinds = self._trained[first].kinds
+            values = dict(self._scalars[first])  # torch's optimizers accept a step that is an int, too
             values.update((kind, flats[kind][rank][flat]) for kind in kinds if kind != VALUE)
             if len(values) > 1 or "step" not in values:
                 state[flat] = values
         groups = []
-        for group, own in zip(contents.param_groups, layout.group_flats):
+        for group, own in zip(self._param_groups, layout.group_flats):
             groups.append({**group, "params": own})
             step = state.get(own[0], {}).get("step")
             if isinstance(step, int):
@@ -349,27 +359,63 @@ class Files:
         return {"state": state, "param_groups": groups}
 
     def _dynamic(self):
-        return self._half() and not self._contents.number("fp16", "loss_scale", 0)
+        return self._half() and not self._number("fp16", "loss_scale", 0)
 
     def _half(self):
-        return self._contents.config.get("fp16", {}).get("enabled") is True
+        return self._config.get("fp16", {}).get("enabled") is True
 
     def _loss_scaler(self):
-        contents = self._contents
-        scale = float(contents.training.get("loss_scale") or 1.0)
+        scale = float(self._training.get("loss_scale") or 1.0)
         if not self._dynamic():
             return ForeignClass(_SCALERS, "LossScaler")(cur_scale=scale if self._half() else 1.0, dynamic=False)
-        saved = contents.training.get("loss_scaler") or {}
-        hysteresis = int(contents.number("fp16", "hysteresis", 2))
+        saved = self._training.get("loss_scaler") or {}
+        hysteresis = int(self._number("fp16", "hysteresis", 2))
         return ForeignClass(_SCALERS, "DynamicLossScaler")(
             cur_scale=scale, dynamic=True, cur_iter=int(saved.get("iteration", 0)),
             last_overflow_iter=int(saved.get("last_overflow", -1)), scale_factor=2.0,
-            scale_window=int(contents.number("fp16", "loss_scale_window", 1000)),
-            min_scale=contents.number("fp16", "min_loss_scale", 1), delayed_shift=hysteresis,
+            scale_window=int(self._number("fp16", "loss_scale_window", 1000)),
+            min_scale=self._number("fp16", "min_loss_scale", 1), delayed_shift=hysteresis,
             cur_hysteresis=int(saved.get("hysteresis_left", hysteresis)),
-            consecutive_hysteresis=contents.config.get("fp16", {}).get("consecutive_hysteresis") is True,
+            consecutive_hysteresis=self._config.get("fp16", {}).get("consecutive_hysteresis") is True,
             raise_error_at_min_scale=True, dtype=torch.half,
         )  # fmt: skip
+
+
+def _groups(optimizer, by_name):
+    """[{name: shape}] of the parameters that the optimizer trains, by param group."""
+    members = optimizer.get("members")
+    trained = [t.name for t in by_name.values() if t.trainable and VALUE in t.kinds]
+    if members is None and len(optimizer["param_groups"]) == 1:
+        members = [trained]
+    if members is None:
+        raise _C.FormatError("the checkpoint does not say which parameters each of its "
+                             f"{len(optimizer['param_groups'])} param groups has: an older version saved it; load "
+                             "it and save it again")
+    unknown = [name for names in members for name in names if name not in by_name]
+    if unknown or sorted(name for names in members for name in names if by_name[name].trainable) != sorted(trained):
+        raise _C.FormatError("the param groups of the checkpoint do not have its trained parameters"
+                             + (f"; first: '{unknown[0]}'" if unknown else ""))
+    groups = [{name: by_name[name].shape for name in names
+               if by_name[name].trainable and math.prod(by_name[name].shape)} for names in members]
+    if not all(groups):
+        raise _C.FormatError("a param group of the checkpoint trains nothing, which DeepSpeed's files cannot "
+                             "hold")
+    return groups
+
+
+def _nested(flat):
+    """The nested configuration from {"a.b": JSON}."""
+    result = {}
+    for path, text in flat.items():
+        *sections, key = path.split(".")
+        at = result
+        for section in sections:
+            at = at.setdefault(section, {})
+        try:
+            at[key] = json.loads(text)
+        except ValueError:
+            at[key] = text
+    return result
 
 
 def _on_disk(path, numel, dtype):

@@ -149,8 +149,7 @@ def _tied(files, model, trained):
 
 
 def _training_of(files, others, groups, scalars, beside):
-    steps = {name: int(values.get("step", 0)) for name, values in scalars.items()}
-    counts = optimizer_steps(steps)
+    counts = optimizer_steps({name: int(values.get("step", 0)) for name, values in scalars.items()})
     most = counts["all"]
     values, scheduler = {}, None
     for path, key in others.items():
@@ -158,13 +157,11 @@ def _training_of(files, others, groups, scalars, beside):
         for part in path[:-1]:
             at = at.setdefault(part, {})
         at[path[-1]] = files.value(key)
-    for name in _SCHEDULERS:
-        if isinstance(values.get(name), dict):
-            scheduler = {"class": None, "state": plain_values(values.pop(name), beside, "scheduler")}
-            break
-    optimizer = None
-    if groups is not None:
-        optimizer = optimizer_values(None, groups, ("params", "param_names"), scalars, beside)
+    name = next((name for name in _SCHEDULERS if isinstance(values.get(name), dict)), None)
+    if name is not None:
+        scheduler = {"class": None, "state": plain_values(values.pop(name), beside, "scheduler")}
+    left_out = ("params", "param_names")
+    optimizer = None if groups is None else optimizer_values(None, groups, left_out, scalars, beside)
     return {
         "client_state": plain_values(values, beside, "client_state"),
         "scheduler": scheduler,
@@ -246,19 +243,14 @@ class DcpFolder:
             self._entries = dict(metadata.state_dict_metadata)
             planned = getattr(metadata, "planner_data", None) or {}
             self.paths = {key: tuple(planned.get(key, (key,))) for key in self._entries}
-            self._pieces = self._by_key(metadata.storage_data)
+            self._pieces = {}  # by key and offset
+            for index, info in metadata.storage_data.items():
+                offset = getattr(index, "offset", None)
+                self._pieces.setdefault(index.fqn, {})[None if offset is None else tuple(offset)] = info
         except _C.Error:
             raise
         except Exception as error:  # a damaged pickle can raise any class
             raise _C.FormatError(f"'{path}' is cut off, or not as torch writes it: {error!r}") from error
-
-    @staticmethod
-    def _by_key(storage):
-        pieces = {}
-        for index, info in storage.items():
-            offset = getattr(index, "offset", None)
-            pieces.setdefault(index.fqn, {})[None if offset is None else tuple(offset)] = info
-        return pieces
 
     def is_tensor(self, key):
         """Whether the value of ``key`` is a tensor; else it is any value that torch.save writes."""
@@ -301,10 +293,7 @@ class DcpFolder:
             if not isinstance(piece, torch.Tensor) or list(piece.shape) != sizes or piece.dtype != dtype:
                 raise _C.FormatError(f"'{self._folder}': the piece of '{key}' in '{info.relative_path}' at "
                                      f"{info.offset} is no tensor of shape {sizes} and {dtype}")
-            target = whole
-            for dimension, (first, size) in enumerate(zip(begin, sizes)):
-                target = target.narrow(dimension, first, size)
-            target.copy_(piece.detach())
+            whole[tuple(slice(first, first + size) for first, size in zip(begin, sizes))].copy_(piece.detach())
         return whole
 
     def value(self, key):

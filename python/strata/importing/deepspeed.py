@@ -169,9 +169,9 @@ def _flattened(config, prefix=""):
 
 # --- the files of a checkpoint, and refusals of those that Strata cannot read ---
 
-_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-_SHARDED_MODEL = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
-_MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
+_SHARDED_MODEL = re.compile(r"zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt")
+_MODEL = re.compile(r"(?P<rank>)mp_rank_(?P<mp>\d+)_model_states\.pt")
 _OF_PARTS = (  # files of models that are cut by another kind of parallelism than ZeRO
     (re.compile(r"mp_rank_\d+_\d+_model_states\.pt|layer_\d+-model.*\.pt"), "pipeline parallelism"),
     (re.compile(r"expp_rank_\d+_.*|layer_\d+_expert_\d+_.*|expert_\d+_mp_rank_.*"), "expert parallelism"),
@@ -249,11 +249,7 @@ def _files_of(path, tag):
             raise _C.FormatError(f"'{path}' is of a model under {what} ('{found[0]}'), which this version does not "
                                  "import; export it with DeepSpeed's ds_to_universal or save it without")
     optimizer = _by_rank(path, names, _OPTIMIZER)
-    model = _by_rank(path, names, _SHARDED_MODEL)
-    if not model:
-        found = [(int(m[1]), name) for name in names if (m := _MODEL.fullmatch(name))]
-        _refuse_tensor_parallel(path, found)
-        model = [os.path.join(path, name) for _, name in found]
+    model = _by_rank(path, names, _SHARDED_MODEL) or _by_rank(path, names, _MODEL)
     universal = os.path.join(path, "zero")
     universal = universal if os.path.isdir(universal) else None
     if not model:
@@ -269,21 +265,23 @@ def _files_of(path, tag):
 
 def _by_rank(path, names, pattern):
     """Paths by rank; raises an error where a rank's file is missing."""
-    found = [(int(m[1]), int(m[2]), name) for name in names if (m := pattern.fullmatch(name))]
-    _refuse_tensor_parallel(path, [(mp, name) for _, mp, name in found])
-    by_rank = {rank: name for rank, _, name in found}
+    by_rank = {}
+    for name in names:
+        if found := pattern.fullmatch(name):
+            if int(found["mp"]) > 0:
+                raise _tensor_parallel(path, f"'{name}'")
+            by_rank[int(found["rank"] or 0)] = name
     for rank in range(max(by_rank, default=-1) + 1):
         if rank not in by_rank:
-            raise _C.IoError(f"'{path}': the file of rank {rank} is missing; there is '{found[0][2]}', and so on up to "
-                             f"rank {max(by_rank)}")
+            there = next(iter(by_rank.values()))
+            raise _C.IoError(f"'{path}': the file of rank {rank} is missing; there is '{there}', and so on up to rank "
+                             f"{max(by_rank)}")
     return [os.path.join(path, by_rank[rank]) for rank in sorted(by_rank)]
 
 
-def _refuse_tensor_parallel(path, found):
-    cut = [name for mp, name in found if mp > 0]
-    if cut:
-        raise _C.FormatError(f"'{path}' is of a model under tensor parallelism ('{cut[0]}'), which this version does "
-                             "not import; make it whole in DeepSpeed first")
+def _tensor_parallel(path, sign):
+    return _C.FormatError(f"'{path}' is of a model under tensor parallelism ({sign}), which this version does not "
+                          "import; make it whole in DeepSpeed first")
 
 
 # --- the model: names and shapes, buffers, frozen and tied parameters ---
@@ -306,8 +304,7 @@ class ModelFiles:
                 raise _C.FormatError(f"'{path}' is no file of a model under ZeRO: wanted {', '.join(sorted(wanted))}")
             ways = content.get("mp_world_size")
             if ways not in (None, 1):
-                raise _C.FormatError(f"'{path}' is of a model under tensor parallelism (mp_world_size {ways}), which "
-                                     "this version does not import; make it whole in DeepSpeed first")
+                raise _tensor_parallel(path, f"mp_world_size {ways}")
         self.first = self.of_ranks[0]
         shapes = self.first["param_shapes"]
         self.shapes = [dict(group) for group in (shapes if isinstance(shapes, list) else [shapes])]

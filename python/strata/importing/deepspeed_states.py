@@ -3,6 +3,7 @@ universal checkpoint."""
 
 import math
 import os
+from typing import NamedTuple
 
 import torch
 
@@ -16,6 +17,65 @@ from .whole_tensors import VALUE, Stored, load_tensors, number_of
 # file lists the parameters of a group in order. At stages 1 and 2 the ranks' tensors are consecutive ranges of the
 # group. At stage 3 DeepSpeed cuts each parameter into one equal part for each rank, and a rank's tensor holds its part
 # of each parameter. States with one entry for each element have the same layout.
+
+class Run(NamedTuple):
+    """Elements [begin, begin + numel) of a parameter lie at ``at`` in the flat tensor ``flat`` of ``rank``."""
+
+    rank: int
+    flat: int
+    at: int
+    begin: int
+    numel: int
+
+
+class FlatLayout:
+    """The offsets of parameters in flat tensors.
+
+    Args:
+        shapes: [{name: shape}] by flat tensor.
+        world_size: number of ranks.
+        stage: of ZeRO.
+        paddings: [[elements behind each parameter]] by flat tensor, or None.
+
+    Attributes:
+        places: {name: (flat, begin, numel)}: the offset in the joined tensors of all ranks, or at stage 3 in each
+            rank's.
+        ends: [the end of the last parameter] by flat tensor.
+    """
+
+    def __init__(self, shapes, world_size, stage, paddings=None):
+        self.shapes, self.world_size, self.stage = shapes, world_size, stage
+        self.places, self.ends = {}, []
+        for flat, named in enumerate(shapes):
+            at = 0
+            for i, (name, shape) in enumerate(named.items()):
+                self.places[name] = flat, at, math.prod(shape)
+                at += self.part(math.prod(shape)) + (paddings[flat][i] if paddings else 0)
+            self.ends.append(at)
+
+    def part(self, numel):
+        """Elements of a parameter in one flat tensor."""
+        return math.ceil(numel / self.world_size) if self.stage == 3 else numel
+
+    def runs_in(self, name, lengths):
+        """[``Run``] of a parameter, which together hold each of its elements once.
+
+        Args:
+            lengths: [elements of the flat tensor that has it] by rank.
+        """
+        flat, at, numel = self.places[name]
+        if self.stage == 3:
+            part = self.part(numel)
+            return [Run(rank, flat, at, begin, min(part, numel - begin))
+                    for rank in range(self.world_size) if (begin := rank * part) < numel]
+        result, start = [], 0
+        for rank, length in enumerate(lengths):
+            low, high = max(at, start), min(at + numel, start + length)
+            if low < high:
+                result.append(Run(rank, flat, low - start, low - at, high - low))
+            start += length
+        return result
+
 
 class FlatStates:
     """The contents of every rank's optimizer file.
@@ -41,7 +101,7 @@ class FlatStates:
         self.param_groups = states[0].get("param_groups")
         self.loss_scaler = first.get("loss_scaler")
         self._paths = paths
-        self._places = self._place(model.shapes)
+        self._layout = self._layout_of(model.shapes)
 
     def _require_all(self, paths, first):
         count = first.get("partition_count", len(paths))
@@ -60,36 +120,24 @@ class FlatStates:
             raise _C.FormatError(f"'{path}' has no list of tensors '{key}'; it is no file of an optimizer under ZeRO")
         return [tensor.detach() for tensor in found]
 
-    def _place(self, shapes):
-        """{name: (group, begin)}: the offset in the joined tensors of all ranks, or at stage 3 in each rank's."""
+    def _layout_of(self, shapes):
         if any(len(values) != len(shapes) for values in self._values):
             raise _C.FormatError(f"'{self._paths[0]}' has {len(self._values[0])} param groups, the model's file "
                                  f"{len(shapes)}; they are of different checkpoints")
-        paddings = self._contents[0].get("param_alignment_paddings")
-        places = {}
-        for group, named in enumerate(shapes):
-            at = 0
-            for i, (name, shape) in enumerate(named.items()):
-                places[name] = (group, at)
-                at += self._part(math.prod(shape))
-                if self.stage < 3 and paddings:
-                    at += paddings[group][i]
+        paddings = self._contents[0].get("param_alignment_paddings") if self.stage < 3 else None
+        layout = FlatLayout(shapes, len(self._values), self.stage, paddings)
+        for group, end in enumerate(layout.ends):
             lengths = [values[group].numel() for values in self._values]
-            if at > (min(lengths) if self.stage == 3 else sum(lengths)):
+            if end > (min(lengths) if self.stage == 3 else sum(lengths)):
                 raise _C.FormatError(f"the flat tensors of param group {group} in '{os.path.dirname(self._paths[0])}' "
                                      f"have {lengths} elements, too few for the parameters that the model's file lists")
-        return places
-
-    def _part(self, numel):
-        return math.ceil(numel / len(self._values)) if self.stage == 3 else numel
+        return layout
 
     def kinds_of(self, name, shape):
         """{kind: Stored} of a parameter."""
-        group, _ = self._places[name]
-        kinds = {VALUE: self._stored(name, shape, [v[group] for v in self._values])}
-        for kind, flats in self._by_element(group).items():
-            kinds[kind] = self._stored(name, shape, flats)
-        return kinds
+        group, _, _ = self._layout.places[name]
+        flats_of = {VALUE: [values[group] for values in self._values], **self._by_element(group)}
+        return {kind: self._stored(name, flats) for kind, flats in flats_of.items()}
 
     def _by_element(self, group):
         """{kind: [flat tensor of each rank]}."""
@@ -103,7 +151,7 @@ class FlatStates:
 
     def scalars_of(self, name):
         """{key: number}: the optimizer's states of a parameter that have one element."""
-        group, _ = self._places[name]
+        group, _, _ = self._layout.places[name]
         by_element = self._by_element(group)
         result = {}
         for key, value in self._state(0, group).items():
@@ -116,15 +164,11 @@ class FlatStates:
         order = [i for g in self.param_groups or [] for i in g.get("params", [])]
         return states.get(order[group] if group < len(order) else group, {})
 
-    def _stored(self, name, shape, flats):
-        _, begin = self._places[name]
-        numel = math.prod(shape)
-
+    def _stored(self, name, flats):
         def read():
-            if self.stage == 3:
-                part = self._part(numel)
-                return torch.cat([flat.flatten()[begin:begin + part] for flat in flats])[:numel]
-            return _range_of(flats, begin, begin + numel)
+            runs = self._layout.runs_in(name, [flat.numel() for flat in flats])
+            pieces = [flats[run.rank].flatten()[run.at:run.at + run.numel] for run in runs] or [flats[0].flatten()[:0]]
+            return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
         return Stored(flats[0].dtype, read)
 
@@ -135,17 +179,6 @@ def _optimizer_content(path):
     if not isinstance(inner, dict):
         raise _C.FormatError(f"'{path}' is no file of an optimizer under ZeRO: it lacks 'optimizer_state_dict'")
     return inner
-
-
-def _range_of(flats, begin, end):
-    """Elements [begin, end) of the concatenated tensors."""
-    pieces, at = [], 0
-    for flat in flats:
-        low, high = max(begin - at, 0), min(end - at, flat.numel())
-        if low < high:
-            pieces.append(flat.flatten()[low:high])
-        at += flat.numel()
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 # --- universal checkpoints: a folder for each parameter, with a file for each of its states ---

@@ -115,10 +115,6 @@ def plain_values(values, tensors, where):
             tensors.update(found.maps[0])
         except _C.UsageError as error:
             logger.warning("left out: %s", error)
-    return to_plain({}, {}, where) if not kept else _with_any_keys(kept, where)
-
-
-def _with_any_keys(kept, where):
     if all(isinstance(key, str) for key in kept) and "$" not in kept:
         return kept
     return {"$": "dict", "items": [[to_plain(key, {}, f"{where} key"), value] for key, value in kept.items()]}
@@ -191,30 +187,12 @@ def _stored_own(checkpoint, role, name, kind, dtype):
 # stands for data, and its constructor does nothing else. Empty classes stand for DeepSpeed's own, so that DeepSpeed
 # need not be installed. The unpickler refuses any other class; the error names it.
 
-
-class ZeroStage(int):
-    """Stands for DeepSpeed's ZeroStageEnum: the stage's number."""
-
-
-class FragmentAddress:
-    """Stands for DeepSpeed's fragment_address: ``numel`` and ``start``."""
-
-
-class LossScaler:
-    """Stands for DeepSpeed's LossScaler: ``cur_scale`` and ``dynamic``."""
-
-
-class DynamicLossScaler:
-    """Stands for DeepSpeed's DynamicLossScaler, with its state as attributes."""
-
-
-def _deepspeed_classes():
-    return [
-        (ZeroStage, "deepspeed.runtime.zero.config.ZeroStageEnum"),
-        (FragmentAddress, "deepspeed.utils.tensor_fragment.fragment_address"),
-        (LossScaler, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
-        (DynamicLossScaler, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
-    ]
+_DEEPSPEED_CLASSES = [(type(name.rpartition(".")[2], bases, {}), name) for name, bases in (
+    ("deepspeed.runtime.zero.config.ZeroStageEnum", (int,)),  # the stage's number
+    ("deepspeed.utils.tensor_fragment.fragment_address", ()),  # with numel and start
+    ("deepspeed.runtime.fp16.loss_scaler.LossScaler", ()),  # with cur_scale and dynamic
+    ("deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler", ()),  # with its state as attributes
+)]  # fmt: skip
 
 
 def _plain_classes():
@@ -239,12 +217,15 @@ def load_tensors(path):
             off.
         IoError: it is not there.
     """
-    allowed = _deepspeed_classes() + _plain_classes()
     try:
-        with torch.serialization.safe_globals(allowed):
+        with torch.serialization.safe_globals(_DEEPSPEED_CLASSES + _plain_classes()):
             refused = torch.serialization.get_unsafe_globals_in_checkpoint(path)
             if refused:
-                raise _C.FormatError(_refusal(path, refused))
+                raise _C.FormatError(
+                    f"'{path}' holds objects of {', '.join(sorted(refused)[:8])}, and is not read: making them could "
+                    "run code that is in the file. If you trust it and the class holds data alone, allow it with "
+                    "torch.serialization.add_safe_globals and call strata.importing from Python; or save again without "
+                    "it")
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except OSError as error:
         if error.errno == errno.EINVAL:  # torch looks for the file's end before its beginning
@@ -257,9 +238,3 @@ def load_tensors(path):
         raise
     except Exception as error:  # torch raises RuntimeError, ValueError, EOFError and more for damaged files
         raise _C.FormatError(f"'{path}' is cut off, or no file of torch.save: {str(error).splitlines()[0]}") from error
-
-
-def _refusal(path, names):
-    return (f"'{path}' holds objects of {', '.join(sorted(names)[:8])}, and is not read: making them could run code "
-            "that is in the file. If you trust it and the class holds data alone, allow it with "
-            "torch.serialization.add_safe_globals and call strata.importing from Python; or save again without it")

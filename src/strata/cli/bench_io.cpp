@@ -11,8 +11,6 @@
 #include <cstring>
 #include <filesystem>
 #include <limits>
-#include <nlohmann/json.hpp>
-#include <tuple>
 #include <utility>
 
 #include "strata/base/error.h"
@@ -58,9 +56,8 @@ std::pair<std::string, Medium> file_system_of(const std::string& path) {
   struct statfs status {};
   if (::statfs(path.c_str(), &status) != 0) return {"unknown", Medium::kDrive};
   const auto magic = static_cast<std::uint32_t>(status.f_type);
-  for (const FileSystem& system : kFileSystems) {
-    if (system.magic == magic) return {system.name, system.medium};
-  }
+  const auto* const found = std::ranges::find(kFileSystems, magic, &FileSystem::magic);
+  if (found != kFileSystems.end()) return {found->name, found->medium};
   return {fmt::format("type {:#x}", magic), Medium::kDrive};
 }
 
@@ -93,40 +90,6 @@ io::File make_file(const std::string& folder, Bytes bytes) {
         format::in_quotes(folder), error.what()));
   }
 }
-
-// A folder whose drive is to be measured, and the file; past the page cache, where that is offered.
-class DriveFolder {
- public:
-  // Takes the space at once.
-  DriveFolder(std::string path, Bytes bytes)
-      : path_(std::move(path)), file_(make_file(path_, bytes)) {
-    std::tie(file_system_, medium_) = file_system_of(path_);
-  }
-
-  const std::string& path() const { return path_; }
-  const std::string& file_system() const { return file_system_; }  // "ext4"
-  const io::File& file() const { return file_; }
-  // Newer kernels take O_DIRECT for files in memory, and copy all the same.
-  bool direct() const { return file_.direct_fd() >= 0 && medium_ != Medium::kMemory; }
-  // A remark on the figures; empty: none.
-  std::string remark() const {
-    const bool is_network = medium_ == Medium::kNetwork;
-    if (medium_ == Medium::kMemory) {
-      return fmt::format("{} is memory: O_DIRECT is not offered, and no drive is measured",
-                         file_system_);
-    }
-    if (direct()) return is_network ? fmt::format("{} is a network file system", file_system_) : "";
-    return fmt::format("{}O_DIRECT is not offered{}: figures are those of the page cache",
-                       is_network ? file_system_ + " is a network file system, and " : "",
-                       is_network ? "" : fmt::format(" by {}", file_system_));
-  }
-
- private:
-  std::string path_;
-  std::string file_system_;
-  Medium medium_ = Medium::kDrive;
-  io::File file_;
-};
 
 // The number of blocks that wait for their turn, beyond those under way.
 constexpr int kBlocksAhead = 2;
@@ -164,40 +127,68 @@ void fill(std::span<std::byte> bytes) {
   }
 }
 
-// One drive under measurement.
+// One drive under measurement, by a file in a folder; past the page cache, where that is offered.
 class DriveBench {
  public:
+  // Takes the space at once.
   DriveBench(const DriveRequest& request, const std::string& path, std::span<std::byte> memory,
              Console& console)
-      : request_(request), folder_(path, request.size), memory_(memory), console_(console) {}
-
-  DriveSpeed run() {
-    DriveSpeed speed{folder_.path(), folder_.file_system(), folder_.direct(), "", {}, {}};
-    if (const std::string remark = folder_.remark(); !remark.empty())
-      speed.remarks.push_back(remark);
-    const std::size_t cells = request_.blocks.size() * request_.depths.size();
-    Progress progress(fmt::format("measuring {}", folder_.path()),
-                      request_.size * static_cast<std::int64_t>(cells * 3 + 1), console_);
-    progress_ = &progress;
-    for (const Bytes block : request_.blocks) {
-      for (const int depth : request_.depths) speed.figures.push_back(cell(block, depth, speed));
+      : request_(request),
+        file_(make_file(path, request.size)),
+        memory_(memory),
+        console_(console),
+        progress_(fmt::format("measuring {}", path),
+                  request.size * static_cast<std::int64_t>(
+                                     request.blocks.size() * request.depths.size() * 3 + 1),
+                  console) {
+    const auto [file_system, medium] = file_system_of(path);
+    // Newer kernels take O_DIRECT for files in memory, and copy all the same.
+    const bool direct = file_.direct_fd() >= 0 && medium != Medium::kMemory;
+    json_ = {{"path", path}, {"file_system", file_system}, {"direct", direct}};
+    const bool is_network = medium == Medium::kNetwork;
+    if (medium == Medium::kMemory) {
+      remark(fmt::format("{} is memory: O_DIRECT is not offered, and no drive is measured",
+                         file_system));
+    } else if (!direct) {
+      remark(fmt::format("{}O_DIRECT is not offered{}: figures are those of the page cache",
+                         is_network ? file_system + " is a network file system, and " : "",
+                         is_network ? "" : " by " + file_system));
+    } else if (is_network) {
+      remark(fmt::format("{} is a network file system", file_system));
     }
-    return speed;
+  }
+
+  // Its report as JSON.
+  Json run(std::vector<DriveFigures>& figures) {
+    for (const Bytes block : request_.blocks) {
+      for (const int depth : request_.depths) figures.push_back(cell(block, depth));
+    }
+    for (const DriveFigures& cell : figures) {
+      json_["figures"].push_back({{"block_size", cell.block.value},
+                                  {"queue_depth", cell.depth},
+                                  {"read_gb_per_s", cell.read},
+                                  {"write_gb_per_s", cell.write},
+                                  {"both_gb_per_s", cell.both}});
+    }
+    json_["remarks"] = remarks_;
+    return json_;
   }
 
  private:
-  DriveFigures cell(Bytes block, int depth, DriveSpeed& speed) {
+  void remark(std::string text) { remarks_.push_back(std::move(text)); }
+
+  DriveFigures cell(Bytes block, int depth) {
     const io::ChosenEngine chosen = io::make_io_engine(
         {.kind = request_.engine, .piece = block, .depth = depth, .threads = depth});
     io::IoEngine& io = *chosen.engine;
     const auto registration = io.register_memory(memory_);
-    const bool first = speed.figures.empty();
-    if (first) {
-      speed.engine = io.name();
-      if (!chosen.refused.empty()) speed.remarks.push_back(chosen.refused);
-      if (chosen.refused.empty() && request_.engine != io::EngineKind::kThreads &&
-          !registration->refused().empty())
-        speed.remarks.push_back("memory is not registered: " + registration->refused());
+    if (!json_.contains("engine")) {
+      json_["engine"] = io.name();
+      if (!chosen.refused.empty()) {
+        remark(chosen.refused);
+      } else if (request_.engine != io::EngineKind::kThreads && !registration->refused().empty()) {
+        remark("memory is not registered: " + registration->refused());
+      }
       pass(io, Pass::kWrite, block, depth);  // the file system gives each block its place
     }
     DriveFigures figures{block, depth};
@@ -219,9 +210,9 @@ class DriveBench {
       const bool reads = what == Pass::kRead || (what == Pass::kBoth && i % 2 == 0);
       const std::int64_t place = what == Pass::kBoth ? i / 2 + (reads ? 0 : (blocks + 1) / 2) : i;
       const auto memory = ring.buffer(turn);
-      ring.started(turn, reads ? io.read(folder_.file(), block * place, memory)
-                               : io.write(folder_.file(), block * place, memory));
-      progress_->add(block);
+      ring.started(turn, reads ? io.read(file_, block * place, memory)
+                               : io.write(file_, block * place, memory));
+      progress_.add(block);
     }
     ring.drain();
     const std::chrono::duration<double> seconds = console_.now() - start;
@@ -229,10 +220,12 @@ class DriveBench {
   }
 
   const DriveRequest& request_;
-  const DriveFolder folder_;
+  const io::File file_;
   const std::span<std::byte> memory_;
   Console& console_;
-  Progress* progress_ = nullptr;
+  Progress progress_;
+  Json json_;
+  std::vector<std::string> remarks_;
 };
 
 // Nanoseconds in which a byte is read and written.
@@ -240,26 +233,21 @@ double cost_of(const DriveFigures& figures) {
   return 1 / figures.read + 1 / figures.write;
 }
 
-Json section_of(const DriveSpeeds& speeds) {
-  const DriveFigures& best = speeds.drives.front().figures[speeds.best];
-  return {{"block_size", best.block.value}, {"queue_depth", best.depth}};
-}
-
 }  // namespace
 
-std::size_t best_of(const std::vector<DriveSpeed>& drives) {
-  const std::size_t count = drives.front().figures.size();
+std::size_t best_of(const DriveSpeeds& drives) {
+  const std::size_t count = drives.front().size();
   std::vector<double> losses(count, 0);
-  for (const DriveSpeed& drive : drives) {
+  for (const std::vector<DriveFigures>& drive : drives) {
     double least = std::numeric_limits<double>::infinity();
-    for (const DriveFigures& figures : drive.figures) least = std::min(least, cost_of(figures));
+    for (const DriveFigures& figures : drive) least = std::min(least, cost_of(figures));
     for (std::size_t i = 0; i < count; ++i)
-      losses[i] = std::max(losses[i], cost_of(drive.figures[i]) / least);
+      losses[i] = std::max(losses[i], cost_of(drive[i]) / least);
   }
   const double good = *std::ranges::min_element(losses) * kAsGood;
   std::size_t best = count;
   const auto held = [&](std::size_t i) {
-    const DriveFigures& figures = drives.front().figures[i];
+    const DriveFigures& figures = drives.front()[i];
     return figures.block * figures.depth;
   };
   for (std::size_t i = 0; i < count; ++i) {
@@ -268,58 +256,38 @@ std::size_t best_of(const std::vector<DriveSpeed>& drives) {
   return best;
 }
 
-DriveSpeeds measure_drives(const DriveRequest& request,
-                           const std::shared_ptr<memory::Ledger>& ledger, Console& console) {
+Report measure_drives(const DriveRequest& request, const std::shared_ptr<memory::Ledger>& ledger,
+                      Console& console) {
   check(request);
   // Refuses what cannot be meant before there is anything to wait for.
-  for (const std::string& path : request.paths) const DriveFolder tried(path, request.size);
+  for (const std::string& path : request.paths) make_file(path, request.size);
   memory::HostBuffer memory(memory_for(request), {.ledger = ledger});
   fill(memory.bytes());
-  DriveSpeeds speeds{request.size, {}, 0};
-  for (const std::string& path : request.paths)
-    speeds.drives.push_back(DriveBench(request, path, memory.bytes(), console).run());
-  speeds.best = best_of(speeds.drives);
-  return speeds;
-}
-
-std::string text_of(const DriveSpeeds& speeds) {
-  std::string text;
-  for (const DriveSpeed& drive : speeds.drives) {
-    text += fmt::format("{}: {}, {} the page cache, by {}, a file of {}\n", drive.path,
-                        drive.file_system, drive.direct ? "past" : "through", drive.engine,
-                        to_string(speeds.size));
+  DriveSpeeds speeds;
+  Report report;
+  for (const std::string& path : request.paths) {
+    const Json json = DriveBench(request, path, memory.bytes(), console).run(speeds.emplace_back());
+    report.json["drives"].push_back(json);
+    report.text += fmt::format("{}: {}, {} the page cache, by {}, a file of {}\n", path,
+                               json["file_system"].get<std::string>(),
+                               json["direct"].get<bool>() ? "past" : "through",
+                               json["engine"].get<std::string>(), to_string(request.size));
     TextTable table({"block", "depth", "read GB/s", "write GB/s", "both GB/s"});
-    for (const DriveFigures& figures : drive.figures) {
+    for (const DriveFigures& figures : speeds.back()) {
       table.add({to_string(figures.block), fmt::format("{}", figures.depth),
                  fmt::format("{:.2f}", figures.read), fmt::format("{:.2f}", figures.write),
                  fmt::format("{:.2f}", figures.both)});
     }
-    text += table.text();
-    for (const std::string& remark : drive.remarks) text += "- " + remark + "\n";
-    text += "\n";
+    report.text += table.text();
+    for (const Json& remark : json["remarks"])
+      report.text += "- " + remark.get<std::string>() + "\n";
+    report.text += "\n";
   }
-  return text + fmt::format("in the configuration: \"aio\": {}\n", section_of(speeds).dump());
-}
-
-Json json_of(const DriveSpeeds& speeds) {
-  Json drives = Json::array();
-  for (const DriveSpeed& drive : speeds.drives) {
-    Json figures = Json::array();
-    for (const DriveFigures& cell : drive.figures) {
-      figures.push_back({{"block_size", cell.block.value},
-                         {"queue_depth", cell.depth},
-                         {"read_gb_per_s", cell.read},
-                         {"write_gb_per_s", cell.write},
-                         {"both_gb_per_s", cell.both}});
-    }
-    drives.push_back({{"path", drive.path},
-                      {"file_system", drive.file_system},
-                      {"direct", drive.direct},
-                      {"engine", drive.engine},
-                      {"remarks", drive.remarks},
-                      {"figures", figures}});
-  }
-  return {{"size", speeds.size.value}, {"drives", drives}, {"aio", section_of(speeds)}};
+  const DriveFigures& best = speeds.front()[best_of(speeds)];
+  report.json["size"] = request.size.value;
+  report.json["aio"] = {{"block_size", best.block.value}, {"queue_depth", best.depth}};
+  report.text += fmt::format("in the configuration: \"aio\": {}\n", report.json["aio"].dump());
+  return report;
 }
 
 }  // namespace strata::cli

@@ -8,7 +8,6 @@
 #pragma once
 
 #include <memory>
-#include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <vector>
 
@@ -35,30 +34,15 @@ struct DriveFigures {
   double both = 0;  // together, half of the bytes each
 };
 
-struct DriveSpeed {
-  std::string path;
-  std::string file_system;
-  bool direct = false;
-  std::string engine;
-  std::vector<std::string> remarks;
-  std::vector<DriveFigures> figures;
-};
-
-struct DriveSpeeds {
-  Bytes size;
-  std::vector<DriveSpeed> drives;
-  std::size_t best = 0;  // which figures of each drive the configuration should name
-};
+// The figures of each drive.
+using DriveSpeeds = std::vector<std::vector<DriveFigures>>;
 
 // Which figures to take, of drives that have all been measured alike: those by which a byte is read
 // and written soonest on the drive that loses most; and of those that are about as good, the ones
 // that hold least memory.
-std::size_t best_of(const std::vector<DriveSpeed>& drives);
+std::size_t best_of(const DriveSpeeds& drives);
 
-DriveSpeeds measure_drives(const DriveRequest& request,
-                           const std::shared_ptr<memory::Ledger>& ledger, Console& console);
-
-std::string text_of(const DriveSpeeds& speeds);
-nlohmann::json json_of(const DriveSpeeds& speeds);
+Report measure_drives(const DriveRequest& request, const std::shared_ptr<memory::Ledger>& ledger,
+                      Console& console);
 
 }  // namespace strata::cli

@@ -11,7 +11,7 @@
 #include <filesystem>
 #include <functional>
 #include <memory>
-#include <nlohmann/json.hpp>
+#include <optional>
 #include <system_error>
 
 #include "strata/base/error.h"
@@ -21,13 +21,13 @@
 #include "strata/cli/consolidation.h"
 #include "strata/cli/inspection.h"
 #include "strata/cli/memory_plan.h"
-#include "strata/io/thread_engine.h"
+#include "strata/io/io_engine.h"
 
 namespace strata::cli {
 namespace {
 
-using Json = nlohmann::json;
-
+// Bytes of names that are not UTF-8 are replaced.
+constexpr auto kReplaceBytes = nlohmann::json::error_handler_t::replace;
 constexpr int kWorldMax = 1'000'000;
 constexpr int kDepthMax = 1024;
 
@@ -62,56 +62,23 @@ std::string find_python() {
                   python, errno_text(code)));
 }
 
-struct InspectOptions {
-  std::string path;
-  bool verify = false;
-};
-
-struct ConsolidateOptions {
-  std::string path;
-  std::string out;
-  std::string dtype = "as-trained";
+// Texts become fields of the request.
+struct ConsolidateOptions : ConsolidationRequest {
+  std::string dtype_name = "as-trained";
   std::string max_shard = "5GB";
   bool no_verify = false;
 };
 
-struct DiffOptions : ComparisonOptions {
-  std::string a;
-  std::string b;
-};
-
-// Texts become fields of the request.
 struct PlanOptions : PlanRequest {
-  std::string device_size;
-  std::string host_size;
-  std::string nvme_size;
   std::string device = "cuda";
 };
 
-struct DriveOptions {
-  std::vector<std::string> paths;
-  std::string size;
-  std::vector<std::string> blocks;
-  std::vector<int> depths;
-  std::string engine = "auto";
+struct DriveOptions : DriveRequest {
+  std::optional<Bytes> given_size;
+  std::vector<std::string> given_blocks;
+  std::string engine_name = "auto";
   bool quick = false;
 };
-
-DriveRequest request_of(const DriveOptions& options) {
-  DriveRequest request;
-  request.paths = options.paths;
-  request.engine = io::engine_kind_from(options.engine).value();
-  if (options.quick) {
-    request.size = 256_MiB;
-    request.blocks = {1_MiB};
-  }
-  if (!options.size.empty()) request.size = parse_byte_size(options.size, "--size");
-  if (!options.depths.empty()) request.depths = options.depths;
-  if (!options.blocks.empty()) request.blocks.clear();
-  for (const std::string& block : options.blocks)
-    request.blocks.push_back(parse_byte_size(block, "--block"));
-  return request;
-}
 
 class CommandLine {
  public:
@@ -153,32 +120,35 @@ class CommandLine {
       const int code = app_.exit(error, console_.out, console_.err);
       return code == 0 ? kDone : kUsage;
     }
-    return command_();
+    for (const std::function<void()>& read : sizes_) read();
+    const Report report = command_();
+    console_.out << (json_ ? report.json.dump(2, ' ', false, kReplaceBytes) + "\n" : report.text);
+    return report.right ? kDone : kFoundWrong;
   }
 
  private:
-  // A command whose options `declare` binds to an `Options`, and which `run` carries out.
+  // A command that `run` carries out with its options, which the caller binds.
   template <typename Options>
-  void add(const char* name, const char* what, const char* examples,
-           const std::function<void(CLI::App&, Options&)>& declare,
-           std::function<ExitCode(Options&)> run) {
+  std::pair<CLI::App&, Options&> add(const char* name, const char* what, const char* examples,
+                                     std::function<Report(Options&)> run) {
     CLI::App& command = *app_.add_subcommand(name, what);
     const auto options = std::make_shared<Options>();
     command.footer(examples);
     command.add_flag("--json", json_, "The report as JSON");
-    declare(command, *options);
     command.callback([this, options, run = std::move(run)] {
       command_ = [options, run] { return run(*options); };
     });
+    return {command, *options};
   }
 
-  // Bytes of names that are not UTF-8 are replaced.
-  template <typename Result>
-  ExitCode show(const Result& result, bool right = true) const {
-    console_.out << (json_ ? json_of(result).dump(2, ' ', false, Json::error_handler_t::replace) +
-                                 "\n"
-                           : text_of(result));
-    return right ? kDone : kFoundWrong;
+  // An option that is a size. `size` keeps its value where the command line does not say it.
+  template <typename Size>
+  void add_size(CLI::App& command, const char* name, Size& size, const char* what) {
+    const auto text = std::make_shared<std::string>();
+    command.add_option(name, *text, what);
+    sizes_.emplace_back([name, text, &size] {
+      if (!text->empty()) size = parse_byte_size(*text, name);
+    });
   }
 
   // A command that is a module of the Python package, which needs torch or starts Python's
@@ -190,37 +160,30 @@ class CommandLine {
     command.set_help_flag();  // the module shows its own
     command.prefix_command();
     command.final_callback([this, &command, module = std::move(module)] {
-      command_ = [&command, module]() -> ExitCode {
+      command_ = [&command, module]() -> Report {
         std::vector<std::string> arguments{"-m"};
-        arguments.insert(arguments.end(), module.begin(), module.end());
-        const std::vector<std::string> given = command.remaining();
-        arguments.insert(arguments.end(), given.begin(), given.end());
+        for (const auto& more : {module, command.remaining()})
+          arguments.insert(arguments.end(), more.begin(), more.end());
         become_python(std::move(arguments));
       };
     });
   }
 
   void add_inspect() {
-    add<InspectOptions>(
+    const auto [command, o] = add<InspectRequest>(
         "inspect", "Show what is in a training checkpoint, and whether it is whole",
         "Without --verify only names and sizes of files are looked at. With it every byte "
         "is\nread, and each wrong block is named by file, bytes and tensors.\n\nExamples:\n  "
         "strata inspect run/global_step100\n  strata inspect run --verify          the checkpoint "
         "that run/latest names\n  strata inspect run --json | jq .tags",
-        [](CLI::App& command, InspectOptions& o) {
-          command.add_option("CKPT", o.path, "A checkpoint's folder, or a folder of checkpoints")
-              ->required();
-          command.add_flag("--verify", o.verify, "Read everything and compare checksums");
-        },
-        [this](InspectOptions& o) {
-          io::ThreadEngine io;
-          const Inspection result = inspect(o.path, o.verify, io, ledger_, console_);
-          return show(result, result.whole());
-        });
+        [this](InspectRequest& request) { return inspect(request, ledger_, console_); });
+    command.add_option("CKPT", o.path, "A checkpoint's folder, or a folder of checkpoints")
+        ->required();
+    command.add_flag("--verify", o.verify, "Read everything and compare checksums");
   }
 
   void add_consolidate() {
-    add<ConsolidateOptions>(
+    const auto [command, o] = add<ConsolidateOptions>(
         "consolidate", "Turn a training checkpoint into a Hugging Face folder",
         "Writes the trained weights as safetensors that transformers loads, each tensor once, "
         "in\n256 MiB of memory whatever the model's size. Checksums are compared on the way; what "
@@ -228,75 +191,57 @@ class CommandLine {
         "run merged                      in the dtypes that were trained\n  strata consolidate "
         "run/global_step100 merged --dtype bf16\n  strata consolidate run merged --dtype fp32 "
         "--max-shard 2GB",
-        [](CLI::App& command, ConsolidateOptions& o) {
-          command.add_option("CKPT", o.path, "A checkpoint's folder, or a folder of checkpoints")
-              ->required();
-          command.add_option("OUT", o.out, "The folder that is written")->required();
-          command.add_option("--dtype", o.dtype, "bf16, fp16, fp32 or as-trained")
-              ->capture_default_str();
-          command.add_option("--max-shard", o.max_shard, "Largest file, as 5GB")
-              ->capture_default_str();
-          command.add_flag("--no-verify", o.no_verify, "Do not compare checksums");
-        },
-        [this](ConsolidateOptions& o) {
-          ConsolidationOptions options;
-          options.shard_max = parse_byte_size(o.max_shard, "--max-shard");
-          options.verify = !o.no_verify;
-          options.dtype = dtype_from_config(o.dtype);
-          if (!options.dtype && o.dtype != "as-trained") {
-            throw UsageError(
-                fmt::format("--dtype: wanted bf16, fp16, fp32 or as-trained; found '{}'", o.dtype));
+        [this](ConsolidateOptions& given) {
+          given.shard_max = parse_byte_size(given.max_shard, "--max-shard");
+          given.verify = !given.no_verify;
+          given.dtype = dtype_from_config(given.dtype_name);
+          if (!given.dtype && given.dtype_name != "as-trained") {
+            throw UsageError(fmt::format(
+                "--dtype: wanted bf16, fp16, fp32 or as-trained; found '{}'", given.dtype_name));
           }
-          io::ThreadEngine io;
-          return show(consolidate(o.path, o.out, options, io, ledger_, console_));
+          return consolidate(given, ledger_, console_);
         });
+    command.add_option("CKPT", o.path, "A checkpoint's folder, or a folder of checkpoints")
+        ->required();
+    command.add_option("OUT", o.out, "The folder that is written")->required();
+    command.add_option("--dtype", o.dtype_name, "bf16, fp16, fp32 or as-trained")
+        ->capture_default_str();
+    command.add_option("--max-shard", o.max_shard, "Largest file, as 5GB")->capture_default_str();
+    command.add_flag("--no-verify", o.no_verify, "Do not compare checksums");
   }
 
   void add_diff() {
-    add<DiffOptions>(
+    const auto [command, o] = add<ComparisonRequest>(
         "diff", "Compare two checkpoints: names, shapes, dtypes and values",
         "A and B are training checkpoints, Hugging Face folders or .safetensors files. Masters\nof "
         "a training checkpoint are rounded to the dtype of the folder that they are "
         "compared\nwith. Exit code 0: equal; 1: different.\n\nExamples:\n  strata diff "
         "run/global_step100 run/global_step200 --top 5\n  strata diff run/global_step100 "
         "other/global_step100 --kinds   moments, too\n  strata diff run merged",
-        [](CLI::App& command, DiffOptions& o) {
-          command.add_option("A", o.a, "A checkpoint")->required();
-          command.add_option("B", o.b, "Another one")->required();
-          command.add_option("--top", o.top, "List this number of tensors that differ most")
-              ->capture_default_str();
-          command.add_flag("--kinds", o.kinds, "Compare optimizer states, too");
-        },
-        [this](DiffOptions& o) {
-          const TensorSource a(o.a, o.kinds);
-          const TensorSource b(o.b, o.kinds);
-          io::ThreadEngine io;
-          const Comparison result = compare(a, b, o, io, ledger_, console_);
-          return show(result, result.equal());
-        });
+        [this](ComparisonRequest& request) { return compare(request, ledger_, console_); });
+    command.add_option("A", o.a, "A checkpoint")->required();
+    command.add_option("B", o.b, "Another one")->required();
+    command.add_option("--top", o.top, "List this number of tensors that differ most")
+        ->capture_default_str();
+    command.add_flag("--kinds", o.kinds, "Compare optimizer states, too");
   }
 
   void add_check() {
-    add<CheckRequest>(
+    const auto [command, o] = add<CheckRequest>(
         "check", "Say what becomes of each key of a configuration, and mend it",
         "Every key is honoured, a hint without effect, an old spelling, or refused, with the "
         "reason.\nExit code 1: initialize refuses the configuration.\n\nExamples:\n  strata check "
         "ds.json\n  strata check ds.json --fix mended.json\n  strata check ds.json --json | jq "
         "'.keys[] | select(.verdict == \"hint\")'",
-        [](CLI::App& command, CheckRequest& o) {
-          command.add_option("CONFIG", o.config, "DeepSpeed JSON, a file")
-              ->required()
-              ->check(CLI::ExistingFile);
-          command.add_option("--fix", o.fix, "Write it so that initialize takes it, to this file");
-        },
-        [this](CheckRequest& o) {
-          const ConfigCheck result = check_config(o);
-          return show(result, result.review.accepted());
-        });
+        [](CheckRequest& request) { return check_config(request); });
+    command.add_option("CONFIG", o.config, "DeepSpeed JSON, a file")
+        ->required()
+        ->check(CLI::ExistingFile);
+    command.add_option("--fix", o.fix, "Write it so that initialize takes it, to this file");
   }
 
   void add_plan() {
-    add<PlanOptions>(
+    const auto [command, o] = add<PlanOptions>(
         "plan", "Say what each device will hold, at every stage, before there is one",
         "Runs the engine without memory on the names and shapes of a model's safetensors. "
         "Exit\ncode 1: the configuration's stage does not fit the memory or space that was "
@@ -304,70 +249,68 @@ class CommandLine {
         "--device-memory 80GiB\n  strata plan --config ds.json --model Qwen3-8B --world 64 "
         "--ranks-per-host 8\n  strata plan --config ds.json --model Qwen3-8B --world 1 "
         "--device-memory 24GiB \\\n      --host-memory 64GiB --nvme-space 1TB",
-        [](CLI::App& command, PlanOptions& o) {
-          command.add_option("--config", o.config, "DeepSpeed JSON, a file")
-              ->required()
-              ->check(CLI::ExistingFile);
-          command.add_option("--model", o.model, "A Hugging Face folder with safetensors")
-              ->required();
-          command.add_option("--world", o.job.world_size, "Ranks of the job")
-              ->required()
-              ->check(CLI::Range(1, kWorldMax));
-          command
-              .add_option("--ranks-per-host", o.job.ranks_per_host,
-                          "Ranks of a host; all, if not given")
-              ->check(CLI::Range(1, kWorldMax));
-          command.add_option("--device-memory", o.device_size, "Memory of a device, as 80GiB");
-          command.add_option("--host-memory", o.host_size,
-                             "Memory of a host for its ranks, as 512GiB");
-          command.add_option("--nvme-space", o.nvme_size, "Space of its drive, as 4TB");
-          command.add_option("--device", o.device, "cuda or cpu")
-              ->capture_default_str()
-              ->check(CLI::IsMember({"cuda", "cpu"}));
-        },
-        [this](PlanOptions& o) {
-          o.job.on_gpus = o.device == "cuda";
-          const auto size = [](const std::string& text, const char* option) {
-            return text.empty() ? std::nullopt : std::optional(parse_byte_size(text, option));
-          };
-          o.device_memory = size(o.device_size, "--device-memory");
-          o.host_memory = size(o.host_size, "--host-memory");
-          o.nvme_space = size(o.nvme_size, "--nvme-space");
-          const MemoryPlan plan = make_plan(o);
-          return show(plan, plan.fits_all());
+        [](PlanOptions& given) {
+          given.job.on_gpus = given.device == "cuda";
+          return make_plan(given);
         });
+    command.add_option("--config", o.config, "DeepSpeed JSON, a file")
+        ->required()
+        ->check(CLI::ExistingFile);
+    command.add_option("--model", o.model, "A Hugging Face folder with safetensors")->required();
+    command.add_option("--world", o.job.world_size, "Ranks of the job")
+        ->required()
+        ->check(CLI::Range(1, kWorldMax));
+    command
+        .add_option("--ranks-per-host", o.job.ranks_per_host, "Ranks of a host; all, if not given")
+        ->check(CLI::Range(1, kWorldMax));
+    add_size(command, "--device-memory", o.device_memory, "Memory of a device, as 80GiB");
+    add_size(command, "--host-memory", o.host_memory, "Memory of a host for its ranks, as 512GiB");
+    add_size(command, "--nvme-space", o.nvme_space, "Space of its drive, as 4TB");
+    command.add_option("--device", o.device, "cuda or cpu")
+        ->capture_default_str()
+        ->check(CLI::IsMember({"cuda", "cpu"}));
   }
 
   void add_bench_io() {
-    add<DriveOptions>(
+    const auto [command, o] = add<DriveOptions>(
         "bench-io", "Measure how fast drives are read and written, for offloading",
         "Makes a file in each folder, which is gone at the end, reads and writes it past the "
         "page\ncache with blocks of several sizes and queues of several depths, and says what to "
         "write\ninto the configuration.\n\nExamples:\n  strata bench-io /mnt/nvme\n  strata "
         "bench-io /mnt/nvme0 /mnt/nvme1 --size 16GiB\n  strata bench-io /mnt/nvme --block "
         "1MiB,8MiB --depth 32,128\n  strata bench-io /mnt/nvme --quick --json | jq .aio",
-        [](CLI::App& command, DriveOptions& o) {
-          command.add_option("PATH", o.paths, "Folders, each on a drive")->required();
-          command.add_option("--size", o.size, "Size of the file, as 16GiB; 1GiB, if not given");
-          command
-              .add_option("--block", o.blocks, "Sizes of blocks; 256KiB,1MiB,4MiB, if not given")
-              ->delimiter(',');
-          command.add_option("--depth", o.depths, "Blocks under way; 8,32, if not given")
-              ->delimiter(',')
-              ->check(CLI::Range(1, kDepthMax));
-          command.add_option("--engine", o.engine, "auto, io_uring or threads")
-              ->capture_default_str()
-              ->check(CLI::IsMember({"auto", "io_uring", "threads"}));
-          command.add_flag("--quick", o.quick, "A file of 256MiB and blocks of 1MiB, if not given");
-        },
-        [this](DriveOptions& o) { return show(measure_drives(request_of(o), ledger_, console_)); });
+        [this](DriveOptions& given) {
+          if (given.quick) {
+            given.size = 256_MiB;
+            given.blocks = {1_MiB};
+          }
+          given.size = given.given_size.value_or(given.size);
+          if (!given.given_blocks.empty()) given.blocks.clear();
+          for (const std::string& block : given.given_blocks)
+            given.blocks.push_back(parse_byte_size(block, "--block"));
+          given.engine = io::engine_kind_from(given.engine_name).value();
+          return measure_drives(given, ledger_, console_);
+        });
+    command.add_option("PATH", o.paths, "Folders, each on a drive")->required();
+    add_size(command, "--size", o.given_size, "Size of the file, as 16GiB; 1GiB, if not given");
+    command
+        .add_option("--block", o.given_blocks, "Sizes of blocks; 256KiB,1MiB,4MiB, if not given")
+        ->delimiter(',');
+    command.add_option("--depth", o.depths, "Blocks under way; 8,32, if not given")
+        ->delimiter(',')
+        ->check(CLI::Range(1, kDepthMax));
+    command.add_option("--engine", o.engine_name, "auto, io_uring or threads")
+        ->capture_default_str()
+        ->check(CLI::IsMember({"auto", "io_uring", "threads"}));
+    command.add_flag("--quick", o.quick, "A file of 256MiB and blocks of 1MiB, if not given");
   }
 
   CLI::App app_{"strata: training checkpoints and memory, on the command line", "strata"};
   Console& console_;
   bool json_ = false;
   std::shared_ptr<memory::Ledger> ledger_ = std::make_shared<memory::Ledger>();
-  std::function<ExitCode()> command_;
+  std::function<Report()> command_;
+  std::vector<std::function<void()>> sizes_;  // read options, before the command runs
 };
 
 }  // namespace

@@ -6,31 +6,40 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <deque>
 #include <limits>
-#include <nlohmann/json.hpp>
-#include <optional>
 #include <set>
 
 #include "strata/base/error.h"
 #include "strata/checkpoint/pipeline.h"
-#include "strata/cli/console.h"
+#include "strata/cli/tensor_source.h"
 #include "strata/format/safetensors.h"
 #include "strata/io/striping.h"
+#include "strata/io/thread_engine.h"
 #include "strata/kernels/elementwise.h"
 
 namespace strata::cli {
 namespace {
 
+using Json = nlohmann::json;
+
+constexpr checkpoint::RingOptions kRing{8, 8_MiB};  // half of a buffer is for each of the two
+constexpr std::size_t kNamesShown = 20;
+
+// A tensor of both.
+struct ComparedTensor {
+  const SourceTensor* a = nullptr;
+  const SourceTensor* b = nullptr;
+  bool same_shape = true;
+  bool same_dtype = true;
+  bool compared = true;                  // false: shapes or dtypes do not allow it
+  std::optional<DType> rounded_to = {};  // masters become what the other side has
+  ElementDifference difference = {};
+
+  bool differs() const { return difference.differing.value > 0; }
+};
+
 bool is_float8(DType dtype) {
   return dtype == DType::kFloat8E4M3 || dtype == DType::kFloat8E5M2;
-}
-
-template <typename T>
-T element(std::span<const std::byte> bytes, std::size_t i) {
-  T value;
-  std::memcpy(&value, bytes.data() + i * sizeof(T), sizeof(T));
-  return value;
 }
 
 // Wide enough for all integers: 64 bits and a sign. An element that is neither floating nor an
@@ -38,24 +47,12 @@ T element(std::span<const std::byte> bytes, std::size_t i) {
 __extension__ using Wide = __int128;
 
 Wide integer_at(std::span<const std::byte> bytes, DType dtype, std::size_t i) {
-  switch (dtype) {
-    case DType::kInt64:
-      return element<std::int64_t>(bytes, i);
-    case DType::kInt32:
-      return element<std::int32_t>(bytes, i);
-    case DType::kInt16:
-      return element<std::int16_t>(bytes, i);
-    case DType::kInt8:
-      return element<std::int8_t>(bytes, i);
-    case DType::kUInt64:
-      return element<std::uint64_t>(bytes, i);
-    case DType::kUInt32:
-      return element<std::uint32_t>(bytes, i);
-    case DType::kUInt16:
-      return element<std::uint16_t>(bytes, i);
-    default:
-      return element<std::uint8_t>(bytes, i);
-  }
+  const std::size_t size = size_of(dtype).size();
+  std::uint64_t bits = 0;
+  std::memcpy(&bits, bytes.data() + i * size, size);
+  if (dtype < DType::kInt64 || dtype > DType::kInt8) return bits;
+  const std::size_t unused = 64 - 8 * size;
+  return static_cast<std::int64_t>(bits << unused) >> unused;
 }
 
 double distance(double a, double b) {
@@ -91,14 +88,15 @@ std::span<const double> widen(std::span<const std::byte> bytes, DType dtype,
   return wide;
 }
 
-std::string label_of(const SourceTensor& tensor) {
-  return tensor.kind == format::kValue ? tensor.name
-                                       : fmt::format("{} ({})", tensor.name, tensor.kind);
+// Its name, and its kind where that is not the value.
+std::string label_of(const std::string& name, const SourceTensor& tensor) {
+  return tensor.kind == format::kValue ? name : fmt::format("{} ({})", name, tensor.kind);
 }
 
-// Tensors of both sources, by name; notes the others.
+// Tensors of both sources, by name; adds the labels of the others.
 std::vector<ComparedTensor> match(const TensorSource& a, const TensorSource& b,
-                                  Comparison& comparison) {
+                                  std::vector<std::string>& only_a,
+                                  std::vector<std::string>& only_b) {
   std::vector<ComparedTensor> result;
   std::set<const SourceTensor*> matched;
   for (const SourceTensor& tensor : a.tensors()) {
@@ -106,30 +104,50 @@ std::vector<ComparedTensor> match(const TensorSource& a, const TensorSource& b,
     for (std::size_t i = 0; other == nullptr && i < tensor.aliases.size(); ++i)
       other = b.find(tensor.aliases[i], tensor.kind);
     if (other == nullptr) {
-      comparison.only_a.push_back(label_of(tensor));
+      only_a.push_back(label_of(tensor.name, tensor));
       continue;
     }
     matched.insert(other);
-    ComparedTensor pair{&tensor, other, tensor.shape == other->shape, true, true, {}};
-    if (a.is_training() == b.is_training()) pair.same_dtype = tensor.dtype == other->dtype;
+    ComparedTensor pair{&tensor, other, tensor.shape == other->shape};
+    const bool alike = a.is_training() == b.is_training();
     pair.compared = pair.same_shape && comparable(tensor.dtype, other->dtype);
-    if (!pair.compared) pair.same_dtype = tensor.dtype == other->dtype;
+    pair.same_dtype = (!alike && pair.compared) || tensor.dtype == other->dtype;
+    if (!alike && is_floating(tensor.dtype))
+      pair.rounded_to = a.is_training() ? other->dtype : tensor.dtype;
     result.push_back(pair);
   }
   for (const SourceTensor& tensor : b.tensors()) {
-    if (!matched.contains(&tensor)) comparison.only_b.push_back(label_of(tensor));
+    if (!matched.contains(&tensor)) only_b.push_back(label_of(tensor.name, tensor));
   }
   return result;
 }
 
 // Elements [begin, end) of a pair, which lie in one run of each.
 struct PairPiece {
-  std::size_t pair = 0;
   Numel begin;
   Numel end;
-  const ElementRange* a = nullptr;
-  const ElementRange* b = nullptr;
+  const ElementRange& a;
+  const ElementRange& b;
+
+  // In the halves of a buffer.
+  std::span<std::byte> of_a(std::span<std::byte> content) const {
+    return content.first(bytes_of(end - begin, a.dtype).size());
+  }
+  std::span<std::byte> of_b(std::span<std::byte> content) const {
+    return content.subspan(content.size() / 2, bytes_of(end - begin, b.dtype).size());
+  }
 };
+
+// The elements of a pipeline's piece, whose offset counts elements of a pair: as many as half of a
+// buffer holds.
+PairPiece piece_of(std::span<const ComparedTensor> pairs, const checkpoint::Piece& piece) {
+  const ComparedTensor& pair = pairs[piece.file];
+  const Numel begin(piece.offset.value);
+  const ElementRange& a = *std::ranges::upper_bound(pair.a->runs, begin, {}, &ElementRange::end);
+  const ElementRange& b = *std::ranges::upper_bound(pair.b->runs, begin, {}, &ElementRange::end);
+  const Numel most(piece.bytes / 2 / std::max(size_of(a.dtype), size_of(b.dtype)));
+  return {begin, std::min({a.end, b.end, begin + most}), a, b};
+}
 
 // The pieces of both, each pair in one buffer.
 class PairSource final : public checkpoint::Source {
@@ -142,47 +160,27 @@ class PairSource final : public checkpoint::Source {
     while (pair_ < pairs_.size() && (!pairs_[pair_].compared || at_ == pairs_[pair_].a->numel)) {
       ++pair_;
       at_ = Numel();
-      run_a_ = run_b_ = 0;
     }
     if (pair_ == pairs_.size()) return false;
-    const ElementRange& a = run_at(pairs_[pair_].a->runs, run_a_);
-    const ElementRange& b = run_at(pairs_[pair_].b->runs, run_b_);
-    const Numel most(half_ / std::max(size_of(a.dtype), size_of(b.dtype)));
-    pieces_.push_back({pair_, at_, std::min({a.end, b.end, at_ + most}), &a, &b});
-    at_ = pieces_.back().end;
+    piece.file = pair_;
+    piece.offset = Bytes(at_.value);
     piece.bytes = half_ * 2;
+    at_ = piece_of(pairs_, piece).end;
     return true;
   }
   std::unique_ptr<io::Transfer> fill(checkpoint::Piece& piece, std::span<std::byte>) override {
-    const PairPiece& pair = pieces_.back();
+    const PairPiece pair = piece_of(pairs_, piece);
     std::vector<std::unique_ptr<io::Transfer>> reads;
-    reads.push_back(read(a_.file(pair.a->file), pair, *pair.a, a_of(pair, piece)));
-    reads.push_back(read(b_.file(pair.b->file), pair, *pair.b, b_of(pair, piece)));
+    reads.push_back(read(a_, pair.begin, pair.a, pair.of_a(piece.content)));
+    reads.push_back(read(b_, pair.begin, pair.b, pair.of_b(piece.content)));
     return io::joined(std::move(reads));
   }
 
-  // The one that was begun first.
-  PairPiece taken() {
-    const PairPiece piece = pieces_.front();
-    pieces_.pop_front();
-    return piece;
-  }
-  static std::span<std::byte> a_of(const PairPiece& pair, const checkpoint::Piece& piece) {
-    return piece.content.first(bytes_of(pair.end - pair.begin, pair.a->dtype).size());
-  }
-  static std::span<std::byte> b_of(const PairPiece& pair, const checkpoint::Piece& piece) {
-    return piece.content.subspan(piece.content.size() / 2,
-                                 bytes_of(pair.end - pair.begin, pair.b->dtype).size());
-  }
-
  private:
-  const ElementRange& run_at(const std::vector<ElementRange>& runs, std::size_t& run) const {
-    while (runs[run].end <= at_) ++run;
-    return runs[run];
-  }
-  std::unique_ptr<io::Transfer> read(const io::File& file, const PairPiece& pair,
+  std::unique_ptr<io::Transfer> read(const TensorSource& source, Numel begin,
                                      const ElementRange& run, std::span<std::byte> target) {
-    return io_.read(file, run.offset + bytes_of(pair.begin - run.begin, run.dtype), target);
+    return io_.read(source.file(run.file), run.offset + bytes_of(begin - run.begin, run.dtype),
+                    target);
   }
 
   const TensorSource& a_;
@@ -191,39 +189,26 @@ class PairSource final : public checkpoint::Source {
   io::IoEngine& io_;
   Bytes half_;
   std::size_t pair_ = 0;
-  std::size_t run_a_ = 0;
-  std::size_t run_b_ = 0;
   Numel at_;
-  std::deque<PairPiece> pieces_;  // under way
 };
 
 class PairSink final : public checkpoint::Sink {
  public:
-  PairSink(PairSource& source, const TensorSource& a, const TensorSource& b,
-           std::span<ComparedTensor> pairs, Progress& progress)
-      : source_(source), a_(a), b_(b), pairs_(pairs), progress_(progress) {}
+  PairSink(std::span<ComparedTensor> pairs, Progress& progress)
+      : pairs_(pairs), progress_(progress) {}
 
   std::unique_ptr<io::Transfer> take(const checkpoint::Piece& piece) override {
-    const PairPiece pair = source_.taken();
-    ComparedTensor& compared = pairs_[pair.pair];
-    const auto a = PairSource::a_of(pair, piece);
-    const auto b = PairSource::b_of(pair, piece);
-    meter_.add(a, pair.a->dtype, b, pair.b->dtype, rounding_of(compared), pair.begin,
+    const PairPiece pair = piece_of(pairs_, piece);
+    ComparedTensor& compared = pairs_[piece.file];
+    const auto a = pair.of_a(piece.content);
+    const auto b = pair.of_b(piece.content);
+    meter_.add(a, pair.a.dtype, b, pair.b.dtype, compared.rounded_to, pair.begin,
                compared.difference);
     progress_.add(Bytes(a.size() + b.size()));
     return nullptr;
   }
 
  private:
-  // Masters become what the other side has.
-  std::optional<DType> rounding_of(const ComparedTensor& pair) const {
-    if (a_.is_training() == b_.is_training() || !is_floating(pair.a->dtype)) return std::nullopt;
-    return a_.is_training() ? pair.b->dtype : pair.a->dtype;
-  }
-
-  PairSource& source_;
-  const TensorSource& a_;
-  const TensorSource& b_;
   std::span<ComparedTensor> pairs_;
   Progress& progress_;
   DifferenceMeter meter_;
@@ -239,15 +224,6 @@ Bytes bytes_to_read(std::span<const ComparedTensor> pairs) {
     }
   }
   return total;
-}
-
-using Json = nlohmann::json;
-
-constexpr std::size_t kNamesShown = 20;
-
-std::string name_and_kind(const SourceTensor& tensor) {
-  const std::string name = format::in_quotes(tensor.name);
-  return tensor.kind == format::kValue ? name : fmt::format("{} ({})", name, tensor.kind);
 }
 
 // The place of an element in a tensor of this shape.
@@ -271,10 +247,10 @@ std::string names_text(const char* title, const std::vector<std::string>& names)
   return text;
 }
 
-std::string shapes_text(const Comparison& comparison) {
+std::string shapes_text(std::span<const ComparedTensor> pairs) {
   std::string text;
-  for (const ComparedTensor& pair : comparison.tensors) {
-    const std::string name = name_and_kind(*pair.a);
+  for (const ComparedTensor& pair : pairs) {
+    const std::string name = label_of(format::in_quotes(pair.a->name), *pair.a);
     if (!pair.same_shape)
       text += fmt::format("{}: shape {} in A, {} in B\n", name, format::shape_text(pair.a->shape),
                           format::shape_text(pair.b->shape));
@@ -285,36 +261,28 @@ std::string shapes_text(const Comparison& comparison) {
   return text;
 }
 
-std::string number_text(const ElementDifference& difference, double number) {
-  return difference.has_values ? fmt::format("{:.9g}", number) : "-";
-}
-
-std::string differences_text(const Comparison& comparison, std::size_t differing) {
-  if (differing == 0) return "";
+// A table of the first `top` pairs that differ.
+std::string differences_text(std::span<const ComparedTensor> differing, std::size_t top) {
+  if (differing.empty()) return "";
   TextTable table({"tensor", "largest difference", "at element", "A", "B", "elements that differ"});
-  const std::size_t shown = std::min(differing, comparison.top);
-  for (std::size_t i = 0; i < shown; ++i) {
-    const ComparedTensor& pair = comparison.tensors[i];
+  for (const ComparedTensor& pair : differing.first(std::min(differing.size(), top))) {
     const ElementDifference& d = pair.difference;
-    table.add({name_and_kind(*pair.a),
-               d.has_values
-                   ? (std::isinf(d.largest) ? "not finite" : fmt::format("{:.4g}", d.largest))
-                   : "bytes",
-               format::shape_text(place_in(pair.a->shape, d.at)), number_text(d, d.a),
-               number_text(d, d.b),
+    const auto number = [&](double value) {
+      return d.has_values ? fmt::format("{:.9g}", value) : "-";
+    };
+    table.add({label_of(format::in_quotes(pair.a->name), *pair.a),
+               !d.has_values           ? "bytes"
+               : std::isinf(d.largest) ? "not finite"
+                                       : fmt::format("{:.4g}", d.largest),
+               format::shape_text(place_in(pair.a->shape, d.at)), number(d.a), number(d.b),
                fmt::format("{} of {}", with_commas(d.differing.value),
                            with_commas(pair.a->numel.value))});
   }
   std::string text = table.text();
-  if (shown < differing)
-    text += fmt::format("and {} more; --top {} lists all\n", differing - shown, differing);
+  if (top < differing.size())
+    text +=
+        fmt::format("and {} more; --top {} lists all\n", differing.size() - top, differing.size());
   return text;
-}
-
-std::size_t count_differing(const Comparison& comparison) {
-  return static_cast<std::size_t>(std::ranges::count_if(
-      comparison.tensors,
-      [](const ComparedTensor& pair) { return pair.difference.differing.value > 0; }));
 }
 
 // JSON has no word for what is not finite.
@@ -335,6 +303,25 @@ Json json_of_difference(const ComparedTensor& pair) {
   json["largest"] = json_number(d.largest);
   json["a"] = json_number(d.a);
   json["b"] = json_number(d.b);
+  return json;
+}
+
+Json json_of(std::span<const ComparedTensor> pairs, std::span<const ComparedTensor> differing,
+             std::size_t top) {
+  Json json = {{"tensors", pairs.size()},
+               {"differing", differing.size()},
+               {"shapes", Json::array()},
+               {"dtypes", Json::array()},
+               {"largest", Json::array()}};
+  const auto add = [&](const char* what, const ComparedTensor& pair, const Json& a, const Json& b) {
+    json[what].push_back({{"name", pair.a->name}, {"kind", pair.a->kind}, {"a", a}, {"b", b}});
+  };
+  for (const ComparedTensor& pair : pairs) {
+    if (!pair.same_shape) add("shapes", pair, pair.a->shape, pair.b->shape);
+    if (!pair.same_dtype) add("dtypes", pair, name_of(pair.a->dtype), name_of(pair.b->dtype));
+  }
+  for (const ComparedTensor& pair : differing.first(std::min(differing.size(), top)))
+    json["largest"].push_back(json_of_difference(pair));
   return json;
 }
 
@@ -372,75 +359,51 @@ void DifferenceMeter::add(std::span<const std::byte> a, DType a_dtype, std::span
   }
 }
 
-bool Comparison::equal() const {
-  return only_a.empty() && only_b.empty() &&
-         std::ranges::all_of(tensors, [](const ComparedTensor& pair) { return pair.equal(); });
-}
-
-Comparison compare(const TensorSource& a, const TensorSource& b, const ComparisonOptions& options,
-                   io::IoEngine& io, const std::shared_ptr<memory::Ledger>& ledger,
-                   Console& console) {
+Report compare(const ComparisonRequest& request, const std::shared_ptr<memory::Ledger>& ledger,
+               Console& console) {
+  const TensorSource a(request.a, request.kinds);
+  const TensorSource b(request.b, request.kinds);
   for (const TensorSource* source : {&a, &b}) {
-    if (!options.kinds || source->is_training()) continue;
+    if (!request.kinds || source->is_training()) continue;
     throw UsageError(
         fmt::format("--kinds compares optimizer states, which only training checkpoints hold; "
                     "leave it out: path={}",
                     source->path()));
   }
-  Comparison comparison;
-  comparison.a = a.path();
-  comparison.b = b.path();
-  comparison.top = options.top;
-  comparison.tensors = match(a, b, comparison);
-  Progress progress("comparing", bytes_to_read(comparison.tensors), console);
-  checkpoint::TransferRing ring(options.ring, ledger);
-  PairSource source(a, b, comparison.tensors, io, ring.buffer_bytes());
-  PairSink sink(source, a, b, comparison.tensors, progress);
-  copy(source, sink, ring);
-  std::ranges::stable_sort(comparison.tensors, [](const auto& one, const auto& other) {
-    if ((one.difference.differing.value > 0) != (other.difference.differing.value > 0))
-      return one.difference.differing.value > 0;
+  std::vector<std::string> only_a;
+  std::vector<std::string> only_b;
+  std::vector<ComparedTensor> pairs = match(a, b, only_a, only_b);
+  {
+    io::ThreadEngine io;
+    Progress progress("comparing", bytes_to_read(pairs), console);
+    checkpoint::TransferRing ring(kRing, ledger);
+    PairSource source(a, b, pairs, io, ring.buffer_bytes());
+    PairSink sink(pairs, progress);
+    copy(source, sink, ring);
+  }
+  std::ranges::stable_sort(pairs, [](const ComparedTensor& one, const ComparedTensor& other) {
+    if (one.differs() != other.differs()) return one.differs();
     return one.difference.largest > other.difference.largest;
   });
-  return comparison;
-}
-
-std::string text_of(const Comparison& comparison) {
-  const std::size_t differing = count_differing(comparison);
-  std::string text = fmt::format("A  {}\nB  {}\n", comparison.a, comparison.b);
-  text += names_text("only in A", comparison.only_a);
-  text += names_text("only in B", comparison.only_b);
-  text += shapes_text(comparison);
-  text += differences_text(comparison, differing);
-  const auto compared = static_cast<std::size_t>(
-      std::ranges::count_if(comparison.tensors, [](const auto& pair) { return pair.compared; }));
-  if (comparison.equal())
-    return text + fmt::format("equal: {} compared\n", count_of(compared, "tensor"));
-  return text + fmt::format("DIFFERENT: {} compared, the values of {} differ\n",
-                            count_of(compared, "tensor"), differing);
-}
-
-Json json_of(const Comparison& comparison) {
-  const std::size_t differing = count_differing(comparison);
-  Json json = {{"a", comparison.a},           {"b", comparison.b},
-               {"equal", comparison.equal()}, {"only_a", comparison.only_a},
-               {"only_b", comparison.only_b}, {"tensors", comparison.tensors.size()},
-               {"differing", differing},      {"shapes", Json::array()},
-               {"dtypes", Json::array()},     {"largest", Json::array()}};
-  for (const ComparedTensor& pair : comparison.tensors) {
-    const Json name = {{"name", pair.a->name}, {"kind", pair.a->kind}};
-    if (!pair.same_shape) {
-      json["shapes"].push_back(name);
-      json["shapes"].back().update({{"a", pair.a->shape}, {"b", pair.b->shape}});
-    }
-    if (!pair.same_dtype) {
-      json["dtypes"].push_back(name);
-      json["dtypes"].back().update({{"a", name_of(pair.a->dtype)}, {"b", name_of(pair.b->dtype)}});
-    }
-  }
-  for (std::size_t i = 0; i < std::min(differing, comparison.top); ++i)
-    json["largest"].push_back(json_of_difference(comparison.tensors[i]));
-  return json;
+  const auto count = [&](auto which) {
+    return static_cast<std::size_t>(std::ranges::count_if(pairs, which));
+  };
+  const auto differing = std::span(std::as_const(pairs)).first(count(&ComparedTensor::differs));
+  const std::size_t compared = count(&ComparedTensor::compared);
+  const bool equal = only_a.empty() && only_b.empty() && differing.empty() &&
+                     std::ranges::all_of(pairs, &ComparedTensor::same_shape) &&
+                     std::ranges::all_of(pairs, &ComparedTensor::same_dtype);
+  Json json = json_of(pairs, differing, request.top);
+  json.update(
+      {{"a", a.path()}, {"b", b.path()}, {"equal", equal}, {"only_a", only_a}, {"only_b", only_b}});
+  return {json,
+          fmt::format("A  {}\nB  {}\n", a.path(), b.path()) + names_text("only in A", only_a) +
+              names_text("only in B", only_b) + shapes_text(pairs) +
+              differences_text(differing, request.top) +
+              (equal ? fmt::format("equal: {} compared\n", count_of(compared, "tensor"))
+                     : fmt::format("DIFFERENT: {} compared, the values of {} differ\n",
+                                   count_of(compared, "tensor"), differing.size())),
+          equal};
 }
 
 }  // namespace strata::cli

@@ -6,11 +6,11 @@
 #include <array>
 #include <filesystem>
 #include <fstream>
-#include <nlohmann/json.hpp>
 #include <string_view>
 #include <system_error>
 
 #include "strata/base/error.h"
+#include "strata/engine/config/config_review.h"
 
 namespace strata::cli {
 namespace {
@@ -43,20 +43,13 @@ constexpr std::size_t kColumns = 100;
 // `text` in lines of at most kColumns, each behind `indent` blanks.
 std::string wrapped(std::string_view text, std::size_t indent) {
   std::string result;
-  std::string line;
-  const auto end_line = [&] {
-    if (!line.empty()) result += std::string(indent, ' ') + line + "\n";
-    line.clear();
-  };
   while (!text.empty()) {
-    const auto space = std::min(text.find(' '), text.size());
-    const std::string_view word = text.substr(0, space);
-    if (!line.empty() && indent + line.size() + 1 + word.size() > kColumns) end_line();
-    if (!line.empty()) line += ' ';
-    line += word;
-    text.remove_prefix(std::min(space + 1, text.size()));
+    std::size_t end = text.size();
+    if (indent + end > kColumns) end = text.rfind(' ', kColumns - indent);
+    if (end == std::string_view::npos) end = std::min(text.find(' '), text.size());
+    result += fmt::format("{:{}}{}\n", "", indent, text.substr(0, end));
+    text.remove_prefix(std::min(end + 1, text.size()));
   }
-  end_line();
   return result;
 }
 
@@ -69,25 +62,25 @@ std::string counts_of(const engine::ConfigReview& review) {
   return text.empty() ? "no settings" : text;
 }
 
-std::string conclusion_of(const ConfigCheck& check) {
-  const bool accepted = check.review.accepted();
-  std::string text = fmt::format("{}: {}\n", check.request.config, counts_of(check.review));
-  const bool open = check.review.count(Verdict::kOpen) > 0;
+std::string conclusion_of(const CheckRequest& request, const engine::ConfigReview& review) {
+  const bool accepted = review.accepted();
+  std::string text = fmt::format("{}: {}\n", request.config, counts_of(review));
+  const bool open = review.count(Verdict::kOpen) > 0;
   text += !accepted ? "initialize refuses it\n"
           : open    ? "initialize takes it, once each \"auto\" is filled in\n"
                     : "initialize takes it\n";
-  if (check.request.fix.empty()) {
-    const std::size_t idle =
-        check.review.count(Verdict::kOff) + check.review.count(Verdict::kOldSpelling);
-    if (check.review.rewritten && (!accepted || idle > 0))
-      text += "--fix OUT writes it in today's spelling, without what is refused or off\n";
-  } else if (check.written) {
-    text += fmt::format("written: {}, in today's spelling, without what is refused or off\n",
-                        check.request.fix);
-  } else {
-    text +=
-        fmt::format("not written: {}: first mend what only you can choose\n", check.request.fix);
+  if (!request.fix.empty()) {
+    text += review.rewritten ? fmt::format(
+                                   "written: {}, in today's spelling, without what is "
+                                   "refused or off\n",
+                                   request.fix)
+                             : fmt::format("not written: {}: first mend what only you can choose\n",
+                                           request.fix);
+    return text;
   }
+  const std::size_t idle = review.count(Verdict::kOff) + review.count(Verdict::kOldSpelling);
+  if (review.rewritten && (!accepted || idle > 0))
+    text += "--fix OUT writes it in today's spelling, without what is refused or off\n";
   return text;
 }
 
@@ -107,49 +100,36 @@ void write_whole(const std::string& path, const std::string& text) {
 
 }  // namespace
 
-ConfigCheck check_config(const CheckRequest& request) {
-  ConfigCheck check{request, engine::review_config(request.config)};
-  if (!request.fix.empty() && check.review.rewritten) {
-    write_whole(request.fix, engine::pretty_text(*check.review.rewritten));
-    check.written = true;
-  }
-  return check;
-}
-
-std::string text_of(const ConfigCheck& check) {
+Report check_config(const CheckRequest& request) {
+  const engine::ConfigReview review = engine::review_config(request.config);
+  const auto& rewritten = review.rewritten;
+  const bool written = !request.fix.empty() && rewritten;
+  if (written) write_whole(request.fix, engine::pretty_text(*rewritten));
   std::string text;
   for (const Group& group : kGroups) {
-    if (check.review.count(group.verdict) == 0) continue;
+    if (review.count(group.verdict) == 0) continue;
     text += fmt::format("{}\n", group.title);
-    for (const engine::Finding& finding : check.review.findings) {
+    for (const engine::Finding& finding : review.findings) {
       if (finding.verdict != group.verdict) continue;
       const std::string value = finding.value.empty() ? "" : " = " + finding.value;
-      text += fmt::format("  {}{}\n", finding.path, value);
-      text += wrapped(finding.reason, 6);
+      text += fmt::format("  {}{}\n", finding.path, value) + wrapped(finding.reason, 6);
     }
     text += "\n";
   }
-  return text + conclusion_of(check);
-}
-
-Json json_of(const ConfigCheck& check) {
   Json keys = Json::array();
-  for (const engine::Finding& finding : check.review.findings) {
-    std::string_view verdict;
-    for (const Group& group : kGroups) {
-      if (group.verdict == finding.verdict) verdict = group.name;
-    }
+  for (const engine::Finding& finding : review.findings) {
     keys.push_back({{"key", finding.path},
                     {"value", finding.value},
-                    {"verdict", verdict},
+                    {"verdict", std::ranges::find(kGroups, finding.verdict, &Group::verdict)->name},
                     {"why", finding.reason}});
   }
-  const auto& rewritten = check.review.rewritten;
-  return {{"config", check.request.config},
-          {"accepted", check.review.accepted()},
-          {"keys", std::move(keys)},
-          {"rewritten", rewritten ? Json(*rewritten) : Json()},
-          {"written", check.written ? Json(check.request.fix) : Json()}};
+  return {{{"config", request.config},
+           {"accepted", review.accepted()},
+           {"keys", std::move(keys)},
+           {"rewritten", rewritten ? Json(*rewritten) : Json()},
+           {"written", written ? Json(request.fix) : Json()}},
+          text + conclusion_of(request, review),
+          review.accepted()};
 }
 
 }  // namespace strata::cli

@@ -3,10 +3,9 @@
 // file that is no configuration; IoError if the rewritten one cannot be written.
 #pragma once
 
-#include <nlohmann/json_fwd.hpp>
 #include <string>
 
-#include "strata/engine/config/config_review.h"
+#include "strata/cli/console.h"
 
 namespace strata::cli {
 
@@ -15,15 +14,6 @@ struct CheckRequest {
   std::string fix;     // where to write the rewritten one; empty: nowhere
 };
 
-struct ConfigCheck {
-  CheckRequest request;
-  engine::ConfigReview review;
-  bool written = false;
-};
-
-ConfigCheck check_config(const CheckRequest& request);
-
-std::string text_of(const ConfigCheck& check);
-nlohmann::json json_of(const ConfigCheck& check);
+Report check_config(const CheckRequest& request);
 
 }  // namespace strata::cli

@@ -5,9 +5,6 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
-#include <cstddef>
-#include <nlohmann/json.hpp>
-#include <string>
 #include <utility>
 
 #include "strata/base/error.h"

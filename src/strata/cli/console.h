@@ -1,12 +1,13 @@
-// How commands write to a terminal: the console with a line of progress, tables of text,
-// numbers and sizes as people read and write them. Threads: one; but for Progress, values and pure
-// functions, safe everywhere. Errors: UsageError for a text that is no size.
+// How commands write to a terminal: their reports, the console with a line of progress, tables of
+// text, numbers and sizes as people read and write them. Threads: one; but for Progress, values and
+// pure functions, safe everywhere. Errors: UsageError for a text that is no size.
 #pragma once
 
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <nlohmann/json.hpp>
 #include <ostream>
 #include <string>
 #include <string_view>
@@ -24,6 +25,13 @@ struct Console {
   std::ostream& err;
   bool err_is_terminal = false;
   std::function<Clock::time_point()> now = [] { return Clock::now(); };
+};
+
+// The result of a command.
+struct Report {
+  nlohmann::json json;  // for programs
+  std::string text;     // for people
+  bool right = true;    // false: what was looked at is damaged, different, or does not fit
 };
 
 // A command's progress as one line of a terminal that is written over: shown once the work has

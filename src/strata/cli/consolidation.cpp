@@ -1,26 +1,22 @@
 #include "strata/cli/consolidation.h"
 
 #include <fmt/core.h>
-#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <filesystem>
 #include <map>
-#include <nlohmann/json.hpp>
 #include <span>
 #include <system_error>
 
 #include "strata/base/error.h"
 #include "strata/checkpoint/chosen_checkpoint.h"
 #include "strata/checkpoint/reader.h"
-#include "strata/cli/console.h"
 #include "strata/cli/inspection.h"
-#include "strata/cli/tensor_source.h"
-#include "strata/format/manifest.h"
 #include "strata/format/safetensors.h"
 #include "strata/format/sharded_writer.h"
 #include "strata/io/folder_calls.h"
 #include "strata/io/pending_range.h"
+#include "strata/io/thread_engine.h"
 #include "strata/kernels/elementwise.h"
 #include "strata/plan/channel_order.h"
 
@@ -28,7 +24,6 @@ namespace strata::cli {
 namespace {
 
 namespace fs = std::filesystem;
-using Json = nlohmann::json;
 
 constexpr Bytes kBuffer = 1_MiB;
 
@@ -77,26 +72,65 @@ std::vector<std::string> copy_model_files(const std::string& from, const std::st
 // Without checksums: what lies between two extents is read, too, where that is cheaper than a jump.
 constexpr Bytes kGapRead = 64_KiB;
 
-DType dtype_in(const format::ManifestTensor& tensor, const ConsolidationOptions& options) {
-  return options.dtype && is_floating(tensor.dtype) ? *options.dtype : tensor.dtype;
-}
+// The tensors that are written, and where their elements lie.
+struct Plan {
+  Plan(const format::Manifest& manifest, const ConsolidationRequest& request,
+       const std::string& folder)
+      : place_of(manifest.tensors.size()) {
+    for (std::size_t t = 0; t < manifest.tensors.size(); ++t) {
+      const format::ManifestTensor& tensor = manifest.tensors[t];
+      if (tensor.role != format::TensorRole::kParameter &&
+          tensor.role != format::TensorRole::kBuffer)
+        continue;
+      place_of[t] = specs.size();
+      const bool cast = request.dtype && is_floating(tensor.dtype);
+      specs.push_back({tensor.name, cast ? *request.dtype : tensor.dtype, tensor.shape});
+    }
+    for (const format::ManifestRange& extent : manifest.extents) {
+      if (extent.kind != 0 || !place_of[extent.tensor]) continue;
+      const format::TensorSpec& spec = specs[*place_of[extent.tensor]];
+      if (extent.dtype != spec.dtype && !(is_floating(extent.dtype) && is_floating(spec.dtype))) {
+        throw FormatError(fmt::format(
+            "a tensor of a checkpoint is stored in a dtype that cannot become its own: tensor={} "
+            "stored as={} wanted={} path={}",
+            format::in_quotes(spec.name), name_of(extent.dtype), name_of(spec.dtype), folder));
+      }
+      extents.push_back(extent);
+    }
+  }
+
+  // The ranges of the files that are read.
+  std::vector<checkpoint::FileRange> ranges() const {
+    std::vector<checkpoint::FileRange> result;
+    for (const format::ManifestRange& extent : extents) {
+      const Bytes end = checkpoint::end_of(extent);
+      const bool near = !result.empty() && result.back().file == extent.file &&
+                        result.back().offset + result.back().bytes + kGapRead >= extent.offset;
+      if (near) {
+        result.back().bytes = end - result.back().offset;
+      } else {
+        result.push_back({extent.file, extent.offset, end - extent.offset});
+      }
+    }
+    return result;
+  }
+
+  std::vector<std::optional<std::size_t>> place_of;  // by the manifest's tensor, in specs
+  std::vector<format::TensorSpec> specs;
+  std::vector<format::ManifestRange> extents;  // by file and offset
+};
 
 // Casts the elements of extents and writes them to where their tensors lie.
 class CastWriter final : public checkpoint::ExtentSink {
  public:
-  CastWriter(std::span<const format::ManifestRange> extents,
-             std::span<const format::ManifestTensor> tensors,
-             std::span<const std::optional<std::size_t>> place_of,
-             std::span<const format::TensorSpec> specs, format::ShardedWriter& writer,
+  CastWriter(const format::Manifest& manifest, const Plan& plan, format::ShardedWriter& writer,
              checkpoint::TransferRing& ring, Progress& progress)
-      : ExtentSink(extents),
-        extents_(extents),
-        tensors_(tensors),
-        place_of_(place_of),
-        specs_(specs),
-        progress_(progress),
+      : ExtentSink(plan.extents),
+        manifest_(manifest),
+        plan_(plan),
         writer_(writer),
-        ring_(ring) {}
+        ring_(ring),
+        progress_(progress) {}
 
   std::unique_ptr<io::Transfer> take(const checkpoint::Piece& piece) override {
     progress_.add(piece.bytes);
@@ -106,30 +140,32 @@ class CastWriter final : public checkpoint::ExtentSink {
 
  private:
   void take_elements(std::size_t extent, Bytes at, std::span<const std::byte> bytes) override {
-    const format::ManifestRange& e = extents_[extent];
-    if (tensors_[e.tensor].channels_last) {
+    const format::ManifestRange& e = plan_.extents[extent];
+    if (manifest_.tensors[e.tensor].channels_last) {
       collect(e, at, bytes);
     } else {
-      give(*place_of_[e.tensor], e.begin + Numel(at / size_of(e.dtype)), bytes, e.dtype);
+      give(e, e.begin + Numel(at / size_of(e.dtype)), bytes);
     }
   }
 
   // Writes a channels_last tensor, in the order of its dimensions, once it has all elements.
   void collect(const format::ManifestRange& extent, Bytes at, std::span<const std::byte> bytes) {
-    const std::vector<std::int64_t>& shape = tensors_[extent.tensor].shape;
-    Collected& collected = collected_[extent.tensor];
-    collected.bytes.resize(bytes_of(*format::checked_numel(shape), extent.dtype).size());
-    const Bytes first = bytes_of(extent.begin, extent.dtype) + at;
-    std::ranges::copy(bytes, collected.bytes.begin() + first.value);
-    collected.filled += bytes.size();
-    if (collected.filled < collected.bytes.size()) return;
-    plan::reorder(collected.bytes, shape, size_of(extent.dtype), /*channels_last=*/false);
-    give(*place_of_[extent.tensor], Numel(), collected.bytes, extent.dtype);
+    const std::vector<std::int64_t>& shape = manifest_.tensors[extent.tensor].shape;
+    auto& [whole, filled] = collected_[extent.tensor];
+    whole.resize(bytes_of(*format::checked_numel(shape), extent.dtype).size());
+    std::ranges::copy(bytes, whole.begin() + (bytes_of(extent.begin, extent.dtype) + at).value);
+    filled += bytes.size();
+    if (filled < whole.size()) return;
+    plan::reorder(whole, shape, size_of(extent.dtype), /*channels_last=*/false);
+    give(extent, Numel(), whole);
     collected_.erase(extent.tensor);
   }
 
-  void give(std::size_t tensor, Numel first, std::span<const std::byte> bytes, DType stored) {
-    const DType dtype = specs_[tensor].dtype;
+  // Writes elements of the extent's tensor, of the extent's dtype, from `first` on.
+  void give(const format::ManifestRange& extent, Numel first, std::span<const std::byte> bytes) {
+    const DType stored = extent.dtype;
+    const std::size_t tensor = *plan_.place_of[extent.tensor];
+    const DType dtype = plan_.specs[tensor].dtype;
     const Numel end = first + Numel(Bytes(bytes.size()) / size_of(stored));
     while (first < end) {
       const Numel count = std::min(Numel(ring_.buffer_bytes() / size_of(dtype)), end - first);
@@ -147,190 +183,93 @@ class CastWriter final : public checkpoint::ExtentSink {
     }
   }
 
-  struct Collected {
-    std::vector<std::byte> bytes;
-    std::size_t filled = 0;
-  };
-
-  std::span<const format::ManifestRange> extents_;
-  std::span<const format::ManifestTensor> tensors_;
-  std::map<std::size_t, Collected> collected_;  // by the manifest's tensor
-  std::span<const std::optional<std::size_t>> place_of_;
-  std::span<const format::TensorSpec> specs_;
-  Progress& progress_;
+  const format::Manifest& manifest_;
+  const Plan& plan_;
   format::ShardedWriter& writer_;
   checkpoint::TransferRing& ring_;
+  Progress& progress_;
+  // By the manifest's tensor: its bytes, and how many are there.
+  std::map<std::size_t, std::pair<std::vector<std::byte>, std::size_t>> collected_;
 };
 
-class Consolidation {
- public:
-  Consolidation(const std::string& folder, const ConsolidationOptions& options, io::IoEngine& io,
-                const std::shared_ptr<memory::Ledger>& ledger)
-      : folder_(folder),
-        options_(options),
-        io_(io),
-        manifest_(format::read_manifest(folder)),
-        files_(folder, manifest_),
-        read_ring_(options.ring, ledger),
-        write_ring_(options.ring, ledger) {
-    place_of_.resize(manifest_.tensors.size());
-    for (std::size_t t = 0; t < manifest_.tensors.size(); ++t) choose(t);
-    for (const format::ManifestRange& extent : manifest_.extents) {
-      if (extent.kind == 0 && place_of_[extent.tensor]) {
-        check_cast(extent);
-        extents_.push_back(extent);
-      }
+Report report_of(const format::Manifest& manifest, const Plan& plan,
+                 const format::ShardPlan& shards, const std::string& out,
+                 const std::vector<std::string>& copied) {
+  Numel elements;
+  for (const format::TensorSpec& spec : plan.specs) elements += *format::checked_numel(spec.shape);
+  const bool without_frozen =
+      nlohmann::json::parse(manifest.training).value("without_frozen", nlohmann::json()) == true;
+  std::string text = fmt::format("{}: {} of {} elements, {} in {}\n", out,
+                                 count_of(plan.specs.size(), "tensor"), with_commas(elements.value),
+                                 to_string(shards.total), count_of(shards.files.size(), "file"));
+  if (without_frozen)
+    text += "frozen parameters were not saved with the checkpoint, and are not in it\n";
+  nlohmann::json tied = nlohmann::json::object();
+  for (const format::ManifestTensor& tensor : manifest.tensors) {
+    for (const std::string& alias : tensor.aliases) {
+      tied[alias] = tensor.name;
+      text += fmt::format("{} is tied to {} and is not repeated\n", format::in_quotes(alias),
+                          format::in_quotes(tensor.name));
     }
   }
-
-  Consolidated run(const std::string& out, Console& console) {
-    format::ShardedWriterOptions options;
-    options.shard_max = options_.shard_max;
-    writer_.emplace(out, specs_, io_, options);
-    stream(console);
-    writer_->finish();
-    return report(out);
-  }
-
- private:
-  void choose(std::size_t t) {
-    const format::ManifestTensor& tensor = manifest_.tensors[t];
-    const bool of_model =
-        tensor.role == format::TensorRole::kParameter || tensor.role == format::TensorRole::kBuffer;
-    if (!of_model) return;
-    place_of_[t] = specs_.size();
-    specs_.push_back({tensor.name, dtype_in(tensor, options_), tensor.shape});
-  }
-
-  void check_cast(const format::ManifestRange& extent) const {
-    const format::TensorSpec& spec = specs_[*place_of_[extent.tensor]];
-    const bool fits =
-        extent.dtype == spec.dtype || (is_floating(extent.dtype) && is_floating(spec.dtype));
-    if (fits) return;
-    throw FormatError(fmt::format(
-        "a tensor of a checkpoint is stored in a dtype that cannot become its own: tensor={} "
-        "stored as={} wanted={} path={}",
-        format::in_quotes(spec.name), name_of(extent.dtype), name_of(spec.dtype), folder_));
-  }
-
-  std::vector<checkpoint::FileRange> ranges() const {
-    std::vector<checkpoint::FileRange> result;
-    for (const format::ManifestRange& extent : extents_) {
-      const Bytes end = checkpoint::end_of(extent);
-      const bool near = !result.empty() && result.back().file == extent.file &&
-                        result.back().offset + result.back().bytes + kGapRead >= extent.offset;
-      if (near) {
-        result.back().bytes = end - result.back().offset;
-      } else {
-        result.push_back({extent.file, extent.offset, end - extent.offset});
-      }
-    }
-    return options_.verify ? checkpoint::whole_blocks(result, manifest_.files) : result;
-  }
-
-  void stream(Console& console) {
-    const std::vector<checkpoint::FileRange> wanted = ranges();
-    Bytes total;
-    for (const checkpoint::FileRange& range : wanted) total += range.bytes;
-    Progress progress("consolidating", total, console);
-    const std::vector<checkpoint::ReadableFile> ways = files_.readable();
-    const checkpoint::Verification verify{
-        manifest_.files, options_.verify,
-        [&](const checkpoint::WrongRange& wrong) { fail(wrong); }};
-    checkpoint::RangeSource source(ways, wanted, io_, read_ring_.buffer_bytes(),
-                                   {.aligned = 16_B, .verify = &verify});
-    CastWriter sink(extents_, manifest_.tensors, place_of_, specs_, *writer_, write_ring_,
-                    progress);
-    copy(source, sink, read_ring_);
-  }
-
-  [[noreturn]] void fail(const checkpoint::WrongRange& wrong) const {
-    const Finding finding{manifest_.files[wrong.file].name, ByteRange{wrong.begin, wrong.end},
-                          checkpoint::owners_of(manifest_, wrong.file, wrong.begin, wrong.end),
-                          wrong.problem};
-    throw FormatError(
-        fmt::format("a checkpoint is damaged, and nothing was written: {}; `strata inspect "
-                    "--verify` lists all that is wrong: path={}",
-                    text_of(finding), folder_));
-  }
-
-  Consolidated report(const std::string& out) const {
-    Consolidated result;
-    result.out = out;
-    result.tensors = specs_.size();
-    for (const format::TensorSpec& spec : specs_)
-      result.elements += *format::checked_numel(spec.shape);
-    result.bytes = writer_->plan().total;
-    result.files = writer_->plan().files;
-    const Json training = Json::parse(manifest_.training);
-    result.without_frozen = training.value("without_frozen", Json()) == true;
-    for (const format::ManifestTensor& tensor : manifest_.tensors) {
-      for (const std::string& alias : tensor.aliases)
-        result.aliases.emplace_back(alias, tensor.name);
-    }
-    return result;
-  }
-
-  std::string folder_;
-  const ConsolidationOptions& options_;
-  io::IoEngine& io_;
-  format::Manifest manifest_;
-  checkpoint::CheckpointFiles files_;
-  std::vector<std::optional<std::size_t>> place_of_;  // by the manifest's tensor, in specs_
-  std::vector<format::TensorSpec> specs_;
-  std::vector<format::ManifestRange> extents_;  // that are written, by file and offset
-  std::optional<format::ShardedWriter> writer_;
-  // Transfers end before the writer does.
-  checkpoint::TransferRing read_ring_;
-  checkpoint::TransferRing write_ring_;
-};
+  text += copied.empty()
+              ? "the checkpoint holds no config.json: put the model's beside the weights before "
+                "transformers loads them\n"
+              : fmt::format("copied with them: {}\n", format::first_ten(copied));
+  return {{{"out", out},
+           {"tensors", plan.specs.size()},
+           {"elements", elements.value},
+           {"bytes", shards.total.value},
+           {"files", shards.files},
+           {"copied", copied},
+           {"tied", tied},
+           {"without_frozen", without_frozen}},
+          text};
+}
 
 }  // namespace
 
-Consolidated consolidate(const std::string& path, const std::string& out,
-                         const ConsolidationOptions& options, io::IoEngine& io,
-                         const std::shared_ptr<memory::Ledger>& ledger, Console& console) {
-  const checkpoint::ChosenCheckpoint folder = checkpoint::choose_checkpoint(path);
-  if (checkpoint::has_manifest(out)) {
+Report consolidate(const ConsolidationRequest& request,
+                   const std::shared_ptr<memory::Ledger>& ledger, Console& console) {
+  const std::string folder = checkpoint::choose_checkpoint(request.path).path;
+  if (checkpoint::has_manifest(request.out)) {
     throw UsageError(fmt::format(
         "OUT is a training checkpoint, whose files would be lost; give another folder: path={}",
-        out));
+        request.out));
   }
-  Consolidated result = Consolidation(folder.path, options, io, ledger).run(out, console);
-  result.copied = copy_model_files(folder.path, out);
-  result.staging = ledger->peak(memory::Tier::kHost);
-  return result;
-}
-
-std::string text_of(const Consolidated& result) {
-  std::string text =
-      fmt::format("{}: {} of {} elements, {} in {}\n", result.out,
-                  count_of(result.tensors, "tensor"), with_commas(result.elements.value),
-                  to_string(result.bytes), count_of(result.files.size(), "file"));
-  if (result.without_frozen)
-    text += "frozen parameters were not saved with the checkpoint, and are not in it\n";
-  for (const auto& [alias, name] : result.aliases)
-    text += fmt::format("{} is tied to {} and is not repeated\n", format::in_quotes(alias),
-                        format::in_quotes(name));
-  text += result.copied.empty()
-              ? "the checkpoint holds no config.json: put the model's beside the weights before "
-                "transformers loads them\n"
-              : fmt::format("copied with them: {}\n", format::first_ten(result.copied));
-  return text;
-}
-
-nlohmann::json json_of(const Consolidated& result) {
-  nlohmann::json aliases = nlohmann::json::object();
-  for (const auto& [alias, name] : result.aliases) aliases[alias] = name;
-  return {{"out", result.out},
-          {"tensors", result.tensors},
-          {"elements", result.elements.value},
-          {"bytes", result.bytes.value},
-          {"files", result.files},
-          {"copied", result.copied},
-          {"tied", aliases},
-          {"without_frozen", result.without_frozen},
-          {"staging_bytes", result.staging.value}};
+  const format::Manifest manifest = format::read_manifest(folder);
+  const checkpoint::CheckpointFiles files(folder, manifest);
+  io::ThreadEngine io;
+  std::optional<format::ShardedWriter> writer;
+  // Transfers end before the writer does.
+  checkpoint::TransferRing read_ring(request.ring, ledger);
+  checkpoint::TransferRing write_ring(request.ring, ledger);
+  const Plan plan(manifest, request, folder);
+  writer.emplace(request.out, plan.specs, io, format::ShardedWriterOptions{request.shard_max});
+  const checkpoint::Verification verify{
+      manifest.files, request.verify, [&](const checkpoint::WrongRange& wrong) {
+        throw FormatError(
+            fmt::format("a checkpoint is damaged, and nothing was written: {}; `strata inspect "
+                        "--verify` lists all that is wrong: path={}",
+                        text_of(manifest, wrong), folder));
+      }};
+  const std::vector<checkpoint::FileRange> ranges =
+      request.verify ? checkpoint::whole_blocks(plan.ranges(), manifest.files) : plan.ranges();
+  Bytes total;
+  for (const checkpoint::FileRange& range : ranges) total += range.bytes;
+  {
+    Progress progress("consolidating", total, console);
+    const std::vector<checkpoint::ReadableFile> ways = files.readable();
+    checkpoint::RangeSource source(ways, ranges, io, read_ring.buffer_bytes(),
+                                   {.aligned = 16_B, .verify = &verify});
+    CastWriter sink(manifest, plan, *writer, write_ring, progress);
+    copy(source, sink, read_ring);
+  }
+  writer->finish();
+  const std::vector<std::string> copied = copy_model_files(folder, request.out);
+  Report report = report_of(manifest, plan, writer->plan(), request.out, copied);
+  report.json["staging_bytes"] = ledger->peak(memory::Tier::kHost).value;
+  return report;
 }
 
 }  // namespace strata::cli

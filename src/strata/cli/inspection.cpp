@@ -5,12 +5,12 @@
 
 #include <algorithm>
 #include <array>
-#include <utility>
+#include <map>
 
 #include "strata/base/error.h"
-#include "strata/checkpoint/reader.h"
-#include "strata/cli/console.h"
+#include "strata/checkpoint/chosen_checkpoint.h"
 #include "strata/format/safetensors.h"
+#include "strata/io/thread_engine.h"
 
 namespace strata::cli {
 namespace {
@@ -24,11 +24,47 @@ constexpr std::size_t kFilesShown = 32;
 constexpr std::array<const char*, 5> kTrainingKeys{"global_steps", "micro_steps", "skipped_steps",
                                                    "loss_scale", "written_by"};
 
-void count_tensor(const format::ManifestTensor& tensor, TensorCount& count) {
-  ++count.tensors;
-  count.trainable += tensor.trainable ? 1U : 0U;
-  count.elements += *format::checked_numel(tensor.shape);
-  ++count.dtypes[std::string(name_of(tensor.dtype))];
+// A problem of a file.
+struct Finding {
+  Json json;
+  std::string text;
+};
+
+// How many tensors of a role there are, of how many elements, and in which dtypes the model
+// computes with them.
+Json count_of_role(const format::Manifest& manifest, Role role) {
+  std::size_t tensors = 0;
+  std::size_t trainable = 0;
+  Numel elements;
+  std::map<std::string, std::size_t> dtypes;
+  for (const format::ManifestTensor& tensor : manifest.tensors) {
+    if (tensor.role != role) continue;
+    ++tensors;
+    trainable += tensor.trainable ? 1U : 0U;
+    elements += *format::checked_numel(tensor.shape);
+    ++dtypes[std::string(name_of(tensor.dtype))];
+  }
+  return {{"tensors", tensors},
+          {"trainable", trainable},
+          {"elements", elements.value},
+          {"dtypes", dtypes}};
+}
+
+// The elements of each kind in the files.
+Json kinds_of(const format::Manifest& manifest) {
+  Json kinds = Json::array();
+  for (const std::string& kind : manifest.kinds)
+    kinds.push_back({{"kind", kind}, {"elements", 0}, {"bytes", 0}, {"stored_as", Json::object()}});
+  const auto add = [](Json& to, const std::string& key, std::int64_t number) {
+    to[key] = to.value(key, std::int64_t{0}) + number;
+  };
+  for (const format::ManifestRange& extent : manifest.extents) {
+    const Numel elements = extent.end - extent.begin;
+    add(kinds[extent.kind], "elements", elements.value);
+    add(kinds[extent.kind], "bytes", bytes_of(elements, extent.dtype).value);
+    add(kinds[extent.kind]["stored_as"], std::string(name_of(extent.dtype)), elements.value);
+  }
+  return kinds;
 }
 
 // Texts of a manifest may hold anything; a terminal gets no control bytes of them.
@@ -39,90 +75,60 @@ std::string shown(const std::string& text) {
 
 // "strata 0.1.0, torch 2.11.0" of an object with these members.
 std::string text_of_value(const Json& value) {
-  if (value.is_object()) {
-    std::vector<std::string> parts;
-    for (const auto& [key, member] : value.items())
-      parts.push_back(shown(key) + " " +
-                      shown(member.is_string() ? member.get<std::string>() : member.dump()));
-    return fmt::format("{}", fmt::join(parts, ", "));
-  }
-  return shown(value.is_string() ? value.get<std::string>() : value.dump());
+  if (!value.is_object()) return shown(value.is_string() ? value.get<std::string>() : value.dump());
+  std::vector<std::string> parts;
+  for (const auto& [key, member] : value.items())
+    parts.push_back(shown(key) + " " +
+                    shown(member.is_string() ? member.get<std::string>() : member.dump()));
+  return fmt::format("{}", fmt::join(parts, ", "));
 }
 
 // "100 (400 micro-steps, 2 skipped)"; empty where the record does not say.
 std::string steps_text(const Json& training) {
-  const auto has = [&](const char* key) { return training.contains(key); };
-  if (!has("global_steps")) return "";
+  if (!training.contains("global_steps")) return "";
   std::vector<std::string> more;
-  if (has("micro_steps")) more.push_back(text_of_value(training["micro_steps"]) + " micro-steps");
-  if (has("skipped_steps")) more.push_back(text_of_value(training["skipped_steps"]) + " skipped");
+  for (const auto& [key, noun] :
+       {std::pair("micro_steps", "micro-steps"), {"skipped_steps", "skipped"}}) {
+    if (training.contains(key)) more.push_back(text_of_value(training[key]) + " " + noun);
+  }
   const std::string steps = text_of_value(training["global_steps"]);
   return more.empty() ? steps : fmt::format("{} ({})", steps, fmt::join(more, ", "));
 }
 
-std::string count_text(const TensorCount& count) {
+std::string count_text(const Json& count) {
   std::vector<std::string> dtypes;
-  for (const auto& [dtype, tensors] : count.dtypes)
-    dtypes.push_back(fmt::format("{} {}", tensors, dtype));
-  return fmt::format("{} of {} elements ({})",
-                     with_commas(static_cast<std::int64_t>(count.tensors)),
-                     with_commas(count.elements.value), fmt::join(dtypes, ", "));
+  for (const auto& [dtype, tensors] : count["dtypes"].items())
+    dtypes.push_back(fmt::format("{} {}", tensors.get<std::size_t>(), dtype));
+  return fmt::format("{} of {} elements ({})", with_commas(count["tensors"]),
+                     with_commas(count["elements"]), fmt::join(dtypes, ", "));
 }
 
-std::string kinds_table(const Inspection& inspection) {
+std::string kinds_table(const Json& kinds) {
   TextTable table({"kind", "stored as", "elements", "bytes", ""});
   table.align_left(1);
   Bytes sum;
-  for (const KindCount& kind : inspection.kinds) {
+  for (const Json& kind : kinds) {
     std::vector<std::string> dtypes;
-    for (const auto& [dtype, elements] : kind.stored_as) dtypes.push_back(dtype);
-    table.add({shown(kind.kind), fmt::format("{}", fmt::join(dtypes, ", ")),
-               with_commas(kind.elements.value), with_commas(kind.bytes.value),
-               to_string(kind.bytes)});
-    sum += kind.bytes;
+    for (const auto& [dtype, elements] : kind["stored_as"].items()) dtypes.push_back(dtype);
+    const Bytes bytes(kind["bytes"].get<std::int64_t>());
+    table.add({shown(kind["kind"]), fmt::format("{}", fmt::join(dtypes, ", ")),
+               with_commas(kind["elements"]), with_commas(bytes.value), to_string(bytes)});
+    sum += bytes;
   }
   table.add_line();
   table.add({"total", "", "", with_commas(sum.value), to_string(sum)});
   return table.text();
 }
 
-std::string files_table(const Inspection& inspection) {
+std::string files_table(const std::vector<format::ManifestFile>& files, Bytes total) {
   TextTable table({"file", "bytes", ""});
-  const auto& files = inspection.files;
   for (std::size_t i = 0; i < std::min(files.size(), kFilesShown); ++i)
-    table.add({files[i].first, with_commas(files[i].second.value), to_string(files[i].second)});
+    table.add({files[i].name, with_commas(files[i].bytes.value), to_string(files[i].bytes)});
   if (files.size() > kFilesShown)
     table.add({fmt::format("and {} more (--json lists all)", files.size() - kFilesShown)});
   table.add_line();
-  table.add({count_of(files.size(), "file"), with_commas(inspection.total.value),
-             to_string(inspection.total)});
+  table.add({count_of(files.size(), "file"), with_commas(total.value), to_string(total)});
   return table.text();
-}
-
-std::string verdict_text(const Inspection& inspection) {
-  if (!inspection.whole()) {
-    std::string text = fmt::format("WRONG: {}\n", count_of(inspection.findings.size(), "finding"));
-    for (const Finding& finding : inspection.findings) text += "  " + text_of(finding) + "\n";
-    return text;
-  }
-  return inspection.verified ? "every byte is what was written\n"
-                             : "all files are there at their sizes; --verify reads every byte\n";
-}
-
-Json json_of(const TensorCount& count) {
-  return {{"tensors", count.tensors},
-          {"trainable", count.trainable},
-          {"elements", count.elements.value},
-          {"dtypes", count.dtypes}};
-}
-
-Json json_of(const Finding& finding) {
-  Json json = {{"file", finding.file}, {"problem", finding.problem}, {"tensors", finding.tensors}};
-  if (finding.range) {
-    json["begin"] = finding.range->begin.value;
-    json["end"] = finding.range->end.value;
-  }
-  return json;
 }
 
 // Files of the manifest that are there, inside the folder and as long as they were.
@@ -134,15 +140,31 @@ std::vector<std::optional<io::File>> open_files(const std::string& folder,
     try {
       files[i].emplace(checkpoint::open_file(folder, manifest.files[i]));
     } catch (const Error& error) {
-      findings.push_back({manifest.files[i].name, std::nullopt, {}, error.what()});
+      findings.push_back({{{"file", manifest.files[i].name},
+                           {"problem", error.what()},
+                           {"tensors", Json::array()}},
+                          error.what()});
     }
   }
   return files;
 }
 
+// Only shows how far reading is.
+class Count final : public checkpoint::Sink {
+ public:
+  explicit Count(Progress& shown) : shown_(shown) {}
+  std::unique_ptr<io::Transfer> take(const checkpoint::Piece& piece) override {
+    shown_.add(piece.bytes);
+    return nullptr;
+  }
+
+ private:
+  Progress& shown_;
+};
+
 // Reads every byte of the files. Wrong blocks beside each other are one finding.
 void verify(std::span<const std::optional<io::File>> files, const format::Manifest& manifest,
-            io::IoEngine& io, const std::shared_ptr<memory::Ledger>& ledger, Console& console,
+            const std::shared_ptr<memory::Ledger>& ledger, Console& console,
             std::vector<Finding>& findings) {
   std::vector<checkpoint::ReadableFile> ways;
   std::vector<checkpoint::FileRange> ranges;
@@ -165,147 +187,117 @@ void verify(std::span<const std::optional<io::File>> files, const format::Manife
           found.push_back(wrong);
         }
       }};
+  io::ThreadEngine io;
   Progress progress("verifying", total, console);
-  class Count final : public checkpoint::Sink {
-   public:
-    explicit Count(Progress& shown) : shown_(shown) {}
-    std::unique_ptr<io::Transfer> take(const checkpoint::Piece& piece) override {
-      shown_.add(piece.bytes);
-      return nullptr;
-    }
-
-   private:
-    Progress& shown_;
-  } sink(progress);
+  Count sink(progress);
   checkpoint::TransferRing ring(kStreaming, ledger);
   checkpoint::RangeSource source(ways, ranges, io, ring.buffer_bytes(),
                                  {.aligned = 16_B, .verify = &verification});
   copy(source, sink, ring);
   for (const checkpoint::WrongRange& wrong : found)
-    findings.push_back({manifest.files[wrong.file].name, ByteRange{wrong.begin, wrong.end},
-                        checkpoint::owners_of(manifest, wrong.file, wrong.begin, wrong.end),
-                        wrong.problem});
+    findings.push_back(
+        {{{"file", manifest.files[wrong.file].name},
+          {"begin", wrong.begin.value},
+          {"end", wrong.end.value},
+          {"problem", wrong.problem},
+          {"tensors", checkpoint::owners_of(manifest, wrong.file, wrong.begin, wrong.end)}},
+         text_of(manifest, wrong)});
 }
 
-// Looks at no file.
-Inspection count_contents(const format::Manifest& manifest) {
-  Inspection result;
-  result.tag = manifest.tag;
-  result.world_size = manifest.world_size;
-  result.stage = manifest.stage;
-  result.training = Json::parse(manifest.training);
-  for (const format::ManifestTensor& tensor : manifest.tensors) {
-    result.tied += tensor.aliases.size();
-    count_tensor(tensor, result.counts[tensor.role]);
+std::string verdict_text(const std::vector<Finding>& findings, bool verified) {
+  if (findings.empty()) {
+    return verified ? "every byte is what was written\n"
+                    : "all files are there at their sizes; --verify reads every byte\n";
   }
-  for (const std::string& kind : manifest.kinds) result.kinds.push_back({kind, {}, {}, {}});
-  for (const format::ManifestRange& extent : manifest.extents) {
-    KindCount& kind = result.kinds[extent.kind];
-    const Numel elements = extent.end - extent.begin;
-    kind.stored_as[std::string(name_of(extent.dtype))] += elements;
-    kind.elements += elements;
-    kind.bytes += bytes_of(elements, extent.dtype);
-  }
-  for (const format::ManifestFile& file : manifest.files) {
-    result.files.emplace_back(file.name, file.bytes);
-    result.total += file.bytes;
-  }
-  return result;
+  std::string text = fmt::format("WRONG: {}\n", count_of(findings.size(), "finding"));
+  for (const Finding& finding : findings) text += "  " + finding.text + "\n";
+  return text;
 }
 
-}  // namespace
-
-std::string text_of(const Finding& finding) {
-  if (!finding.range) return finding.problem;
-  return fmt::format("file {}: bytes [{}, {}): {}; they belong to {}",
-                     format::in_quotes(finding.file), finding.range->begin.value,
-                     finding.range->end.value, finding.problem,
-                     finding.tensors.empty() ? "the header or the space between tensors"
-                                             : format::first_ten(finding.tensors));
-}
-
-Inspection inspect(const std::string& path, bool every_byte, io::IoEngine& io,
-                   const std::shared_ptr<memory::Ledger>& ledger, Console& console) {
-  checkpoint::ChosenCheckpoint folder = checkpoint::choose_checkpoint(path);
-  const format::Manifest manifest = format::read_manifest(folder.path);
-  Inspection result = count_contents(manifest);
-  result.verified = every_byte;
-  const auto files = open_files(folder.path, manifest, result.findings);
-  if (every_byte) verify(files, manifest, io, ledger, console, result.findings);
-  result.folder = std::move(folder);
-  return result;
-}
-
-std::string text_of(const Inspection& inspection) {
+// The lines before the tables.
+std::string head_text(const Json& json, const Json& training) {
   std::string text;
   const auto line = [&](const char* name, const std::string& value) {
     if (!value.empty()) text += fmt::format("{:<12} {}\n", name, value);
   };
-  line("checkpoint", inspection.folder.path);
-  line("tag", shown(inspection.tag));
-  line("steps", steps_text(inspection.training));
-  for (const char* key : {"loss_scale", "written_by"}) {
-    if (inspection.training.contains(key) && !inspection.training[key].is_null())
-      line(key[0] == 'l' ? "loss scale" : "written by", text_of_value(inspection.training[key]));
+  line("checkpoint", json["path"]);
+  line("tag", shown(json["tag"]));
+  line("steps", steps_text(training));
+  for (const auto& [key, name] :
+       {std::pair("loss_scale", "loss scale"), {"written_by", "written by"}}) {
+    if (!json[key].is_null()) line(name, text_of_value(json[key]));
   }
-  line("saved by", fmt::format("{} at stage {}",
-                               count_of(static_cast<std::size_t>(inspection.world_size), "rank"),
-                               inspection.stage));
-  const TensorCount all = inspection.count(Role::kParameter);
+  line("saved by", fmt::format("{} at stage {}", count_of(json["world_size"], "rank"),
+                               json["stage"].get<int>()));
+  const Json& all = json["parameters"];
   std::string parameters = count_text(all);
-  if (const std::size_t frozen = all.tensors - all.trainable)
-    parameters += fmt::format(", {} frozen", frozen);
-  const Json without = inspection.training.value("without_frozen", Json());
-  if (without == true) parameters += ", frozen ones not saved";
-  if (inspection.tied > 0) parameters += fmt::format(", {} tied to another", inspection.tied);
+  if (all["tensors"] != all["trainable"])
+    parameters += fmt::format(
+        ", {} frozen", all["tensors"].get<std::size_t>() - all["trainable"].get<std::size_t>());
+  if (training.value("without_frozen", Json()) == true) parameters += ", frozen ones not saved";
+  if (json["tied"] > 0)
+    parameters += fmt::format(", {} tied to another", json["tied"].get<std::size_t>());
   line("parameters", parameters);
-  for (const auto& [role, name] : {std::pair(Role::kBuffer, "buffers"),
-                                   {Role::kRankBuffer, "of ranks"},
-                                   {Role::kClient, "client"}}) {
-    if (inspection.counts.contains(role)) line(name, count_text(inspection.counts.at(role)));
+  for (const auto& [key, name] :
+       {std::pair("buffers", "buffers"), {"rank_buffers", "of ranks"}, {"client", "client"}}) {
+    if (json[key]["tensors"] > 0) line(name, count_text(json[key]));
   }
-  if (!inspection.folder.tags.empty()) {
-    std::vector<std::string> tags;
-    for (const std::string& tag : inspection.folder.tags)
-      tags.push_back(tag == inspection.folder.latest ? tag + " (latest)" : tag);
-    line("tags", fmt::format("{}", fmt::join(tags, ", ")));
-  }
-  return text + "\n" + kinds_table(inspection) + "\n" + files_table(inspection) + "\n" +
-         verdict_text(inspection);
+  std::vector<std::string> tags = json["tags"];
+  for (std::string& tag : tags) tag += tag == json["latest"] ? " (latest)" : "";
+  line("tags", fmt::format("{}", fmt::join(tags, ", ")));
+  return text;
 }
 
-Json json_of(const Inspection& inspection) {
-  Json json = {{"path", inspection.folder.path},
-               {"tag", inspection.tag},
-               {"tags", inspection.folder.tags},
-               {"latest", inspection.folder.latest},
-               {"world_size", inspection.world_size},
-               {"stage", inspection.stage},
-               {"parameters", json_of(inspection.count(Role::kParameter))},
-               {"buffers", json_of(inspection.count(Role::kBuffer))},
-               {"rank_buffers", json_of(inspection.count(Role::kRankBuffer))},
-               {"client", json_of(inspection.count(Role::kClient))},
-               {"tied", inspection.tied},
-               {"kinds", Json::array()},
-               {"files", Json::array()},
-               {"bytes", inspection.total.value},
-               {"verified", inspection.verified},
-               {"whole", inspection.whole()},
-               {"findings", Json::array()}};
-  for (const char* key : kTrainingKeys)
-    json[key] = inspection.training.contains(key) ? inspection.training[key] : Json();
-  for (const KindCount& kind : inspection.kinds) {
-    Json dtypes = Json::object();
-    for (const auto& [dtype, elements] : kind.stored_as) dtypes[dtype] = elements.value;
-    json["kinds"].push_back({{"kind", kind.kind},
-                             {"elements", kind.elements.value},
-                             {"bytes", kind.bytes.value},
-                             {"stored_as", dtypes}});
+}  // namespace
+
+std::string text_of(const format::Manifest& manifest, const checkpoint::WrongRange& wrong) {
+  const auto owners = checkpoint::owners_of(manifest, wrong.file, wrong.begin, wrong.end);
+  return fmt::format(
+      "file {}: bytes [{}, {}): {}; they belong to {}",
+      format::in_quotes(manifest.files[wrong.file].name), wrong.begin.value, wrong.end.value,
+      wrong.problem,
+      owners.empty() ? "the header or the space between tensors" : format::first_ten(owners));
+}
+
+Report inspect(const InspectRequest& request, const std::shared_ptr<memory::Ledger>& ledger,
+               Console& console) {
+  const checkpoint::ChosenCheckpoint folder = checkpoint::choose_checkpoint(request.path);
+  const format::Manifest manifest = format::read_manifest(folder.path);
+  const Json training = Json::parse(manifest.training);
+  std::vector<Finding> findings;
+  const auto files = open_files(folder.path, manifest, findings);
+  if (request.verify) verify(files, manifest, ledger, console, findings);
+  std::size_t tied = 0;  // names that belong to a parameter of another name
+  for (const format::ManifestTensor& tensor : manifest.tensors) tied += tensor.aliases.size();
+  Bytes total;
+  Json listed = Json::array();
+  for (const format::ManifestFile& file : manifest.files) {
+    listed.push_back({{"name", file.name}, {"bytes", file.bytes.value}});
+    total += file.bytes;
   }
-  for (const auto& [name, bytes] : inspection.files)
-    json["files"].push_back({{"name", name}, {"bytes", bytes.value}});
-  for (const Finding& finding : inspection.findings) json["findings"].push_back(json_of(finding));
-  return json;
+  Json json = {{"path", folder.path},
+               {"tag", manifest.tag},
+               {"tags", folder.tags},
+               {"latest", folder.latest},
+               {"world_size", manifest.world_size},
+               {"stage", manifest.stage},
+               {"parameters", count_of_role(manifest, Role::kParameter)},
+               {"buffers", count_of_role(manifest, Role::kBuffer)},
+               {"rank_buffers", count_of_role(manifest, Role::kRankBuffer)},
+               {"client", count_of_role(manifest, Role::kClient)},
+               {"tied", tied},
+               {"kinds", kinds_of(manifest)},
+               {"files", listed},
+               {"bytes", total.value},
+               {"verified", request.verify},
+               {"whole", findings.empty()},
+               {"findings", Json::array()}};
+  for (const char* key : kTrainingKeys) json[key] = training.value(key, Json());
+  for (const Finding& finding : findings) json["findings"].push_back(finding.json);
+  const std::string text = head_text(json, training) + "\n" + kinds_table(json["kinds"]) + "\n" +
+                           files_table(manifest.files, total) + "\n" +
+                           verdict_text(findings, request.verify);
+  return {json, text, findings.empty()};
 }
 
 }  // namespace strata::cli

@@ -3,10 +3,10 @@
 #include <fmt/core.h>
 
 #include <algorithm>
-#include <nlohmann/json.hpp>
+#include <array>
 
 #include "strata/base/error.h"
-#include "strata/cli/console.h"
+#include "strata/cli/named_model.h"
 #include "strata/engine/config/config.h"
 #include "strata/engine/config/config_text.h"
 #include "strata/forecast/auto_placement.h"
@@ -18,37 +18,91 @@ using Json = nlohmann::json;
 
 constexpr int kRanksMax = 65'536;  // that are tried
 
-// Makes the plan of one request. The remarks say what it assumes.
+// A tier that the ranks of a host share.
+struct SharedTier {
+  memory::Tier tier;
+  const char* key;       // in JSON: what it holds
+  const char* fits_key;  // and whether that fits
+  const char* label;     // of rows
+  const char* noun;
+  std::optional<Bytes> PlanRequest::*room;
+};
+
+constexpr std::array<SharedTier, 2> kSharedTiers{
+    {{memory::Tier::kHost, "host", "host_fits", "host", "the host", &PlanRequest::host_memory},
+     {memory::Tier::kNvme, "nvme", "nvme_fits", "NVMe", "the drive", &PlanRequest::nvme_space}}};
+
+// Calls use(kind, name) for every kind.
+template <typename Use>
+void for_each_kind(const Use& use) {
+  for (int k = 0; k < memory::kKindCount; ++k) {
+    const auto kind = static_cast<memory::Kind>(k);
+    use(kind, std::string(name_of(kind)));
+  }
+}
+
+bool is_planned(memory::Kind kind) {
+  return kind != memory::Kind::kWorkspace;  // memory of kernels is not planned
+}
+
+std::string ranks_text(int ranks) {
+  return count_of(static_cast<std::size_t>(ranks), "rank");
+}
+
+Json bytes_or_null(const std::optional<Bytes>& bytes) {
+  return bytes ? Json(bytes->value) : Json();
+}
+
+// Makes the plan of one request, as JSON. The remarks say what it assumes.
 class Planner {
  public:
-  Planner(const PlanRequest& request, const NamedModel& model) : request_(request), model_(model) {}
+  explicit Planner(const PlanRequest& request)
+      : request_(request),
+        model_(read_model(request.model)),
+        ranks_of_host_(forecast::ranks_of_a_host(request.job)) {}
 
-  MemoryPlan run() {
-    plan_.request = request_;
-    plan_.remarks = model_.remarks;
+  Json run() {
     read_document();
     engine::Config own = engine::Config::parse(engine::canonical_text(document_));
-    plan_.stage = own.zero.stage;
+    stage_ = own.zero.stage;
     choose_rule(own);
     record_open(own);
     complete_batch(own);
-    plan_.ranks_of_host = forecast::ranks_of_a_host(request_.job);
     record_unbounded(own);
-    plan_.tensors = model_.params.size();
+    Numel elements;
+    Bytes weights;  // in the dtypes that the model computes in
     for (const plan::ParamSpec& spec : specs_of(own)) {
-      plan_.elements += spec.numel();
-      plan_.weights += bytes_of(spec.numel(), spec.dtype);
+      elements += spec.numel();
+      weights += bytes_of(spec.numel(), spec.dtype);
     }
-    for (int stage = 0; stage < 4; ++stage) forecast_stage(stage);
-    const auto fits = [&](int stage) { return plan_.fits(stage) == true; };
-    if (request_.device_memory && !fits(0) && !fits(1) && !fits(2) && !fits(3) &&
-        plan_.stages[3].refused.empty())
-      plan_.fits_from = find_world();
-    return std::move(plan_);
+    Json stages = Json::array();
+    for (int stage = 0; stage < 4; ++stage) stages.push_back(stage_at(stage));
+    const bool none_fits =
+        std::none_of(stages.begin(), stages.end(), [](const Json& s) { return s["fits"] == true; });
+    const bool more = request_.device_memory && none_fits && stages[3]["refused"].is_null();
+    Json json = {{"model", request_.model},
+                 {"world_size", request_.job.world_size},
+                 {"parameters", model_.params.size()},
+                 {"elements", elements.value},
+                 {"weight_bytes", weights.value},
+                 {"stage", stage_},
+                 {"stages", stages},
+                 {"fits_from", more ? find_world() : Json()},
+                 {"ranks_of_host", ranks_of_host_},
+                 {"device_memory", bytes_or_null(request_.device_memory)},
+                 {"host_memory", bytes_or_null(request_.host_memory)},
+                 {"nvme_space", bytes_or_null(request_.nvme_space)},
+                 {"remarks", model_.remarks}};
+    const Json& at_own = stages[static_cast<std::size_t>(stage_)];
+    for (const SharedTier& tier : kSharedTiers) {
+      json[tier.key] = at_own.value(tier.key, Json({{"total", 0}}));
+      json[tier.fits_key] = at_own[tier.fits_key];
+    }
+    return json;
   }
 
  private:
-  void remark(std::string text) { plan_.remarks.push_back(std::move(text)); }
+  void remark(std::string text) { model_.remarks.push_back(std::move(text)); }
 
   void read_document() {
     const engine::ConfigSource source = engine::open_config_source(request_.config);
@@ -141,19 +195,42 @@ class Planner {
     return forecast::forecast_training(specs, plan, model_.tree, config, trainers);
   }
 
-  void forecast_stage(int stage) {
-    StagePlan& entry = plan_.stages[static_cast<std::size_t>(stage)];
+  // Null where a forecast does not say it.
+  Json stage_at(int stage) const {
+    Json entry = {{"stage", stage},     {"fits", nullptr},      {"refused", nullptr},
+                  {"lacking", nullptr}, {"host_fits", nullptr}, {"nvme_fits", nullptr}};
+    forecast::MemoryForecast found;
     try {
-      entry.forecast = forecast_at(config_at(stage), request_.job);
+      found = forecast_at(config_at(stage), request_.job);
     } catch (const ConfigError& error) {
-      if (stage == plan_.stage) throw;
-      entry.refused = error.what();
-    } catch (const OutOfMemoryError& error) {
-      entry.lacking = error.what();
+      if (stage == stage_) throw;
+      entry["refused"] = error.what();
+      return entry;
+    } catch (const OutOfMemoryError& error) {  // where placement is automatic
+      entry["lacking"] = error.what();
+      entry["fits"] = false;
+      return entry;
     }
+    if (request_.device_memory) entry["fits"] = found.total <= *request_.device_memory;
+    entry["device"]["total"] = found.total.value;
+    for_each_kind([&](memory::Kind kind, const std::string& name) {
+      if (is_planned(kind)) entry["device"][name] = found.of(kind).value;
+    });
+    for (const SharedTier& tier : kSharedTiers) {
+      const Bytes total = found.total_on(tier.tier);
+      entry[tier.key]["total"] = total.value;
+      for_each_kind([&](memory::Kind kind, const std::string& name) {
+        const Bytes bytes = found.on(tier.tier, kind);
+        if (bytes > Bytes()) entry[tier.key][name] = bytes.value;
+      });
+      if (const auto& room = request_.*tier.room)
+        entry[tier.fits_key] = total <= *room / ranks_of_host_;
+    }
+    return entry;
   }
 
-  std::optional<int> find_world() const {
+  // The least number of ranks, doubling, at which stage 3 fits; null: none.
+  Json find_world() const {
     const engine::Config config = config_at(3);
     forecast::Job job = request_.job;
     if (job.ranks_per_host == 0) job.ranks_per_host = job.world_size;
@@ -161,251 +238,129 @@ class Planner {
       try {
         if (forecast_at(config, job).total <= *request_.device_memory) return job.world_size;
       } catch (const ConfigError&) {
-        return std::nullopt;  // shard groups that do not come out even
+        return nullptr;  // shard groups that do not come out even
       } catch (const OutOfMemoryError&) {
         continue;  // automatic placement has no room
       }
     }
-    return std::nullopt;
+    return nullptr;
   }
 
   const PlanRequest& request_;
-  const NamedModel& model_;
-  MemoryPlan plan_;
+  NamedModel model_;
+  int ranks_of_host_;  // that share its memory and drives
+  int stage_ = 0;      // the configuration's
   Json document_;
   engine::UpdateRule rule_ = engine::UpdateRule::kAdamW;
   engine::BatchSizes batch_;
 };
 
-bool is_planned(memory::Kind kind) {
-  return kind != memory::Kind::kWorkspace;  // memory of kernels is not planned
-}
-
-std::string cell(const StagePlan& stage, Bytes bytes) {
-  return stage.forecast ? to_string(bytes) : "-";
-}
-
-std::string answer_of(std::optional<bool> fits) {
-  return !fits ? "-" : *fits ? "yes" : "no";
-}
-
-template <typename Of>
-void add_row(TextTable& table, const MemoryPlan& plan, std::string label, const Of& of) {
-  std::vector<std::string> row{std::move(label)};
-  for (const StagePlan& stage : plan.stages) row.push_back(cell(stage, of(stage)));
-  table.add(std::move(row));
-}
-
-template <typename Fits>
-void add_answers(TextTable& table, std::string label, const Fits& fits) {
-  std::vector<std::string> row{std::move(label)};
-  for (int stage = 0; stage < 4; ++stage) row.push_back(answer_of(fits(stage)));
-  table.add(std::move(row));
-}
-
-void add_device(TextTable& table, const MemoryPlan& plan) {
-  for (int k = 0; k < memory::kKindCount; ++k) {
-    const auto kind = static_cast<memory::Kind>(k);
-    if (!is_planned(kind)) continue;
-    add_row(table, plan, std::string(name_of(kind)), [&](const StagePlan& stage) {
-      return stage.forecast ? stage.forecast->of(kind) : Bytes();
-    });
-  }
-  table.add_line();
-  add_row(table, plan, "at most, together",
-          [](const StagePlan& stage) { return stage.forecast ? stage.forecast->total : Bytes(); });
-  if (!plan.request.device_memory) return;
-  add_answers(table, fmt::format("fits {}", to_string(*plan.request.device_memory)),
-              [&](int stage) { return plan.fits(stage); });
-}
-
-// A row for each kind of which the host or the drive holds any bytes, at any stage.
-void add_tier(TextTable& table, const MemoryPlan& plan, memory::Tier tier, const char* name,
-              const std::optional<Bytes>& room) {
-  const auto holds = [&](const auto& of) {
-    return std::ranges::any_of(plan.stages,
-                               [&](const StagePlan& stage) { return of(stage) > Bytes(); });
-  };
-  const auto total = [&](const StagePlan& stage) { return stage.total_on(tier); };
-  if (!room && !holds(total)) return;
-  table.add_line();
-  for (int k = 0; k < memory::kKindCount; ++k) {
-    const auto kind = static_cast<memory::Kind>(k);
-    const auto held = [&](const StagePlan& stage) { return stage.held_on(tier, kind); };
-    if (holds(held)) add_row(table, plan, fmt::format("{}: {}", name, name_of(kind)), held);
-  }
-  add_row(table, plan, fmt::format("{}, together", name), total);
-  if (!room) return;
-  add_answers(table, fmt::format("fits {} {}", name, to_string(*room)),
-              [&](int stage) { return plan.fits_on(tier, stage); });
-}
-
-TextTable table_of(const MemoryPlan& plan) {
+std::string table_of(const PlanRequest& request, const Json& stages) {
   TextTable table({"each device holds", "stage 0", "stage 1", "stage 2", "stage 3"});
-  add_device(table, plan);
-  add_tier(table, plan, memory::Tier::kHost, "host", plan.request.host_memory);
-  add_tier(table, plan, memory::Tier::kNvme, "NVMe", plan.request.nvme_space);
-  return table;
+  const auto add_row = [&](std::string label, const auto& cell) {
+    std::vector<std::string> row{std::move(label)};
+    for (const Json& stage : stages) row.push_back(cell(stage));
+    table.add(std::move(row));
+  };
+  const auto bytes = [](const Json& stage, const char* tier, const std::string& kind) {
+    return stage.contains(tier) ? Bytes(stage[tier].value(kind, std::int64_t{0})) : Bytes();
+  };
+  const auto add_sizes = [&](std::string label, const char* tier, const std::string& kind) {
+    add_row(std::move(label), [&](const Json& stage) {
+      return stage.contains(tier) ? to_string(bytes(stage, tier, kind)) : "-";
+    });
+  };
+  const auto add_answers = [&](std::string label, const char* key) {
+    add_row(std::move(label), [&](const Json& stage) {
+      return stage[key].is_null() ? "-" : stage[key].get<bool>() ? "yes" : "no";
+    });
+  };
+  for_each_kind([&](memory::Kind kind, const std::string& name) {
+    if (is_planned(kind)) add_sizes(name, "device", name);
+  });
+  table.add_line();
+  add_sizes("at most, together", "device", "total");
+  if (request.device_memory)
+    add_answers(fmt::format("fits {}", to_string(*request.device_memory)), "fits");
+  for (const SharedTier& tier : kSharedTiers) {
+    const auto holds = [&](const std::string& kind) {
+      return std::any_of(stages.begin(), stages.end(),
+                         [&](const Json& stage) { return bytes(stage, tier.key, kind) > Bytes(); });
+    };
+    const std::optional<Bytes>& room = request.*tier.room;
+    if (!room && !holds("total")) continue;
+    table.add_line();
+    for_each_kind([&](memory::Kind, const std::string& name) {
+      if (holds(name)) add_sizes(fmt::format("{}: {}", tier.label, name), tier.key, name);
+    });
+    add_sizes(fmt::format("{}, together", tier.label), tier.key, "total");
+    if (room) add_answers(fmt::format("fits {} {}", tier.label, to_string(*room)), tier.fits_key);
+  }
+  return table.text();
 }
 
-// Advice on host and drive, which the ranks of a host share.
-std::string shared_advice(const MemoryPlan& plan, memory::Tier tier, const char* what) {
-  if (plan.fits_on(tier, plan.stage) != false) return "";
-  return fmt::format("{} DOES NOT: {} of {} each are more than its {}\n", what,
-                     count_of(static_cast<std::size_t>(plan.ranks_of_host), "rank"),
-                     to_string(plan.own().total_on(tier)),
-                     to_string(*plan.room_on(tier) * plan.ranks_of_host));
+// Whatever was asked fits.
+bool fits_all(const Json& stage) {
+  return stage["fits"] != false && stage["host_fits"] != false && stage["nvme_fits"] != false;
 }
 
-std::string advice_of(const MemoryPlan& plan) {
-  const std::string shared = shared_advice(plan, memory::Tier::kHost, "the host") +
-                             shared_advice(plan, memory::Tier::kNvme, "the drive");
-  const std::optional<bool> own = plan.fits(plan.stage);
-  if (!plan.request.device_memory && plan.own().lacking.empty()) return shared;
-  if (own == true) return fmt::format("stage {} of the configuration fits\n", plan.stage) + shared;
-  std::string text = fmt::format("stage {} of the configuration {}\n", plan.stage,
-                                 own ? "DOES NOT FIT" : "is refused") +
+std::string advice_of(const PlanRequest& request, const Json& plan) {
+  const Json& stages = plan["stages"];
+  const auto stage = plan["stage"].get<std::size_t>();
+  const Json& own = stages[stage];
+  std::string shared;
+  for (const SharedTier& tier : kSharedTiers) {
+    if (own[tier.fits_key] != false) continue;
+    const auto ranks = plan["ranks_of_host"].get<int>();
+    shared +=
+        fmt::format("{} DOES NOT: {} of {} each are more than its {}\n", tier.noun,
+                    ranks_text(ranks), to_string(Bytes(own[tier.key]["total"].get<std::int64_t>())),
+                    to_string(*(request.*tier.room) / ranks * ranks));
+  }
+  if (!request.device_memory && own["lacking"].is_null()) return shared;
+  if (own["fits"] == true)
+    return fmt::format("stage {} of the configuration fits\n", stage) + shared;
+  std::string text = fmt::format("stage {} of the configuration {}\n", stage,
+                                 own["fits"].is_null() ? "is refused" : "DOES NOT FIT") +
                      shared;
   for (const bool all : {true, false}) {
-    for (int stage = 0; stage < 4; ++stage) {
-      if (plan.fits(stage) == true && (!all || plan.fits_all(stage)))
-        return text + fmt::format("write \"stage\": {}, which does{}\n", stage,
+    for (const Json& other : stages) {
+      if (other["fits"] == true && (!all || fits_all(other)))
+        return text + fmt::format("write \"stage\": {}, which does{}\n", other["stage"].get<int>(),
                                   all ? "" : " on the device");
     }
   }
-  if (!plan.request.device_memory) return text;
-  return text +
-         (plan.fits_from
-              ? fmt::format("no stage does on {}; stage 3 does from {} ranks\n",
-                            count_of(static_cast<std::size_t>(plan.request.job.world_size), "rank"),
-                            *plan.fits_from)
-              : "no stage does, nor on more ranks\n");
-}
-
-Json tier_of(const StagePlan& stage, memory::Tier tier) {
-  Json json = {{"total", stage.total_on(tier).value}};
-  for (int k = 0; k < memory::kKindCount; ++k) {
-    const auto kind = static_cast<memory::Kind>(k);
-    const Bytes bytes = stage.held_on(tier, kind);
-    if (bytes.value > 0) json[std::string(name_of(kind))] = bytes.value;
-  }
-  return json;
-}
-
-template <typename Value>
-Json value_or_null(const std::optional<Value>& value) {
-  return value ? Json(*value) : Json();
-}
-
-Json bytes_or_null(const std::optional<Bytes>& bytes) {
-  return bytes ? Json(bytes->value) : Json();
-}
-
-Json stage_of(const MemoryPlan& plan, int index) {
-  const StagePlan& stage = plan.stages[static_cast<std::size_t>(index)];
-  Json entry = {{"stage", index}};
-  entry["fits"] = value_or_null(plan.fits(index));
-  entry["refused"] = stage.refused.empty() ? Json() : Json(stage.refused);
-  entry["lacking"] = stage.lacking.empty() ? Json() : Json(stage.lacking);
-  entry["host_fits"] = value_or_null(plan.fits_on(memory::Tier::kHost, index));
-  entry["nvme_fits"] = value_or_null(plan.fits_on(memory::Tier::kNvme, index));
-  if (!stage.forecast) return entry;
-  for (int k = 0; k < memory::kKindCount; ++k) {
-    const auto kind = static_cast<memory::Kind>(k);
-    if (is_planned(kind))
-      entry["device"][std::string(name_of(kind))] = stage.forecast->of(kind).value;
-  }
-  entry["device"]["total"] = stage.forecast->total.value;
-  entry["host"] = tier_of(stage, memory::Tier::kHost);
-  entry["nvme"] = tier_of(stage, memory::Tier::kNvme);
-  return entry;
+  if (!request.device_memory) return text;
+  if (plan["fits_from"].is_null()) return text + "no stage does, nor on more ranks\n";
+  return text + fmt::format("no stage does on {}; stage 3 does from {} ranks\n",
+                            ranks_text(request.job.world_size), plan["fits_from"].get<int>());
 }
 
 }  // namespace
 
-Bytes StagePlan::held_on(memory::Tier tier, memory::Kind kind) const {
-  return forecast ? forecast->on(tier, kind) : Bytes();
-}
-
-Bytes StagePlan::total_on(memory::Tier tier) const {
-  return forecast ? forecast->total_on(tier) : Bytes();
-}
-
-std::optional<bool> MemoryPlan::fits(int at_stage) const {
-  const StagePlan& entry = stages[static_cast<std::size_t>(at_stage)];
-  if (!entry.lacking.empty()) return false;
-  if (!request.device_memory || !entry.forecast) return std::nullopt;
-  return entry.forecast->total <= *request.device_memory;
-}
-
-std::optional<Bytes> MemoryPlan::room_on(memory::Tier tier) const {
-  const std::optional<Bytes> shared =
-      tier == memory::Tier::kHost ? request.host_memory : request.nvme_space;
-  return shared ? std::optional(*shared / ranks_of_host) : std::nullopt;
-}
-
-std::optional<bool> MemoryPlan::fits_on(memory::Tier tier, int at_stage) const {
-  const StagePlan& entry = stages[static_cast<std::size_t>(at_stage)];
-  const std::optional<Bytes> room = room_on(tier);
-  if (!room || !entry.forecast) return std::nullopt;
-  return entry.total_on(tier) <= *room;
-}
-
-bool MemoryPlan::fits_all(int at_stage) const {
-  return fits(at_stage) != false && fits_on(memory::Tier::kHost, at_stage) != false &&
-         fits_on(memory::Tier::kNvme, at_stage) != false;
-}
-
-MemoryPlan make_plan(const PlanRequest& request) {
-  return make_plan(request, read_model(request.model));
-}
-
-MemoryPlan make_plan(const PlanRequest& request, const NamedModel& model) {
-  return Planner(request, model).run();
-}
-
-std::string text_of(const MemoryPlan& plan) {
+Report make_plan(const PlanRequest& request) {
+  const Json plan = Planner(request).run();
+  const Json& stages = plan["stages"];
   std::string text = fmt::format(
       "{}: {} of {} elements, {} of weights\n{} at stage {} of the configuration, {}\n\n",
-      plan.request.model, count_of(plan.tensors, "parameter"), with_commas(plan.elements.value),
-      to_string(plan.weights),
-      count_of(static_cast<std::size_t>(plan.request.job.world_size), "rank"), plan.stage,
-      plan.request.job.on_gpus ? "on GPUs" : "on CPUs");
-  text += table_of(plan).text() + advice_of(plan) + "\n";
-  for (std::size_t stage = 0; stage < plan.stages.size(); ++stage) {
-    const StagePlan& entry = plan.stages[stage];
-    if (!entry.refused.empty())
-      text += fmt::format("stage {} is refused: {}\n", stage, entry.refused);
-    if (!entry.lacking.empty()) text += fmt::format("stage {}: {}\n", stage, entry.lacking);
+      request.model, count_of(plan["parameters"], "parameter"), with_commas(plan["elements"]),
+      to_string(Bytes(plan["weight_bytes"].get<std::int64_t>())),
+      ranks_text(request.job.world_size), plan["stage"].get<int>(),
+      request.job.on_gpus ? "on GPUs" : "on CPUs");
+  text += table_of(request, stages) + advice_of(request, plan) + "\n";
+  for (const Json& stage : stages) {
+    for (const auto& [key, verb] : {std::pair("refused", " is refused"), {"lacking", ""}}) {
+      if (!stage[key].is_null())
+        text += fmt::format("stage {}{}: {}\n", stage["stage"].get<int>(), verb,
+                            stage[key].get<std::string>());
+    }
   }
   text +=
       "Not counted: activations, gradients before they reach the engine, and what torch, the "
       "driver and\nthe collectives keep for themselves. Kinds are peaks of their own, and do not "
       "add up.\nHost and NVMe are of each rank, also while it loads or saves.\n";
-  for (const std::string& remark : plan.remarks) text += "- " + remark + "\n";
-  return text;
-}
-
-Json json_of(const MemoryPlan& plan) {
-  Json json = {{"model", plan.request.model},
-               {"world_size", plan.request.job.world_size},
-               {"parameters", plan.tensors},
-               {"elements", plan.elements.value},
-               {"weight_bytes", plan.weights.value},
-               {"stage", plan.stage},
-               {"stages", Json::array()},
-               {"ranks_of_host", plan.ranks_of_host},
-               {"host", tier_of(plan.own(), memory::Tier::kHost)},
-               {"nvme", tier_of(plan.own(), memory::Tier::kNvme)},
-               {"remarks", plan.remarks}};
-  json["device_memory"] = bytes_or_null(plan.request.device_memory);
-  json["host_memory"] = bytes_or_null(plan.request.host_memory);
-  json["nvme_space"] = bytes_or_null(plan.request.nvme_space);
-  json["host_fits"] = value_or_null(plan.fits_on(memory::Tier::kHost, plan.stage));
-  json["nvme_fits"] = value_or_null(plan.fits_on(memory::Tier::kNvme, plan.stage));
-  json["fits_from"] = value_or_null(plan.fits_from);
-  for (int stage = 0; stage < 4; ++stage) json["stages"].push_back(stage_of(plan, stage));
-  return json;
+  for (const Json& remark : plan["remarks"]) text += "- " + remark.get<std::string>() + "\n";
+  return {plan, text, fits_all(stages[plan["stage"].get<std::size_t>()])};
 }
 
 }  // namespace strata::cli

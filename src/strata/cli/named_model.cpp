@@ -14,6 +14,7 @@
 #include "strata/cli/console.h"
 #include "strata/cli/tensor_source.h"
 #include "strata/format/checkpoint_index.h"
+#include "strata/format/sharded_writer.h"
 #include "strata/io/pending_range.h"
 
 namespace strata::cli {
@@ -68,62 +69,25 @@ int rank_of(std::string_view name) {
   return is_embedding_name(name) ? 0 : 1;
 }
 
-std::string last_part(const std::string& name) {
-  return name.substr(name.rfind('.') + 1);
+// Appends the module, and what is in it, to a model.
+void append(const Module& module, const std::string& path, const std::string& name, int parent,
+            const std::string& class_name, NamedModel& model, std::optional<int>& embedding) {
+  const int index = static_cast<int>(model.tree.size());
+  const bool lookup = module.is_embedding(name);
+  model.tree.push_back({path, class_name, parent, {}, !module.is_list(), !lookup});
+  for (const NamedTensor* tensor : module.params) {
+    const int param = static_cast<int>(model.params.size());
+    if (lookup && !embedding) embedding = param;
+    model.tree.back().params.push_back(param);
+    model.params.push_back({tensor->name, tensor->shape, tensor->dtype, tensor->trainable, 0});
+  }
+  std::vector<std::string> names;
+  for (const auto& child : module.children) names.push_back(child.first);
+  std::ranges::stable_sort(names, {}, rank_of);
+  for (const std::string& child : names)
+    append(*module.children.at(child), path.empty() ? child : path + "." + child, child, index,
+           module.is_list() ? "item of " + path : child, model, embedding);
 }
-
-class TreeMaker {
- public:
-  explicit TreeMaker(const std::vector<NamedTensor>& tensors) {
-    for (const NamedTensor& tensor : tensors) {
-      Module* module = &root_;
-      std::string_view rest = tensor.name;
-      for (std::size_t dot = rest.find('.'); dot != std::string_view::npos; dot = rest.find('.')) {
-        auto& child = module->children[std::string(rest.substr(0, dot))];
-        if (child == nullptr) child = std::make_unique<Module>();
-        module = child.get();
-        rest.remove_prefix(dot + 1);
-      }
-      module->params.push_back(&tensor);
-    }
-  }
-
-  NamedModel make(bool tied_head) {
-    visit(root_, "", "", -1, "Model");
-    if (tied_head && embedding_) {
-      model_.tree.push_back({"lm_head", "lm_head", 0, {*embedding_}, true, true});
-      model_.remarks.emplace_back("the files hold no head: it is taken to share the weight of '" +
-                                  model_.params[static_cast<std::size_t>(*embedding_)].name + "'");
-    }
-    return std::move(model_);
-  }
-
- private:
-  void visit(const Module& module, const std::string& path, const std::string& name, int parent,
-             const std::string& class_name) {
-    const int index = static_cast<int>(model_.tree.size());
-    const bool lookup = module.is_embedding(name);
-    model_.tree.push_back({path, class_name, parent, {}, !module.is_list(), !lookup});
-    for (const NamedTensor* tensor : module.params) {
-      const int param = static_cast<int>(model_.params.size());
-      if (lookup && !embedding_) embedding_ = param;
-      model_.tree.back().params.push_back(param);
-      model_.params.push_back({tensor->name, tensor->shape, tensor->dtype, tensor->trainable, 0});
-    }
-    std::vector<const std::string*> names;
-    for (const auto& child : module.children) names.push_back(&child.first);
-    std::ranges::stable_sort(names, {}, [](const std::string* child) { return rank_of(*child); });
-    for (const std::string* child : names) {
-      const std::string below = path.empty() ? *child : path + "." + *child;
-      const std::string child_class = module.is_list() ? "item of " + path : *child;
-      visit(*module.children.find(*child)->second, below, *child, index, child_class);
-    }
-  }
-
-  Module root_;
-  NamedModel model_;
-  std::optional<int> embedding_;  // the first
-};
 
 // The configuration of a Hugging Face folder; null if there is none that can be read.
 nlohmann::json read_config(const std::string& folder) {
@@ -138,22 +102,21 @@ nlohmann::json read_config(const std::string& folder) {
 
 // A model that generates text and whose files hold no head has that of its embedding.
 bool ties_its_head(const nlohmann::json& config, const std::vector<NamedTensor>& tensors) {
-  if (!config.is_object() || !config.contains("architectures")) return false;
-  const nlohmann::json& names = config["architectures"];
+  if (!config.is_object()) return false;
+  const nlohmann::json names = config.value("architectures", nlohmann::json());
   const auto generates = [](const nlohmann::json& name) {
-    if (!name.is_string()) return false;
-    const auto text = name.get<std::string>();
+    const auto text = name.is_string() ? name.get<std::string>() : "";
     return text.ends_with("ForCausalLM") || text.ends_with("LMHeadModel") ||
            text.ends_with("ForConditionalGeneration");
   };
-  if (!names.is_array() || std::ranges::none_of(names, generates)) return false;
-  return std::ranges::none_of(tensors, [](const NamedTensor& tensor) {
-    return is_one_of(tensor.name.substr(0, tensor.name.find('.')), kHeadNames);
-  });
+  return names.is_array() && std::any_of(names.begin(), names.end(), generates) &&
+         std::ranges::none_of(tensors, [](const NamedTensor& tensor) {
+           return is_one_of(tensor.name.substr(0, tensor.name.find('.')), kHeadNames);
+         });
 }
 
 [[noreturn]] void refuse_without_weights(const std::string& path) {
-  const bool has_index = fs::exists(path + "/" + "model.safetensors.index.json");
+  const bool has_index = fs::exists(path + "/" + format::kIndexFileName);
   throw UsageError(fmt::format(
       "names and shapes come from the headers of safetensors files, and this folder holds {}; "
       "download the model's weights, or ask in Python with the model on the meta device, which "
@@ -178,17 +141,16 @@ NamedModel read_training(const std::string& path) {
 NamedModel read_hugging_face(const std::string& path) {
   std::error_code error;
   const bool folder = fs::is_directory(path, error);
-  const auto holds = [&](const char* name) { return fs::exists(path + "/" + name); };
   const bool any = std::ranges::any_of(
       fs::directory_iterator(folder ? path : "."),
       [](const fs::directory_entry& entry) { return entry.path().extension() == ".safetensors"; });
-  if (folder && !holds("model.safetensors") && !any) refuse_without_weights(path);
+  if (folder && !any) refuse_without_weights(path);
   const format::CheckpointIndex index(path);
   std::vector<NamedTensor> tensors;
   std::size_t frozen = 0;
   for (const format::CheckpointTensor& tensor : index.tensors()) {
     const format::TensorInfo& info = tensor.info;
-    if (is_one_of(last_part(info.name), kBufferNames)) continue;
+    if (is_one_of(info.name.substr(info.name.rfind('.') + 1), kBufferNames)) continue;
     const bool trainable = is_floating(info.dtype);
     frozen += trainable ? 0U : 1U;
     tensors.push_back({info.name, info.shape, info.dtype, trainable});
@@ -205,7 +167,27 @@ NamedModel read_hugging_face(const std::string& path) {
 }  // namespace
 
 NamedModel model_from_names(const std::vector<NamedTensor>& tensors, bool tied_head) {
-  return TreeMaker(tensors).make(tied_head);
+  Module root;
+  for (const NamedTensor& tensor : tensors) {
+    Module* module = &root;
+    std::string_view rest = tensor.name;
+    for (std::size_t dot = rest.find('.'); dot != std::string_view::npos; dot = rest.find('.')) {
+      auto& child = module->children[std::string(rest.substr(0, dot))];
+      if (child == nullptr) child = std::make_unique<Module>();
+      module = child.get();
+      rest.remove_prefix(dot + 1);
+    }
+    module->params.push_back(&tensor);
+  }
+  NamedModel model;
+  std::optional<int> embedding;  // the first
+  append(root, "", "", -1, "Model", model, embedding);
+  if (tied_head && embedding) {
+    model.tree.push_back({"lm_head", "lm_head", 0, {*embedding}, true, true});
+    model.remarks.emplace_back("the files hold no head: it is taken to share the weight of '" +
+                               model.params[static_cast<std::size_t>(*embedding)].name + "'");
+  }
+  return model;
 }
 
 NamedModel read_model(const std::string& path) {

@@ -16,22 +16,15 @@
 namespace strata::cli {
 namespace {
 
-constexpr const char* kClientKind = "client";
-constexpr const char* kRankBufferKind = "of a rank";
-
 bool is_of_model(format::TensorRole role) {
   return role == format::TensorRole::kParameter || role == format::TensorRole::kBuffer;
 }
 
 std::string kind_of(const format::Manifest& manifest, std::size_t tensor, std::size_t kind) {
-  switch (manifest.tensors[tensor].role) {
-    case format::TensorRole::kClient:
-      return kClientKind;
-    case format::TensorRole::kRankBuffer:
-      return kRankBufferKind;
-    default:
-      return manifest.kinds[kind];
-  }
+  const format::TensorRole role = manifest.tensors[tensor].role;
+  return role == format::TensorRole::kClient       ? "client"
+         : role == format::TensorRole::kRankBuffer ? "of a rank"
+                                                   : manifest.kinds[kind];
 }
 
 }  // namespace
