@@ -18,17 +18,6 @@ namespace {
 
 using nlohmann::json;
 
-json open_document(std::string_view text_or_path, ConfigFindings* remarks) {
-  const ConfigSource source = open_config_source(text_or_path);
-  json document = parse_json_text(source.text, source.origin);
-  if (!document.is_object()) {
-    throw ConfigError(fmt::format("{}: wanted an object {{ ... }} of settings; found {}",
-                                  source.origin, shown(document)));
-  }
-  apply_aliases(&document, remarks);
-  return document;
-}
-
 constexpr Numel kMaxLiveParameters(1'000'000'000);
 
 constexpr std::string_view kMicsKey = "zero_optimization.mics_shard_size";
@@ -245,7 +234,8 @@ BatchSizes BatchSizes::complete(int world_size) const {
 
 Config Config::parse(std::string_view text_or_path) {
   ConfigFindings remarks;
-  const json document = open_document(text_or_path, &remarks);
+  json document = open_document(text_or_path);
+  apply_aliases(&document, &remarks);
   Config config;
   Settings s;
   read_settings(config_keys(), document, "", &s, &remarks);
@@ -322,8 +312,7 @@ std::string Config::digest() const {
 plan::PlanOptions plan_options_from(const Config& config) {
   plan::PlanOptions options;
   options.wrap = config.strata.wrap;
-  options.leaves = {config.zero.leaf.classes, config.zero.leaf.names,
-                    config.zero.leaf.name_suffixes};
+  options.leaves = config.zero.leaf;
   if (config.strata.unit_size) {
     options.unit_bytes = *config.strata.unit_size;
     options.block_unit_bytes = *config.strata.unit_size;
