@@ -159,7 +159,7 @@ class Planner {
     if (job.ranks_per_host == 0) job.ranks_per_host = job.world_size;
     for (job.world_size *= 2; job.world_size <= kRanksMax; job.world_size *= 2) {
       try {
-        if (forecast_at(config, job).total <= *request_.device_memory) return job.world_size;
+        if (forecast_at(config, job).total() <= *request_.device_memory) return job.world_size;
       } catch (const ConfigError&) {
         return std::nullopt;  // shard groups that do not come out even
       } catch (const OutOfMemoryError&) {
@@ -213,7 +213,7 @@ void add_device(TextTable& table, const MemoryPlan& plan) {
   }
   table.add_line();
   add_row(table, plan, "at most, together",
-          [](const StagePlan& stage) { return stage.forecast ? stage.forecast->total : Bytes(); });
+          [](const StagePlan& stage) { return stage.forecast ? stage.forecast->total() : Bytes(); });
   if (!plan.request.device_memory) return;
   add_answers(table, fmt::format("fits {}", to_string(*plan.request.device_memory)),
               [&](int stage) { return plan.fits(stage); });
@@ -315,7 +315,7 @@ Json stage_of(const MemoryPlan& plan, int index) {
     if (is_planned(kind))
       entry["device"][std::string(name_of(kind))] = stage.forecast->of(kind).value;
   }
-  entry["device"]["total"] = stage.forecast->total.value;
+  entry["device"]["total"] = stage.forecast->total().value;
   entry["host"] = tier_of(stage, memory::Tier::kHost);
   entry["nvme"] = tier_of(stage, memory::Tier::kNvme);
   return entry;
@@ -335,7 +335,7 @@ std::optional<bool> MemoryPlan::fits(int at_stage) const {
   const StagePlan& entry = stages[static_cast<std::size_t>(at_stage)];
   if (!entry.lacking.empty()) return false;
   if (!request.device_memory || !entry.forecast) return std::nullopt;
-  return entry.forecast->total <= *request.device_memory;
+  return entry.forecast->total() <= *request.device_memory;
 }
 
 std::optional<Bytes> MemoryPlan::room_on(memory::Tier tier) const {
