@@ -151,26 +151,24 @@ void restrict_automatic(Config& config, const Settings& s, ConfigFindings* remar
   if (config.zero.shard_group_size != 0 || transports.gather == comm::TransportKind::kPeer ||
       transports.collectives == comm::CollectivesKind::kPeer)
     offload.places_weights = false;
-  const auto note = [&](std::string_view path, bool given, std::string_view reason) {
-    if (given) remarks->hints.push_back({std::string(path), std::string(reason)});
+  const auto note = [&](std::string_view path, bool given) {
+    constexpr std::string_view kChosen = "strata.placement is \"auto\", which chooses places";
+    constexpr std::string_view kOfAuto = "it is for strata.placement \"auto\"";
+    if (given)
+      remarks->hints.push_back(
+          {std::string(path), std::string(offload.automatic ? kChosen : kOfAuto)});
   };
   if (offload.automatic) {
     for (const std::string_view section : {"offload_param", "offload_optimizer"}) {
       const std::string path = fmt::format("zero_optimization.{}.device", section);
-      note(path, s.text(path) != "none", "strata.placement is \"auto\", which chooses places");
+      note(path, s.text(path) != "none");
     }
     constexpr std::string_view kRatio = "zero_optimization.offload_optimizer.ratio";
-    note(kRatio, s.number(kRatio) < 1.0, "strata.placement is \"auto\", which chooses places");
+    note(kRatio, s.number(kRatio) < 1.0);
   } else {
-    constexpr std::string_view kReason = "it is for strata.placement \"auto\"";
-    note("strata.device_budget", offload.device_budget.has_value(), kReason);
-    note("strata.host_budget", offload.host_budget.has_value(), kReason);
+    note("strata.device_budget", offload.device_budget.has_value());
+    note("strata.host_budget", offload.host_budget.has_value());
   }
-}
-
-void record_tiles(const Config& config, ConfigFindings* remarks) {
-  if (config.strata.tile_max && config.zero.stage != 3)
-    remarks->hints.push_back({"strata.tiles", "parameters stay whole at stages 0 to 2"});
 }
 
 bool is_in(std::string_view path, std::string_view section) {
@@ -244,7 +242,8 @@ Config Config::parse(std::string_view text_or_path) {
   config.precision = read_precision(s);
   config.strata = read_strata(s);
   restrict_automatic(config, s, &remarks);
-  record_tiles(config, &remarks);
+  if (config.strata.tile_max && config.zero.stage != 3)
+    remarks.hints.push_back({"strata.tiles", "parameters stay whole at stages 0 to 2"});
   config.strata.transports.joint_gathers = config.offload.offloads_params();
   s.read("train_batch_size", config.batch.train_batch_size);
   s.read("train_micro_batch_size_per_gpu", config.batch.micro_batch_size);
