@@ -10,12 +10,6 @@
 namespace strata::python {
 namespace {
 
-// Bytes of a text such as "5GB" or "512mib"; None for any other.
-std::optional<std::int64_t> parse_size(const std::string& text) {
-  const std::optional<double> bytes = engine::parse_size(text, engine::SizeText::kAnyCase);
-  return bytes ? std::optional(engine::clamped(*bytes)) : std::nullopt;
-}
-
 // None, or (kind, torch class, torch keyword arguments as JSON, Adam's options as a dict)
 py::object optimizer_of(const engine::Config& config) {
   if (!config.optimizer) return py::none();
@@ -27,12 +21,6 @@ py::object optimizer_of(const engine::Config& config) {
   const bool ours = o.kind == engine::OptimizerKind::kAdam;
   return py::make_tuple(ours ? (o.adam.decoupled ? "adamw" : "adam") : "torch", o.torch_class,
                         o.torch_params, adam);
-}
-
-// None, or (class of torch.optim.lr_scheduler, keyword arguments as JSON)
-py::object torch_scheduler_of(const engine::Config& config) {
-  if (!config.torch_scheduler) return py::none();
-  return py::make_tuple(config.torch_scheduler->type, config.torch_scheduler->params);
 }
 
 // The same configuration for a model whose parameters are all sharded when they are made.
@@ -60,33 +48,10 @@ std::set<std::string> states_tiers(const engine::Config& c) {
   return names;
 }
 
-std::vector<std::pair<std::string, std::string>> hints_of(const engine::Config& c) {
-  std::vector<std::pair<std::string, std::string>> hints;
-  for (const auto& hint : c.hints) hints.emplace_back(hint.path, hint.reason);
-  return hints;
-}
-
-// The paths of hints whose effect is missed.
-std::set<std::string> missed_hints(const engine::Config& c) {
-  std::set<std::string> paths;
-  for (const auto& hint : c.hints) {
-    if (hint.missed) paths.insert(hint.path);
-  }
-  return paths;
-}
-
-std::optional<std::string> param_dtype(const engine::Config& c) {
-  const auto dtype = c.precision.param_dtype;
-  return dtype ? std::optional(std::string(name_of(*dtype))) : std::nullopt;
-}
-
-std::optional<at::ScalarType> autocast_dtype(const engine::Config& c) {
-  const auto dtype = c.precision.autocast;
-  return dtype ? std::optional(torch::to_scalar_type(*dtype)) : std::nullopt;
-}
-
-std::optional<std::int64_t> tile_max(const engine::Config& c) {
-  return c.strata.tile_max ? std::optional(c.strata.tile_max->value) : std::nullopt;
+// `function` of the value, if there is one.
+template <typename T, typename Function>
+auto mapped(const std::optional<T>& value, const Function& function) {
+  return value ? std::optional(function(*value)) : std::nullopt;
 }
 
 void bind_values(py::class_<engine::Config>& config) {
@@ -110,25 +75,49 @@ void bind_values(py::class_<engine::Config>& config) {
   read("threads", [](const Config& c) { return c.strata.threads; });
   read("replay_above", [](const Config& c) { return c.strata.replay_above.value; });
   read("init_report", [](const Config& c) { return c.strata.init_report; });
-  read("tile_max", &tile_max);
+  read("tile_max", [](const Config& c) {
+    return mapped(c.strata.tile_max, [](Bytes bytes) { return bytes.value; });
+  });
   read("tile_matches", [](const Config& c) { return c.strata.tile_matches; });
   read("trace", [](const Config& c) { return c.strata.trace; });
   read("optimizer", &optimizer_of);
   read("has_scheduler", [](const Config& c) { return c.scheduler.has_value(); });
-  read("torch_scheduler", &torch_scheduler_of);
-  read("dtype", &param_dtype);
-  read("autocast_dtype", &autocast_dtype);
+  // (class of torch.optim.lr_scheduler, keyword arguments as JSON)
+  read("torch_scheduler", [](const Config& c) {
+    return mapped(c.torch_scheduler, [](const auto& s) { return std::pair(s.type, s.params); });
+  });
+  read("dtype", [](const Config& c) {
+    return mapped(c.precision.param_dtype, [](DType dtype) { return std::string(name_of(dtype)); });
+  });
+  read("autocast_dtype",
+       [](const Config& c) { return mapped(c.precision.autocast, &torch::to_scalar_type); });
   read("grad_accum_dtype",
        [](const Config& c) { return torch::to_scalar_type(c.precision.grad_accum_dtype); });
   read("cast_inputs", [](const Config& c) { return c.precision.cast_inputs; });
-  read("hints", &hints_of);
-  read("missed", &missed_hints);
+  read("hints", [](const Config& c) {
+    std::vector<std::pair<std::string, std::string>> hints;
+    for (const engine::Hint& hint : c.hints) hints.emplace_back(hint.path, hint.reason);
+    return hints;
+  });
+  read("missed", [](const Config& c) {  // the paths of hints whose effect is missed
+    std::set<std::string> paths;
+    for (const engine::Hint& hint : c.hints) {
+      if (hint.missed) paths.insert(hint.path);
+    }
+    return paths;
+  });
 }
 
 }  // namespace
 
 void bind_config(py::module_& module) {
-  module.def("parse_size", &parse_size, py::arg("text"));
+  // Bytes of a text such as "5GB" or "512mib"; None for any other.
+  module.def(
+      "parse_size",
+      [](const std::string& text) {
+        return mapped(engine::parse_size(text, engine::SizeText::kAnyCase), &engine::clamped);
+      },
+      py::arg("text"));
   using engine::Config;
   py::class_<Config> config(module, "Config");
   config.def_static("parse", &Config::parse, py::arg("text_or_path"))
@@ -142,7 +131,6 @@ void bind_config(py::module_& module) {
            [](const Config& c, at::ScalarType own) {
              return torch::to_scalar_type(c.precision.weight_dtype(torch::from_scalar_type(own)));
            })
-      .def_readonly("gradient_clipping", &Config::gradient_clipping)
       .def_readonly("steps_per_print", &Config::steps_per_print)
       .def_readonly("async_checkpoints", &Config::async_checkpoints)
       .def_readonly("drop_last", &Config::drop_last)

@@ -38,8 +38,8 @@ engine::InitReport::Progress progress_from(const py::object& function) {
 // {way, reason, cached, buffered_gb_per_s, direct_gb_per_s}, with None for unknown values; None if
 // no files were read.
 py::object reading_of(const engine::InitReport& report) {
-  if (!report.reading()) return py::none();
-  const checkpoint::ReadChoice& choice = *report.reading();
+  if (!report.reading) return py::none();
+  const checkpoint::ReadChoice& choice = *report.reading;
   return py::dict("way"_a = choice.direct ? "direct" : "buffered", "reason"_a = choice.reason,
                   "cached"_a = choice.figures.cached,
                   "buffered_gb_per_s"_a = choice.figures.buffered_gb_per_s,
@@ -56,7 +56,7 @@ py::dict init_report(ShardedModel& model) {
   }
   // Host memory is pinned for a link only; without a link none is pinned.
   const Bytes staging = model.ledger().peak(memory::Tier::kHost, memory::Kind::kStaging);
-  return py::dict("tier"_a = report.tier(), "reason"_a = report.reason(),
+  return py::dict("tier"_a = report.tier, "reason"_a = report.reason,
                   "reading"_a = reading_of(report), "phases"_a = phases,
                   "device_growth_bytes"_a = report.device_growth().value,
                   "pinned_bytes"_a = model.place().is_cpu() ? 0 : staging.value);
@@ -64,31 +64,29 @@ py::dict init_report(ShardedModel& model) {
 
 namespace {
 
-// {"device": bytes, "host": bytes, "nvme": bytes}
-py::dict by_tier(Bytes device, Bytes host, Bytes nvme) {
-  return py::dict("device"_a = device.value, "host"_a = host.value, "nvme"_a = nvme.value);
-}
-
-// Kinds as they lie in stores: the two moments, which have the same size, have a line each.
+// {kind: {"device": bytes, "host": bytes, "nvme": bytes}}, and "total"; kinds as they lie in
+// stores: the two moments, which have the same size, have a line each.
 py::dict kinds_of(const forecast::MemoryForecast& foreseen) {
   using memory::Kind;
-  using memory::Tier;
+  const auto by_tier = [](const auto& bytes_on) {
+    py::dict tiers;
+    for (int t = 0; t < memory::kTierCount; ++t) {
+      const auto tier = static_cast<memory::Tier>(t);
+      tiers[py::str(std::string(name_of(tier)))] = bytes_on(tier).value;
+    }
+    return tiers;
+  };
   py::dict kinds;
   for (const Kind kind :
        {Kind::kWeights, Kind::kGathered, Kind::kMasterWeights, Kind::kOptimizerState,
         Kind::kGradientShards, Kind::kGradients, Kind::kStaging}) {
-    const auto part = [&](Tier tier) {
-      return kind == Kind::kOptimizerState ? foreseen.on(tier, kind) / 2 : foreseen.on(tier, kind);
-    };
-    const py::dict entry = by_tier(part(Tier::kDevice), part(Tier::kHost), part(Tier::kNvme));
-    if (kind == Kind::kOptimizerState) {
-      kinds["exp_avg"] = entry;
-      kinds["exp_avg_sq"] = entry;
-    } else {
-      kinds[py::str(std::string(name_of(kind)))] = entry;
-    }
+    const int parts = kind == Kind::kOptimizerState ? 2 : 1;
+    const py::dict entry =
+        by_tier([&](memory::Tier tier) { return foreseen.on(tier, kind) / parts; });
+    kinds[py::str(parts == 2 ? "exp_avg" : std::string(name_of(kind)))] = entry;
+    if (parts == 2) kinds["exp_avg_sq"] = entry;
   }
-  kinds["total"] = by_tier(foreseen.total, foreseen.host, foreseen.nvme);
+  kinds["total"] = by_tier([&](memory::Tier tier) { return foreseen.total_on(tier); });
   return kinds;
 }
 

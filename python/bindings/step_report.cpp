@@ -2,6 +2,7 @@
 #include "strata/engine/record/step_report.h"
 
 #include <array>
+#include <functional>
 #include <optional>
 
 #include "bindings.h"
@@ -12,23 +13,28 @@ namespace {
 using namespace py::literals;
 using torch::ShardedModel;
 
-py::dict transfer(std::int64_t count, Bytes bytes, const engine::StepTransfers* times) {
-  const auto of = [times](double engine::StepTransfers::*value) {
-    return times != nullptr ? std::optional(times->*value) : std::nullopt;
-  };
-  return py::dict("count"_a = count, "bytes"_a = bytes.value,
-                  "seconds"_a = of(&engine::StepTransfers::seconds),
-                  "exposed_seconds"_a = of(&engine::StepTransfers::exposed),
-                  "gb_per_s"_a = of(&engine::StepTransfers::gb_per_s));
+// `part` of the times, which are known of timed steps.
+template <typename Times, typename Part>
+std::optional<double> seconds_of(const std::optional<Times>& times, Part part) {
+  return times ? std::optional<double>(std::invoke(part, *times)) : std::nullopt;
 }
 
 py::dict transfers(const engine::StepReport& report) {
+  using engine::StepTimes;
+  using engine::StepTransfers;
+  const auto transfer = [&](std::int64_t count, Bytes bytes, StepTransfers StepTimes::*kind) {
+    const auto of = [&](double StepTransfers::*value) {
+      return seconds_of(report.times, [&](const StepTimes& times) { return times.*kind.*value; });
+    };
+    return py::dict("count"_a = count, "bytes"_a = bytes.value,
+                    "seconds"_a = of(&StepTransfers::seconds),
+                    "exposed_seconds"_a = of(&StepTransfers::exposed),
+                    "gb_per_s"_a = of(&StepTransfers::gb_per_s));
+  };
   const engine::StepCounts& c = report.counts;
-  const engine::StepTimes* times = report.times ? &*report.times : nullptr;
-  return py::dict(
-      "gather"_a = transfer(c.gathers, c.gathered, times ? &times->gather : nullptr),
-      "reduce"_a = transfer(c.reductions, c.reduced, times ? &times->reduce : nullptr),
-      "refresh"_a = transfer(c.refreshes, c.refreshed, times ? &times->refresh : nullptr));
+  return py::dict("gather"_a = transfer(c.gathers, c.gathered, &StepTimes::gather),
+                  "reduce"_a = transfer(c.reductions, c.reduced, &StepTimes::reduce),
+                  "refresh"_a = transfer(c.refreshes, c.refreshed, &StepTimes::refresh));
 }
 
 // {kind: {bytes, peak_bytes}} of the device, and "total".
@@ -47,7 +53,7 @@ py::dict device_memory(const memory::Ledger& ledger) {
   return result;
 }
 
-py::dict offload_dict(const engine::LinkReport& report) {
+py::dict offload_dict(const engine::LinkReport& report, const offload::StoreCounts& stores) {
   constexpr std::array<const char*, offload::kLinkCount> kNames{"up", "down", "read", "write"};
   py::dict links;
   for (const engine::LinkUse& use : report.uses) {
@@ -58,36 +64,24 @@ py::dict offload_dict(const engine::LinkReport& report) {
   py::list drives;
   for (const offload::DriveWrites& each : report.drive_writes)
     drives.append(py::dict("folder"_a = each.folder, "written_bytes"_a = each.written.value));
-  return py::dict("links"_a = links, "fetch_wait_seconds"_a = report.fetch_wait,
-                  "copy_wait_seconds"_a = report.copy_wait, "parts"_a = report.parts,
-                  "parts_ready"_a = report.parts_ready, "drives"_a = drives);
+  return py::dict("links"_a = links, "fetch_wait_seconds"_a = stores.seconds_waited,
+                  "copy_wait_seconds"_a = report.copy_wait, "parts"_a = stores.parts,
+                  "parts_ready"_a = stores.parts_ready, "drives"_a = drives);
 }
 
 py::dict step_dict(const engine::StepReport& report) {
-  const engine::StepTimes* times = report.times ? &*report.times : nullptr;
-  const auto of = [times](double engine::StepTimes::*part) {
-    return times != nullptr ? std::optional(times->*part) : std::nullopt;
-  };
+  using engine::StepTimes;
+  const auto of = [&](auto part) { return seconds_of(report.times, part); };
   const engine::StepCounts& counts = report.counts;
   return py::dict(
       "step"_a = report.step, "seconds"_a = report.seconds,
-      "forward_seconds"_a = of(&engine::StepTimes::forward),
-      "backward_seconds"_a = of(&engine::StepTimes::backward),
-      "update_seconds"_a = of(&engine::StepTimes::update),
-      "norm_seconds"_a = of(&engine::StepTimes::norm),
-      "optimizer_seconds"_a = of(&engine::StepTimes::optimizer),
-      "exposed_seconds"_a = times != nullptr ? std::optional(times->exposed()) : std::nullopt,
-      "transfers"_a = transfers(report),
+      "forward_seconds"_a = of(&StepTimes::forward),
+      "backward_seconds"_a = of(&StepTimes::backward), "update_seconds"_a = of(&StepTimes::update),
+      "norm_seconds"_a = of(&StepTimes::norm), "optimizer_seconds"_a = of(&StepTimes::optimizer),
+      "exposed_seconds"_a = of(&StepTimes::exposed), "transfers"_a = transfers(report),
       "uses"_a = py::dict("kept"_a = counts.kept, "prefetched"_a = counts.prefetch_hits,
                           "late"_a = counts.late_fetches),
       "device_allocations"_a = counts.device_allocations, "host_waits"_a = counts.host_waits);
-}
-
-py::dict as_dict(const engine::StepReport& report, const memory::Ledger& ledger) {
-  py::dict result = step_dict(report);
-  result["offload"] = report.links ? offload_dict(*report.links) : py::object(py::none());
-  result["device_memory"] = device_memory(ledger);
-  return result;
 }
 
 // None before the first step is over.
@@ -98,7 +92,11 @@ py::object step_report(ShardedModel& model, bool wait) {
     report = model.engine().step_report(wait);
   }
   if (!report) return py::none();
-  return as_dict(*report, model.ledger());
+  py::dict result = step_dict(*report);
+  result["offload"] =
+      report->links ? offload_dict(*report->links, report->counts.stores) : py::object(py::none());
+  result["device_memory"] = device_memory(model.ledger());
+  return result;
 }
 
 // The reports of the steps that the device has finished since the last call, without memory and

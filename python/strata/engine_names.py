@@ -69,10 +69,8 @@ class EngineNames:
 
     # --- ranks ---
 
-    @property
-    def dp_world_size(self):
-        """int: the number of ranks; all of them train on different data."""
-        return self._engine.world_size
+    dp_world_size = property(
+        lambda self: self._engine.world_size, doc="int: the number of ranks; all of them train on different data.")
 
     @property
     def local_rank(self):
@@ -105,12 +103,9 @@ class EngineNames:
     def memory_forecast(self, tier="device"):
         """{kind: bytes, "total": bytes}: what the engine will hold at most on this rank's device, by
         ``memory_report()``'s kinds of the tier "device", once it has trained for some steps. ``tier="host"``: what it
-        will hold of host memory for what is offloaded, staged, loaded and saved; ``tier="nvme"``: of drives.
-
-        The engine runs for three steps on a device without memory, which takes milliseconds. Not collective: any rank
-        may call it alone. The numbers do not contain the model's activations, its gradients before they reach the
-        engine, and the memory of torch and the collectives. "gradients" are an upper bound: reductions that end early
-        hold less, and so does an order within a block that completes units one after the other.
+        will hold of host memory for what is offloaded, staged, loaded and saved; ``tier="nvme"``: of drives. The
+        numbers mean the same as those of ``strata.memory_forecast``. Takes milliseconds, and is not collective: any
+        rank may call it alone.
         """
         return self._engine.core.memory_forecast(tier)
 

@@ -8,109 +8,82 @@ import torch
 
 from .config_source import section_of, settings_of
 
-# (method, path, default): the method returns the configuration's value at ``path``, honoured or a hint, or else
-# ``default`` where the engine has no default of its own.
-_VALUES = (
-    ("managed_gradient_accumulation", "managed_gradient_accumulation", True),
-    ("optimizer_name", "optimizer.type", None),
-    ("optimizer_legacy_fusion", "optimizer.legacy_fusion", False),
-    ("scheduler_name", "scheduler.type", None),
-    ("fp16_enabled", "fp16.enabled", False),
-    ("fp16_auto_cast", "fp16.auto_cast", False),
-    ("fp16_master_weights_and_gradients", "fp16.fp16_master_weights_and_grads", False),
-    ("bfloat16_enabled", "bf16.enabled", False),
-    ("bf16_master_weights_and_gradients", "bf16.bf16_master_weights_and_grads", False),
-    ("bf16_optimizer_states", "bf16.bf16_optimizer_states", False),
-    ("torch_autocast_enabled", "torch_autocast.enabled", False),
-    ("torch_autocast_lower_precision_safe_modules", "torch_autocast.lower_precision_safe_modules", None),
-    ("gradient_clipping", "gradient_clipping", 1.0),
-    ("gradient_allreduce_op", "gradient_allreduce_op", "mean"),
-    ("gradient_predivide_factor", "gradient_predivide_factor", 1.0),
-    ("dataloader_drop_last", "dataloader_drop_last", False),
-    ("dump_state", "dump_state", False),
-    ("log_level", "log_level", None),
-    ("checkpoint_serialization_enabled", "checkpoint.checkpoint_serialization", True),
-    ("load_universal_checkpoint", "checkpoint.load_universal", False),
-    ("use_node_local_storage", "checkpoint.use_node_local_storage", False),
-    ("flops_profiler_enabled", "flops_profiler.enabled", False),
-    ("flops_profiler_detailed", "flops_profiler.detailed", True),
-    ("flops_profiler_module_depth", "flops_profiler.module_depth", -1),
-    ("flops_profiler_output_file", "flops_profiler.output_file", None),
-    ("flops_profiler_profile_step", "flops_profiler.profile_step", 1),
-    ("flops_profiler_recompute_fwd_factor", "flops_profiler.recompute_fwd_factor", 0.0),
-    ("flops_profiler_top_modules", "flops_profiler.top_modules", 1),
-    ("memory_breakdown", "memory_breakdown", False),
-    ("wall_clock_breakdown", "wall_clock_breakdown", False),
-    ("sparse_gradients_enabled", "sparse_gradients", False),
-    ("zero_allow_untested_optimizer", "zero_allow_untested_optimizer", False),
-    ("zero_force_ds_cpu_optimizer", "zero_force_ds_cpu_optimizer", True),
-    ("cpuadam_cores_perc", "zero_optimization.offload_optimizer.cpuadam_cores_perc", 0.9),
-    ("super_offload", "zero_optimization.offload_optimizer.super_offload", False),
-    ("zero_partial_offload", "zero_optimization.offload_optimizer.ratio", 1.0),
-    ("is_sanity_checks_enabled", "zero_optimization.enable_sanity_checks", False),
-    ("zero_allgather_bucket_size", "zero_optimization.allgather_bucket_size", 500_000_000),
-    ("zero_allgather_partitions", "zero_optimization.allgather_partitions", True),
-    ("zero_allgather_sequential", "zero_optimization.stage3_allgather_sequential", False),
-    ("zero_compute_grad_norm", "zero_optimization.compute_grad_norm", True),
-    ("zero_contiguous_gradients", "zero_optimization.contiguous_gradients", True),
-    ("zero_elastic_checkpoint", "zero_optimization.elastic_checkpoint", False),
-    ("zero_gather_16bit_weights_on_model_save", "zero_optimization.stage3_gather_16bit_weights_on_model_save", False),
-    ("zero_hpz_partition_size", "zero_optimization.zero_hpz_partition_size", 1),
-    ("zero_ignore_unused_parameters", "zero_optimization.ignore_unused_parameters", True),
-    ("zero_legacy_stage1", "zero_optimization.legacy_stage1", False),
-    ("zero_load_from_fp32_weights", "zero_optimization.load_from_fp32_weights", True),
-    ("zero_log_trace_cache_warnings", "zero_optimization.log_trace_cache_warnings", False),
-    ("zero_max_live_parameters", "zero_optimization.stage3_max_live_parameters", None),
-    ("zero_max_reuse_distance", "zero_optimization.stage3_max_reuse_distance", None),
-    ("zero_model_persistence_threshold", "zero_optimization.stage3_model_persistence_threshold", None),
-    ("zero_module_granularity_threshold", "zero_optimization.stage3_module_granularity_threshold", 0),
-    ("zero_multi_rank_bucket_allreduce", "zero_optimization.use_multi_rank_bucket_allreduce", True),
-    ("zero_overlap_comm", "zero_optimization.overlap_comm", None),
-    ("zero_param_persistence_threshold", "zero_optimization.stage3_param_persistence_threshold", 100_000),
-    ("zero_parameter_alignment", "zero_optimization.parameter_alignment", False),
-    ("zero_prefetch_bucket_size", "zero_optimization.stage3_prefetch_bucket_size", 50_000_000),
-    ("zero_quantized_gradients", "zero_optimization.zero_quantized_gradients", False),
-    ("zero_quantized_nontrainable_weights", "zero_optimization.zero_quantized_nontrainable_weights", False),
-    ("zero_quantized_weights", "zero_optimization.zero_quantized_weights", False),
-    ("zero_reduce_bucket_size", "zero_optimization.reduce_bucket_size", 500_000_000),
-    ("zero_reduce_scatter", "zero_optimization.reduce_scatter", True),
-    ("zero_round_robin_gradients", "zero_optimization.round_robin_gradients", False),
-    ("zero_save_muon_momentum_buffer_in_memory", "zero_optimization.save_muon_momentum_buffer_in_memory", False),
-    ("zero_sub_group_size", "zero_optimization.sub_group_size", 1_000_000_000),
-)
+# {(start of the method, start of the path): {the rest of both: default}}: the method returns the configuration's value
+# at the path, honoured or a hint, or else the default where the engine has none of its own.
+_VALUES = {
+    ("zero_", "zero_optimization."): {
+        "allgather_bucket_size": 500_000_000, "allgather_partitions": True, "compute_grad_norm": True,
+        "contiguous_gradients": True, "elastic_checkpoint": False, "ignore_unused_parameters": True,
+        "legacy_stage1": False, "load_from_fp32_weights": True, "log_trace_cache_warnings": False,
+        "overlap_comm": None, "parameter_alignment": False, "reduce_bucket_size": 500_000_000, "reduce_scatter": True,
+        "round_robin_gradients": False, "save_muon_momentum_buffer_in_memory": False, "sub_group_size": 1_000_000_000,
+    },
+    ("zero_", "zero_optimization.stage3_"): {
+        "allgather_sequential": False, "gather_16bit_weights_on_model_save": False, "max_live_parameters": None,
+        "max_reuse_distance": None, "model_persistence_threshold": None, "module_granularity_threshold": 0,
+        "param_persistence_threshold": 100_000, "prefetch_bucket_size": 50_000_000,
+    },
+    ("", "zero_optimization."): {
+        "zero_hpz_partition_size": 1, "zero_quantized_gradients": False, "zero_quantized_nontrainable_weights": False,
+        "zero_quantized_weights": False,
+    },
+    ("flops_profiler_", "flops_profiler."): {
+        "detailed": True, "enabled": False, "module_depth": -1, "output_file": None, "profile_step": 1,
+        "recompute_fwd_factor": 0.0, "top_modules": 1,
+    },
+    ("fp16_", "fp16."): {
+        "auto_cast": False, "enabled": False,
+    },
+    ("torch_autocast_", "torch_autocast."): {
+        "enabled": False, "lower_precision_safe_modules": None,
+    },
+    ("", ""): {
+        "dataloader_drop_last": False, "dump_state": False, "gradient_allreduce_op": "mean", "gradient_clipping": 1.0,
+        "gradient_predivide_factor": 1.0, "log_level": None, "managed_gradient_accumulation": True,
+        "memory_breakdown": False, "wall_clock_breakdown": False, "zero_allow_untested_optimizer": False,
+        "zero_force_ds_cpu_optimizer": True,
+    },
+}
 
-# (method, value): methods about features that the configuration must leave off, with DeepSpeed's value for "off".
+# {method: (path, default)}: the same for methods with names of their own.
+_OTHER_VALUES = {
+    "optimizer_name": ("optimizer.type", None),
+    "optimizer_legacy_fusion": ("optimizer.legacy_fusion", False),
+    "scheduler_name": ("scheduler.type", None),
+    "fp16_master_weights_and_gradients": ("fp16.fp16_master_weights_and_grads", False),
+    "bfloat16_enabled": ("bf16.enabled", False),
+    "bf16_master_weights_and_gradients": ("bf16.bf16_master_weights_and_grads", False),
+    "checkpoint_serialization_enabled": ("checkpoint.checkpoint_serialization", True),
+    "load_universal_checkpoint": ("checkpoint.load_universal", False),
+    "sparse_gradients_enabled": ("sparse_gradients", False),
+    "cpuadam_cores_perc": ("zero_optimization.offload_optimizer.cpuadam_cores_perc", 0.9),
+    "super_offload": ("zero_optimization.offload_optimizer.super_offload", False),
+    "zero_partial_offload": ("zero_optimization.offload_optimizer.ratio", 1.0),
+    "is_sanity_checks_enabled": ("zero_optimization.enable_sanity_checks", False),
+    "zero_multi_rank_bucket_allreduce": ("zero_optimization.use_multi_rank_bucket_allreduce", True),
+    "bf16_optimizer_states": ("bf16.bf16_optimizer_states", False),
+    "use_node_local_storage": ("checkpoint.use_node_local_storage", False),
+}
+
+# (DeepSpeed's value for "off", methods about features that the configuration must leave off).
 _OFF = (
-    ("amp_enabled", False),
-    ("autotp_size", 0),
-    ("autotuning_enabled", False),
-    ("autotuning_end_profile_step", 5),
-    ("autotuning_metric", "throughput"),
-    ("autotuning_profile_model_info", False),
-    ("autotuning_start_profile_step", 3),
-    ("compile_autosp", False),
-    ("compile_autotp", False),
-    ("compile_zero_optimization_stage", False),
-    ("curriculum_learning_config", {"enabled": False}),
-    ("curriculum_learning_enabled", False),
-    ("data_efficiency_config", {"enabled": False}),
-    ("data_efficiency_enabled", False),
-    ("data_sampling_config", {"enabled": False}),
-    ("data_sampling_enabled", False),
-    ("get_compile_time", []),
-    ("get_model_parallel_rank", 0),
-    ("get_sequence_parallel_group", None),
-    ("get_tensor_parallel_rank", 0),
-    ("is_deepcompile_active", False),
-    ("is_deepcompile_enabled", False),
-    ("random_ltd_config", {"enabled": False}),
-    ("random_ltd_enabled", False),
-    ("swap_tensor_config", None),
-    ("tensor_parallel_config", None),
-    ("uses_parallelization_pass_only", False),
-    ("zenflow_config", None),
-    ("autotuning_metric_path", "autotuning_metric.json"),
-    ("autotuning_model_info_path", "autotuning_model_info.json"),
+    (False, (
+        "amp_enabled", "autotuning_enabled", "autotuning_profile_model_info", "compile_autosp", "compile_autotp",
+        "compile_zero_optimization_stage", "curriculum_learning_enabled", "data_efficiency_enabled",
+        "data_sampling_enabled", "is_deepcompile_active", "is_deepcompile_enabled", "random_ltd_enabled",
+        "uses_parallelization_pass_only",
+    )),
+    (0, ("autotp_size", "get_model_parallel_rank", "get_tensor_parallel_rank")),
+    (5, ("autotuning_end_profile_step",)),
+    ("throughput", ("autotuning_metric",)),
+    (3, ("autotuning_start_profile_step",)),
+    ({"enabled": False}, (
+        "curriculum_learning_config", "data_efficiency_config", "data_sampling_config", "random_ltd_config",
+    )),
+    ([], ("get_compile_time",)),
+    (None, ("get_sequence_parallel_group", "swap_tensor_config", "tensor_parallel_config", "zenflow_config")),
+    ("autotuning_metric.json", ("autotuning_metric_path",)),
+    ("autotuning_model_info.json", ("autotuning_model_info_path",)),
 )
 
 
@@ -180,7 +153,9 @@ _COMPUTED = (
 )
 
 
-VALUE_NAMES = frozenset(name for name, _, _ in _VALUES)
+_PATHS = {method + name: (path + name, default)
+          for (method, path), defaults in _VALUES.items() for name, default in defaults.items()} | _OTHER_VALUES
+VALUE_NAMES = frozenset(_PATHS)
 
 
 def _off(value):
@@ -240,10 +215,11 @@ def _add_getter(name, doc, function):
     setattr(EngineSettings, name, value)
 
 
-for _name, _path, _default in _VALUES:
+for _name, (_path, _default) in _PATHS.items():
     _add_getter(_name, f"``{_path}`` of the configuration; {_default!r} where it says nothing.",
                 _configured(_path, _default))
-for _name, _default in _OFF:
-    _add_getter(_name, f"{_default!r}: the feature is not offered.", _off(_default))
+for _default, _names in _OFF:
+    for _name in _names:
+        _add_getter(_name, f"{_default!r}: the feature is not offered.", _off(_default))
 for _row in _COMPUTED:
     _add_getter(*_row)

@@ -77,39 +77,21 @@ class LossScale:
     def __init__(self, optimizer):
         self._optimizer = optimizer
 
-    @property
-    def cur_scale(self):
-        """float: the factor of the loss; 1.0 except under fp16. Waits for the device."""
-        return self._optimizer.loss_scale
-
-    loss_scale = cur_scale
-
-    @property
-    def dynamic(self):
-        """bool: whether the loss scale adapts."""
-        return self._engine.dynamic_loss_scale()
-
-    dynamic_loss_scale = dynamic
-
-    @property
-    def use_grad_scaling(self):
-        """bool: whether there is a loss scale: True under fp16."""
-        return self._engine.fp16_enabled()
-
-    @property
-    def cur_iter(self):
-        """int: accumulation boundaries so far."""
-        return self._engine.global_steps
-
+    cur_scale = loss_scale = property(
+        lambda self: self._optimizer.loss_scale,
+        doc="float: the factor of the loss; 1.0 except under fp16. Waits for the device.")
+    dynamic = dynamic_loss_scale = property(
+        lambda self: self._engine.dynamic_loss_scale(), doc="bool: whether the loss scale adapts.")
+    use_grad_scaling = property(
+        lambda self: self._engine.fp16_enabled(), doc="bool: whether there is a loss scale: True under fp16.")
+    cur_iter = property(lambda self: self._engine.global_steps, doc="int: accumulation boundaries so far.")
     scale_window = _while_dynamic("scale_window", "int: steps without an overflow before the loss scale rises")
     min_scale = min_loss_scale = _while_dynamic("min_scale", "float: the smallest loss scale")
     delayed_shift = _while_dynamic("delayed_shift", "int: overflows before the loss scale falls")
     consecutive_hysteresis = _while_dynamic(
         "consecutive_hysteresis", "bool: whether a step without an overflow resets the count of overflows")
 
-    @property
-    def _engine(self):
-        return self._optimizer._bound()
+    _engine = property(lambda self: self._optimizer._bound())
 
 
 class Inside:
@@ -149,17 +131,9 @@ class OptimizerNames:
             self._states = EngineStates(self)
         self._states.replace(states)
 
-    @property
-    def loss_scaler(self):
-        """``LossScale``."""
-        return LossScale(self)
-
-    loss_scale_config = loss_scaler
-
-    @property
-    def dynamic_loss_scale(self):
-        """bool: whether the loss scale adapts."""
-        return self._bound().dynamic_loss_scale()
+    loss_scaler = loss_scale_config = property(LossScale, doc="``LossScale``.")
+    dynamic_loss_scale = property(
+        lambda self: self._bound().dynamic_loss_scale(), doc="bool: whether the loss scale adapts.")
 
     def get_lr(self):
         """float: the learning rate of the first param group; ``engine.get_lr()`` has all."""

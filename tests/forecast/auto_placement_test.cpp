@@ -77,7 +77,7 @@ std::string lack_in(Call call) {
 
 // The device's bytes with nothing offloaded (most), and with everything offloaded (least).
 Bytes most(int stage) {
-  return placed(config_of(stage), {}).forecast.total;
+  return placed(config_of(stage), {}).forecast.total();
 }
 Bytes least(int stage) {
   const plan::ModelBuilder b = model();
@@ -86,7 +86,7 @@ Bytes least(int stage) {
   const engine::Config config = config_of(stage);
   const plan::ModelPlan plan = plan::plan_units(params, b.tree, engine::plan_options_from(config));
   const Trainers trainers = trainers_of(config, engine::UpdateRule::kAdamW, {kWorld, false, 0});
-  return forecast_training(params, plan, b.tree, config, trainers).total;
+  return forecast_training(params, plan, b.tree, config, trainers).total();
 }
 // Room for the weights and a few states.
 Bytes some_room() {
@@ -98,8 +98,8 @@ TEST(AutoPlacement, LeavesAllOnADeviceThatHasRoom) {
     const Placed all = placed(config_of(3), room);
     EXPECT_EQ(all.count(Tier::kDevice, true), 8);
     EXPECT_EQ(all.count(Tier::kDevice, false), 8);
-    EXPECT_EQ(all.forecast.on_host(memory::Kind::kOptimizerState), 0_B);
-    EXPECT_EQ(all.forecast.nvme, 0_B);
+    EXPECT_EQ(all.forecast.on(memory::Tier::kHost, memory::Kind::kOptimizerState), 0_B);
+    EXPECT_EQ(all.forecast.total_on(memory::Tier::kNvme), 0_B);
   }
 }
 
@@ -110,8 +110,8 @@ TEST(AutoPlacement, FillsTheDeviceWithWhatIsUsedMostAndStaysWithinItsRoom) {
   for (Bytes budget = most(3); !over; budget -= 10_MiB) {
     try {
       const Placed some = placed(config_of(3), {budget, std::nullopt});
-      EXPECT_LE(some.forecast.total, budget);
-      EXPECT_EQ(some.forecast.nvme, 0_B) << "the host has no bound";
+      EXPECT_LE(some.forecast.total(), budget);
+      EXPECT_EQ(some.forecast.total_on(memory::Tier::kNvme), 0_B) << "the host has no bound";
       if (some.count(Tier::kHost, false) > 0) {
         EXPECT_EQ(some.count(Tier::kHost, true), 8) << "states leave before weights";
       }
@@ -132,16 +132,17 @@ TEST(AutoPlacement, FillsTheDeviceWithWhatIsUsedMostAndStaysWithinItsRoom) {
 
 TEST(AutoPlacement, FillsTheHostBeforeTheDrive) {
   const Bytes device = some_room();
-  const Bytes host = placed(config_of(3), {device, std::nullopt}).forecast.host;
+  const Bytes host =
+      placed(config_of(3), {device, std::nullopt}).forecast.total_on(memory::Tier::kHost);
   const Placed some = placed(config_of(3), {device, host - 50_MiB});
-  EXPECT_LE(some.forecast.total, device);
-  EXPECT_LE(some.forecast.host, host - 50_MiB);
+  EXPECT_LE(some.forecast.total(), device);
+  EXPECT_LE(some.forecast.total_on(memory::Tier::kHost), host - 50_MiB);
   EXPECT_GT(some.count(Tier::kHost, true), 0);
   EXPECT_GT(some.count(Tier::kNvme, true), 0);
   EXPECT_EQ(some.count(Tier::kNvme, false), 0);
   EXPECT_GT(some.forecast.on(Tier::kNvme, memory::Kind::kOptimizerState), 0_B);
   // Gradients of states that left are on the host.
-  const Bytes gradients = some.forecast.on_host(memory::Kind::kGradientShards);
+  const Bytes gradients = some.forecast.on(memory::Tier::kHost, memory::Kind::kGradientShards);
   EXPECT_GT(gradients, 0_B);
   EXPECT_THAT(lack_in([&] {
                 placed(config_of(3), {device, gradients});
@@ -156,9 +157,9 @@ TEST(AutoPlacement, CountsTheStageOfWhatLeavesAGpu) {
   const auto gpu = [](const Room& room) {
     return placed(config_of(3), room, engine::UpdateRule::kAdamW, true);
   };
-  const Bytes whole = gpu({}).forecast.total;
+  const Bytes whole = gpu({}).forecast.total();
   const Placed some = gpu({whole - 1_B, std::nullopt});
-  EXPECT_LT(some.forecast.total, whole);
+  EXPECT_LT(some.forecast.total(), whole);
   EXPECT_GT(some.forecast.of(memory::Kind::kStaging), 16_MiB);
   EXPECT_GT(some.count(Tier::kHost, true), 1);
   EXPECT_GT(some.count(Tier::kDevice, true), 0);
@@ -189,7 +190,7 @@ TEST(AutoPlacement, MovesWhatMayBeMoved) {
                 placed(config_of(3), {some_room(), 1_GiB}, engine::UpdateRule::kExternal);
               }),
               HasSubstr("the device does not suffice"));
-  const Bytes evaluating = placed(config_of(3), {}, engine::UpdateRule::kNone).forecast.total;
+  const Bytes evaluating = placed(config_of(3), {}, engine::UpdateRule::kNone).forecast.total();
   const Placed frozen =
       placed(config_of(3), {evaluating - 10_MiB, 1_GiB}, engine::UpdateRule::kNone);
   EXPECT_GT(frozen.count(Tier::kHost, false), 0) << "nothing is trained, and weights move";

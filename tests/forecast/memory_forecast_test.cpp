@@ -75,11 +75,7 @@ MemoryForecast held(const FakeModel& model, const Case& c) {
         }
         rank.collectives().barrier();
         if (r != 0) return;
-        for (int k = 0; k < memory::kKindCount; ++k) {
-          const auto kind = static_cast<Kind>(k);
-          result.by_kind[static_cast<std::size_t>(k)] = rank.ledger().peak(Tier::kDevice, kind);
-        }
-        result.total = rank.ledger().peak(Tier::kDevice);
+        result = peaks_of(rank.ledger());
       }));
   return result;
 }
@@ -88,13 +84,18 @@ comm::Traits traits_for(int world, bool peers = false) {
   return comm::among(peers ? comm::kPeerTraits : comm::kHostMemoryTraits, 0, world);
 }
 
+MemoryForecast forecast_over(const FakeModel& model, Training training,
+                             const comm::Traits& traits) {
+  training.traits = traits;
+  return forecast_memory(model.params, model.plan, model.tree, training);
+}
+
 MemoryForecast foreseen(const FakeModel& model, const Case& c, bool runs_ahead = false) {
   Training training;
   training.options = options_of(c).engine;
   training.micro_steps = c.micro_steps;
   training.runs_ahead = runs_ahead;
-  return forecast_memory(model.params, model.plan, model.tree, training,
-                         traits_for(c.world, c.peers));
+  return forecast_over(model, training, traits_for(c.world, c.peers));
 }
 
 void expect_held_as_foreseen(const FakeModel& model, const Case& c) {
@@ -110,8 +111,8 @@ void expect_held_as_foreseen(const FakeModel& model, const Case& c) {
       EXPECT_EQ(found.of(kind), expected.of(kind)) << memory::name_of(kind);
     }
   }
-  EXPECT_LE(found.total, expected.total);
-  EXPECT_GE(found.total + expected.of(Kind::kGradients), expected.total);
+  EXPECT_LE(found.total(), expected.total());
+  EXPECT_GE(found.total() + expected.of(Kind::kGradients), expected.total());
 }
 
 class MemoryForecastTest : public testing::TestWithParam<Case> {};
@@ -147,8 +148,7 @@ TEST(MemoryForecast, OfBoundsOfZeroIsTheUnitInUse) {
         engine::fake::model_of_neighbours(engine::fake::kBlock, Numel())}) {
     Training training;
     training.options = engine::fake::bounds_of_zero().engine;
-    const MemoryForecast expected =
-        forecast_memory(model.params, model.plan, model.tree, training, traits_for(2));
+    const MemoryForecast expected = forecast_over(model, training, traits_for(2));
     EXPECT_EQ(expected.of(Kind::kGathered), engine::fake::block_bytes());
   }
 }
@@ -165,8 +165,7 @@ TEST(MemoryForecast, OfPeersHasRoomForWhatIsUnderWayAndAUnit) {
   Training training;
   training.options = options_of({DType::kBFloat16, 3, 2}).engine;
   training.options.max_reducing = 20_KiB;  // more than a block and a half
-  const MemoryForecast expected =
-      forecast_memory(model.params, model.plan, model.tree, training, traits_for(2, true));
+  const MemoryForecast expected = forecast_over(model, training, traits_for(2, true));
   EXPECT_EQ(expected.of(Kind::kGradients), 20_KiB + largest);
 }
 
@@ -189,8 +188,7 @@ TEST(MemoryForecast, HoldsForEveryOrderOfGradientsWithinABlock) {
   options.engine.max_reducing = 20_KiB;
   Training training;
   training.options = options.engine;
-  const MemoryForecast expected =
-      forecast_memory(model.params, model.plan, model.tree, training, traits_for(2));
+  const MemoryForecast expected = forecast_over(model, training, traits_for(2));
   for (unsigned seed = 0; seed < 20; ++seed) {
     engine::fake::expect_no_errors(
         engine::fake::run_ranks(2, [&](int r, std::shared_ptr<comm::Collectives> ranks) {
@@ -211,7 +209,7 @@ TEST(MemoryForecast, HoldsForEveryOrderOfGradientsWithinABlock) {
           EXPECT_LE(rank.ledger().peak(Tier::kDevice, Kind::kGradients),
                     expected.of(Kind::kGradients))
               << "seed " << seed;
-          EXPECT_LE(rank.ledger().peak(Tier::kDevice), expected.total) << "seed " << seed;
+          EXPECT_LE(rank.ledger().peak(Tier::kDevice), expected.total()) << "seed " << seed;
         }));
   }
 }
@@ -248,14 +246,12 @@ TEST(MemoryForecast, OfAnOptimizerOfTheUsersHasItsMastersAndGradientsOnce) {
   Training training;
   training.options.stage = 3;
   training.rule = engine::UpdateRule::kExternal;
-  const MemoryForecast forecast =
-      forecast_memory(model.params, model.plan, model.tree, training, traits_for(2));
+  const MemoryForecast forecast = forecast_over(model, training, traits_for(2));
   EXPECT_EQ(forecast.of(Kind::kMasterWeights), forecast.of(Kind::kGradientShards));
   EXPECT_EQ(forecast.of(Kind::kOptimizerState), 0_B);
   // The user's optimizer reads fp32: it gets a copy of gradients that are kept in a narrower type.
   training.options.accumulation_dtype = DType::kBFloat16;
-  const MemoryForecast narrow =
-      forecast_memory(model.params, model.plan, model.tree, training, traits_for(2));
+  const MemoryForecast narrow = forecast_over(model, training, traits_for(2));
   EXPECT_GE(narrow.of(Kind::kGradientShards) * 2, narrow.of(Kind::kMasterWeights) * 3);
 }
 
@@ -268,8 +264,7 @@ TEST(MemoryForecast, OfAnOptimizerOfTheUsersOnTheHostHasItThere) {
     training.runs_ahead = true;
     training.options.states.tier = memory::Tier::kHost;
     training.options.gradient_tier = memory::Tier::kHost;
-    const MemoryForecast forecast =
-        forecast_memory(model.params, model.plan, model.tree, training, traits_for(2));
+    const MemoryForecast forecast = forecast_over(model, training, traits_for(2));
     EXPECT_EQ(forecast.of(Kind::kMasterWeights), 0_B);
     const Bytes masters = forecast.on(memory::Tier::kHost, Kind::kMasterWeights);
     EXPECT_GT(masters, 0_B) << "fp32 weights have a copy there";

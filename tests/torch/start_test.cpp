@@ -287,7 +287,7 @@ void expect_nothing_is_taken(const std::string& reason, const Change& change) {
     for (std::size_t i = 0; i < before.size(); ++i)
       EXPECT_TRUE(at::equal(after[i], before[i])) << "parameter " << i;
     if (on_host.size() == given.size()) {
-      EXPECT_THAT(model.engine().init_report().reason(), ::testing::HasSubstr(reason));
+      EXPECT_THAT(model.engine().init_report().reason, ::testing::HasSubstr(reason));
     }
   });
 }
@@ -331,7 +331,7 @@ TEST_P(FromRank0AtStage, WhatCannotBeReadAfterAllIsLeftToTheComparison) {
       last = at::from_blob(memory.data(), last.sizes(), last.options().requires_grad(false));
     EXPECT_FALSE(take(model, unreadable, params_by_unit(model)));
     EXPECT_THAT(
-        model.engine().init_report().reason(),
+        model.engine().init_report().reason,
         ::testing::AllOf(::testing::HasSubstr("reading the weights failed on rank"),
                          ::testing::HasSubstr("/mem"), ::testing::HasSubstr("Bad address")));
     const Given given = bring_in(model, parameters);
@@ -382,8 +382,8 @@ Outcome start_beside(Bytes free, const std::vector<Net>& nets, bool looks_at_val
     try {
       ShardedModel model(describe_module(*nets[rank]).input, config_of(kStage, kWorld),
                          engine::UpdateRule::kAdamW, crowded.runtime, "engine");
-      outcome.tiers[rank] = model.engine().init_report().tier();
-      outcome.reasons[rank] = model.engine().init_report().reason();
+      outcome.tiers[rank] = model.engine().init_report().tier;
+      outcome.reasons[rank] = model.engine().init_report().reason;
       if (looks_at_values) {
         const std::vector<at::Tensor> values = values_in(model);
         for (std::size_t i = 0; i < expected.size(); ++i)

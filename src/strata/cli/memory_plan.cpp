@@ -211,8 +211,8 @@ class Planner {
       entry["fits"] = false;
       return entry;
     }
-    if (request_.device_memory) entry["fits"] = found.total <= *request_.device_memory;
-    entry["device"]["total"] = found.total.value;
+    if (request_.device_memory) entry["fits"] = found.total() <= *request_.device_memory;
+    entry["device"]["total"] = found.total().value;
     for_each_kind([&](memory::Kind kind, const std::string& name) {
       if (is_planned(kind)) entry["device"][name] = found.of(kind).value;
     });
@@ -236,7 +236,7 @@ class Planner {
     if (job.ranks_per_host == 0) job.ranks_per_host = job.world_size;
     for (job.world_size *= 2; job.world_size <= kRanksMax; job.world_size *= 2) {
       try {
-        if (forecast_at(config, job).total <= *request_.device_memory) return job.world_size;
+        if (forecast_at(config, job).total() <= *request_.device_memory) return job.world_size;
       } catch (const ConfigError&) {
         return nullptr;  // shard groups that do not come out even
       } catch (const OutOfMemoryError&) {

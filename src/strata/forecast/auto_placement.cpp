@@ -36,7 +36,7 @@ class Search {
     if (!room_.device) return;
     const std::size_t all = items_.size();
     const auto on_device = last_that_fits(0, all, [&](std::size_t count) {
-      return forecast({count, all}).total <= *room_.device;
+      return forecast({count, all}).total() <= *room_.device;
     });
     if (!on_device) refuse_device(forecast({0, all}));
     if (*on_device == all) return;
@@ -80,7 +80,7 @@ class Search {
 
   std::size_t hosted(std::size_t on_device) const {
     const auto fits = [&](std::size_t count) {
-      return forecast({on_device, count}).host <= *room_.host;
+      return forecast({on_device, count}).total_on(Tier::kHost) <= *room_.host;
     };
     const std::size_t all = items_.size();
     if (!has_drive()) {
@@ -125,7 +125,7 @@ class Search {
                     "may be offloaded at stage {} elsewhere; shard more (stage 3, more ranks), "
                     "lower strata.max_live_bytes or reduce_bucket_size, or raise "
                     "strata.device_budget. Wanted on each device: {} ({}); it may hold {}",
-                    config_.zero.stage, to_string(least.total), kinds_on(least, Tier::kDevice),
+                    config_.zero.stage, to_string(least.total()), kinds_on(least, Tier::kDevice),
                     to_string(*room_.device)));
   }
 
@@ -133,7 +133,7 @@ class Search {
     throw OutOfMemoryError(
         fmt::format("strata.placement \"auto\": the host does not suffice; {}. Wanted of the host "
                     "by each rank: {} ({}); it may take {}, beside {} of its device",
-                    advice, to_string(least.host), kinds_on(least, Tier::kHost),
+                    advice, to_string(least.total_on(Tier::kHost)), kinds_on(least, Tier::kHost),
                     to_string(*room_.host), to_string(*room_.device)));
   }
 

@@ -1,9 +1,9 @@
 // Forecasts the bytes that the engine will hold on a rank's device, and on host and drives for it.
-// The engine itself runs some steps on a device without memory (dry_rank.h), so it makes the same
-// decisions about gathering, keeping and reducing as in training; nothing is estimated. Only the
-// order in which gradients come within a block is not known: the forecast takes the order that
-// holds most. Not included are the model's activations, gradients before they reach the engine, and
-// memory that collectives keep for themselves.
+// The engine itself runs some steps on a device without memory, so it makes the same decisions
+// about gathering, keeping and reducing as in training; nothing is estimated. Only the order in
+// which gradients come within a block is not known: the forecast takes the order that holds most.
+// Not included are the model's activations, gradients before they reach the engine, and memory that
+// collectives keep for themselves.
 //
 // Takes hardly any memory, and milliseconds for thousands of parameters. Pure functions.
 // Errors: those of Engine's construction; OutOfMemoryError where the system has no more addresses;
@@ -24,46 +24,48 @@
 
 namespace strata::forecast {
 
+// Peaks by tier. On the device those of the engine. Host memory is pinned: offloaded values,
+// staging for drives, the ring that a rank has while it loads or saves, and the copy of a
+// checkpoint that is written beside training. Bytes on drives are taken once and stay.
 struct MemoryForecast {
-  std::array<Bytes, memory::kKindCount> by_kind{};  // peaks, by memory::Kind
-  Bytes total;                                      // the peak of their sum
-  // Pinned host memory: offloaded values, staging for drives, the ring that a rank has while it
-  // loads or saves, and the copy of a checkpoint that is written beside training.
-  std::array<Bytes, memory::kKindCount> host_by_kind{};
-  Bytes host;
-  // Bytes on drives. They are taken once and stay.
-  std::array<Bytes, memory::kKindCount> nvme_by_kind{};
-  Bytes nvme;
-  Bytes of(memory::Kind kind) const { return by_kind[static_cast<std::size_t>(kind)]; }
-  Bytes on_host(memory::Kind kind) const { return host_by_kind[static_cast<std::size_t>(kind)]; }
+  struct OfTier {
+    std::array<Bytes, memory::kKindCount> by_kind{};  // by memory::Kind
+    Bytes total;                                      // the peak of their sum
+  };
+  std::array<OfTier, memory::kTierCount> tiers{};  // by memory::Tier
+
   Bytes on(memory::Tier tier, memory::Kind kind) const {
-    const auto& kinds = tier == memory::Tier::kDevice ? by_kind
-                        : tier == memory::Tier::kHost ? host_by_kind
-                                                      : nvme_by_kind;
-    return kinds[static_cast<std::size_t>(kind)];
+    return tiers[static_cast<std::size_t>(tier)].by_kind[static_cast<std::size_t>(kind)];
   }
-  Bytes total_on(memory::Tier tier) const {
-    return tier == memory::Tier::kDevice ? total : tier == memory::Tier::kHost ? host : nvme;
-  }
+  Bytes total_on(memory::Tier tier) const { return tiers[static_cast<std::size_t>(tier)].total; }
+  // On the device.
+  Bytes of(memory::Kind kind) const { return on(memory::Tier::kDevice, kind); }
+  Bytes total() const { return total_on(memory::Tier::kDevice); }
 };
+
+// The peaks of a rank's ledger.
+MemoryForecast peaks_of(const memory::Ledger& ledger);
 
 // "weights 1.50 GiB, staging 48.0 MiB": the kinds that the tier holds anything of; "nothing".
 std::string kinds_on(const MemoryForecast& forecast, memory::Tier tier);
 
-// How a model is trained.
-struct Training {
-  engine::EngineOptions options;
+// The facts about a training job that its configuration does not hold.
+struct Trainers {
   engine::UpdateRule rule = engine::UpdateRule::kAdamW;
+  comm::Traits traits;      // of the ranks' collectives
+  bool runs_ahead = false;  // the device: GPUs do
+};
+
+// How a model is trained.
+struct Training : Trainers {
+  engine::EngineOptions options;
   int micro_steps = 1;        // of a step
-  bool runs_ahead = false;    // the device: GPUs do
   bool saves_beside = false;  // checkpoints are copied to the host, and written while steps run
 };
 
-// The same forecast holds for every rank, since shards are equal. `traits` are those of the job's
-// collectives; `plan` was made from `tree`.
+// The same forecast holds for every rank, since shards are equal. `plan` was made from `tree`.
 MemoryForecast forecast_memory(std::span<const plan::ParamSpec> params, const plan::ModelPlan& plan,
-                               const plan::ModuleTree& tree, const Training& training,
-                               const comm::Traits& traits);
+                               const plan::ModuleTree& tree, const Training& training);
 
 // A job that does not run.
 struct Job {
@@ -79,14 +81,7 @@ int ranks_of_a_host(const Job& job);
 // transports' speeds would not change "auto".
 comm::Traits traits_of_job(const engine::Config& config, const Job& job);
 
-// The facts about a training job that its configuration does not hold.
-struct Trainers {
-  engine::UpdateRule rule = engine::UpdateRule::kAdamW;
-  comm::Traits traits;      // of the ranks' collectives
-  bool runs_ahead = false;  // the device: GPUs do
-};
-
-// The same for a job that does not run. Errors: those of traits_of_job().
+// For a job that does not run. Errors: those of traits_of_job().
 Trainers trainers_of(const engine::Config& config, engine::UpdateRule rule, const Job& job);
 
 // The options of an engine for these parameters. If parameters keep their dtypes, numbers of

@@ -31,7 +31,7 @@ Facts gather_facts(const ModuleTree& tree) {
 
 // "package.module.Class" names the class, too.
 bool names_class_of(const std::vector<std::string>& classes, const ModuleNode& node) {
-  return std::any_of(classes.begin(), classes.end(), [&](const std::string& name) {
+  return std::ranges::any_of(classes, [&](const std::string& name) {
     return std::string_view(name).substr(name.rfind('.') + 1) == node.class_name;
   });
 }
@@ -61,28 +61,24 @@ std::vector<bool> named_candidates(const ModuleTree& tree, const std::vector<std
         fmt::join(known, ", ")));
   }
   std::vector<bool> result(tree.size());
-  for (std::size_t i = 0; i < tree.size(); ++i) {
-    result[i] = std::find(wrap.begin(), wrap.end(), tree[i].class_name) != wrap.end();
-  }
+  for (std::size_t i = 0; i < tree.size(); ++i)
+    result[i] = std::ranges::find(wrap, tree[i].class_name) != wrap.end();
   return result;
 }
 
 std::vector<bool> repeated_candidates(const ModuleTree& tree, const Facts& facts) {
-  std::map<std::pair<int, std::string>, int> siblings;
+  std::map<std::pair<int, std::string>, std::vector<std::size_t>> siblings;
   for (std::size_t i = 0; i < tree.size(); ++i) {
-    if (facts.has_params[i] && facts.has_children[i] && tree[i].callable) {
-      ++siblings[{tree[i].parent, tree[i].class_name}];
-    }
+    if (facts.has_params[i] && facts.has_children[i] && tree[i].callable)
+      siblings[{tree[i].parent, tree[i].class_name}].push_back(i);
   }
   std::vector<bool> result(tree.size());
-  for (std::size_t i = 0; i < tree.size(); ++i) {
-    if (!facts.has_params[i] || !facts.has_children[i] || !tree[i].callable) continue;
+  for (const auto& [key, members] : siblings) {
+    if (key.first < 0 || members.size() < 2) continue;
     // Two encoders of one class below a model are towers, not blocks: blocks stand in a container.
-    const bool in_container =
-        tree[i].parent >= 0 &&
-        (!tree[static_cast<std::size_t>(tree[i].parent)].callable ||
-         tree[static_cast<std::size_t>(tree[i].parent)].class_name == "Sequential");
-    result[i] = in_container && siblings[{tree[i].parent, tree[i].class_name}] >= 2;
+    const ModuleNode& parent = tree[static_cast<std::size_t>(key.first)];
+    if (parent.callable && parent.class_name != "Sequential") continue;
+    for (const std::size_t member : members) result[member] = true;
   }
   return result;
 }

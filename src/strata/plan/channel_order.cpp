@@ -37,24 +37,6 @@ void transpose(std::byte* target, const std::byte* source, std::size_t count, st
   }
 }
 
-void transpose(std::span<std::byte> target, std::span<const std::byte> source, std::size_t count,
-               std::size_t rows, std::size_t columns, Bytes element) {
-  STRATA_ASSERT(target.size() == source.size() &&
-                source.size() == count * rows * columns * element.size());
-  switch (element.value) {
-    case 1:
-      return transpose<std::uint8_t>(target.data(), source.data(), count, rows, columns);
-    case 2:
-      return transpose<std::uint16_t>(target.data(), source.data(), count, rows, columns);
-    case 4:
-      return transpose<std::uint32_t>(target.data(), source.data(), count, rows, columns);
-    case 8:
-      return transpose<std::uint64_t>(target.data(), source.data(), count, rows, columns);
-    default:
-      STRATA_ASSERT(false);
-  }
-}
-
 }  // namespace
 
 bool orders_differ(std::span<const std::int64_t> shape) {
@@ -62,22 +44,28 @@ bool orders_differ(std::span<const std::int64_t> shape) {
   return sizes.images > 0 && sizes.channels > 1 && sizes.places > 1;
 }
 
-void to_channels_last(std::span<std::byte> target, std::span<const std::byte> source,
-                      std::span<const std::int64_t> shape, Bytes element) {
-  const Sizes sizes = sizes_of(shape);
-  transpose(target, source, sizes.images, sizes.channels, sizes.places, element);
-}
-
-void from_channels_last(std::span<std::byte> target, std::span<const std::byte> source,
-                        std::span<const std::int64_t> shape, Bytes element) {
-  const Sizes sizes = sizes_of(shape);
-  transpose(target, source, sizes.images, sizes.places, sizes.channels, element);
-}
-
 void reorder(std::span<std::byte> values, std::span<const std::int64_t> shape, Bytes element,
              bool channels_last) {
   const std::vector<std::byte> before(values.begin(), values.end());
-  (channels_last ? to_channels_last : from_channels_last)(values, before, shape, element);
+  const Sizes sizes = sizes_of(shape);
+  const std::size_t rows = channels_last ? sizes.channels : sizes.places;
+  const std::size_t columns = channels_last ? sizes.places : sizes.channels;
+  STRATA_ASSERT(before.size() == sizes.images * rows * columns * element.size());
+  const auto turn = [&]<typename Element>(Element) {
+    transpose<Element>(values.data(), before.data(), sizes.images, rows, columns);
+  };
+  switch (element.value) {
+    case 1:
+      return turn(std::uint8_t{});
+    case 2:
+      return turn(std::uint16_t{});
+    case 4:
+      return turn(std::uint32_t{});
+    case 8:
+      return turn(std::uint64_t{});
+    default:
+      STRATA_ASSERT(false);
+  }
 }
 
 }  // namespace strata::plan

@@ -16,13 +16,7 @@ namespace strata::plan {
 // Whether the two orders of a tensor of this shape differ.
 bool orders_differ(std::span<const std::int64_t> shape);
 
-// Copies a whole tensor from one order to the other. Both spans have its bytes; they do not
-// overlap. `element`: 1, 2, 4 or 8.
-void to_channels_last(std::span<std::byte> target, std::span<const std::byte> source,
-                      std::span<const std::int64_t> shape, Bytes element);
-void from_channels_last(std::span<std::byte> target, std::span<const std::byte> source,
-                        std::span<const std::int64_t> shape, Bytes element);
-// The same, in place.
+// Brings a whole tensor to the one order or the other, in place. `element`: 1, 2, 4 or 8.
 void reorder(std::span<std::byte> values, std::span<const std::int64_t> shape, Bytes element,
              bool channels_last);
 

@@ -5,15 +5,11 @@
 #include "strata/base/error.h"
 
 namespace strata::plan {
-namespace {
-
-constexpr Bytes kAlignment = 256_B;
-
-}  // namespace
 
 FlatLayout::FlatLayout(std::span<const ParamSpec> model, std::vector<int> param_indices,
                        DType dtype, int world_size)
     : dtype_(dtype), world_size_(world_size) {
+  constexpr Bytes kAlignment = 256_B;
   STRATA_ASSERT(world_size >= 1);
   // In elements of the weights' dtype. Where gradients share the layout in a wider dtype they are
   // aligned all the better; in a narrower one (fp32 weights, reduced in 16 bits) to 128 bytes.

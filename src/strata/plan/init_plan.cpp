@@ -26,47 +26,27 @@ struct Lack {
   std::string_view where = "device";
 };
 
-Lack device_lack(Bytes needed, const InitFacts& facts) {
-  return {needed + kMargin - facts.device_free};
-}
-
 Lack lack_of(InitTier tier, const InitDemand& demand, const InitFacts& facts, std::size_t ranks) {
-  const Bytes total = demand.total();
-  const Bytes beside_values = std::max(total - facts.device_values, Bytes());
-  switch (tier) {
-    case InitTier::kBornFlat:
-    case InitTier::kDeviceCopy:
-      return device_lack(total, facts);
-    case InitTier::kDeviceGrow:
-      return device_lack(beside_values + demand.largest_unit, facts);
-    case InitTier::kDistributed:
-    case InitTier::kHost: {
-      const Lack device = device_lack(beside_values, facts);
-      const auto share = static_cast<std::int64_t>(tier == InitTier::kHost ? 1 : ranks);
-      const Bytes host = facts.device_values / share - facts.host_free;
-      return device.bytes.value > 0 ? device : Lack{host, "host"};
-    }
-  }
-  return {};
+  using enum InitTier;
+  const bool beside = tier == kBornFlat || tier == kDeviceCopy;  // the values stay meanwhile
+  Bytes needed = demand.total();
+  if (!beside) needed = std::max(needed - facts.device_values, Bytes());
+  if (tier == kDeviceGrow) needed += demand.largest_unit;
+  const Lack device{needed + kMargin - facts.device_free};
+  if (beside || tier == kDeviceGrow || device.bytes.value > 0) return device;
+  const auto share = static_cast<std::int64_t>(tier == kHost ? 1 : ranks);
+  return {facts.device_values / share - facts.host_free, "host"};
 }
 
 // Whether it is a way for a model of which values lie where `facts` say.
 bool suits(InitTier tier, std::span<const InitFacts> by_rank) {
-  const auto any = [&](auto what) { return std::any_of(by_rank.begin(), by_rank.end(), what); };
+  const auto any = [&](auto what) { return std::ranges::any_of(by_rank, what); };
   const bool on_device = any([](const InitFacts& f) { return f.device_values.value > 0; });
   const bool on_host = any([](const InitFacts& f) { return f.host_values.value > 0; });
-  switch (tier) {
-    case InitTier::kBornFlat:
-      return !on_device && !on_host;
-    case InitTier::kDeviceCopy:
-      return on_device && !on_host;
-    case InitTier::kDeviceGrow:
-      return on_device && !on_host && !any([](const InitFacts& f) { return !f.can_grow; });
-    case InitTier::kDistributed:
-    case InitTier::kHost:
-      return on_device || on_host;
-  }
-  return false;
+  if (tier == InitTier::kBornFlat) return !on_device && !on_host;
+  if (tier == InitTier::kDistributed || tier == InitTier::kHost) return on_device || on_host;
+  const bool can_grow = !any([](const InitFacts& f) { return !f.can_grow; });
+  return on_device && !on_host && (tier == InitTier::kDeviceCopy || can_grow);
 }
 
 struct Worst {
@@ -84,16 +64,13 @@ Worst worst_of(InitTier tier, const InitDemand& demand, std::span<const InitFact
 }
 
 std::string numbers(const InitDemand& demand, std::span<const InitFacts> by_rank) {
-  std::size_t least = 0;
-  for (std::size_t r = 1; r < by_rank.size(); ++r) {
-    if (by_rank[r].device_free < by_rank[least].device_free) least = r;
-  }
-  const InitFacts& facts = by_rank[least];
+  const auto least = std::ranges::min_element(by_rank, {}, &InitFacts::device_free);
+  const InitFacts& facts = *least;
   return fmt::format(
       "the engine needs {} on each device (weights {}, master weights {}, optimizer state {}), "
       "least is free on rank {}: {}; the model's values: {} on the device, {} on the host",
       to_string(demand.total()), to_string(demand.weights), to_string(demand.masters),
-      to_string(demand.optimizer), least, to_string(facts.device_free),
+      to_string(demand.optimizer), least - by_rank.begin(), to_string(facts.device_free),
       to_string(facts.device_values), to_string(facts.host_values));
 }
 

@@ -1,5 +1,7 @@
 #include "strata/plan/unit_plan.h"
 
+#include <fmt/ranges.h>
+
 #include <map>
 #include <set>
 #include <tuple>
@@ -259,17 +261,6 @@ ModelPlan plan_units(std::span<const ParamSpec> params, const ModuleTree& tree,
   return plan;
 }
 
-namespace {
-
-std::string described(const Placement& place) {
-  std::string text;
-  if (place.weights) text += fmt::format(", weights on {}", memory::name_of(*place.weights));
-  if (place.states) text += fmt::format(", states on {}", memory::name_of(*place.states));
-  return text;
-}
-
-}  // namespace
-
 std::string describe(std::span<const ParamSpec> params, const ModelPlan& plan) {
   std::vector<std::size_t> place(params.size());
   for (const UnitSpec& unit : plan.units) {
@@ -277,19 +268,20 @@ std::string describe(std::span<const ParamSpec> params, const ModelPlan& plan) {
       place[static_cast<std::size_t>(unit.params[i])] = i;
     }
   }
+  const auto on = [](std::string_view what, std::optional<memory::Tier> tier) {
+    return tier ? fmt::format(", {} on {}", what, memory::name_of(*tier)) : std::string();
+  };
   std::string text;
   for (std::size_t i = 0; i < params.size(); ++i) {
     const ParamSpec& p = params[i];
     const UnitSpec& unit = plan.units[static_cast<std::size_t>(plan.unit_of_param[i])];
-    std::string shape;
-    for (const std::int64_t size : p.shape)
-      shape += fmt::format("{}{}", shape.empty() ? "" : ", ", size);
-    text += fmt::format("parameter {}: shape [{}], {}, {}, group {}, place {} of unit {}{}{}{}{}\n",
-                        p.name, shape, name_of(p.dtype), p.trainable ? "trainable" : "frozen",
-                        p.group, place[i], unit.name, unit.persistent ? ", persistent" : "",
-                        described(unit.place),
-                        p.tile ? fmt::format(", a tile used {} times", p.tile->uses) : "",
-                        p.channels_last ? ", channels_last" : "");
+    text += fmt::format(
+        "parameter {}: shape [{}], {}, {}, group {}, place {} of unit {}{}{}{}{}{}\n", p.name,
+        fmt::join(p.shape, ", "), name_of(p.dtype), p.trainable ? "trainable" : "frozen", p.group,
+        place[i], unit.name, unit.persistent ? ", persistent" : "",
+        on("weights", unit.place.weights), on("states", unit.place.states),
+        p.tile ? fmt::format(", a tile used {} times", p.tile->uses) : "",
+        p.channels_last ? ", channels_last" : "");
   }
   return text;
 }

@@ -25,11 +25,11 @@ TEST(InitReport, TellsTheLastOfEveryPhase) {
   device::CpuDevice device;
   InitReport report(device);
   Bytes last;
-  report.set_progress([&](const std::string& phase, Bytes done, Bytes total) {
+  report.progress = [&](const std::string& phase, Bytes done, Bytes total) {
     EXPECT_EQ(phase, "read");
     EXPECT_EQ(total, 1000_B);
     last = done;
-  });
+  };
   InitReport::Phase phase(report, "read", 1000_B);
   for (int i = 0; i < 10; ++i) phase.moved(100_B);
   EXPECT_EQ(last, 1000_B);

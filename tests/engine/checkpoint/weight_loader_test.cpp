@@ -102,7 +102,7 @@ TEST_P(WeightLoaderWays, GiveTheSameBits) {
          {checkpoint::ReadWay::kBuffered, checkpoint::ReadWay::kDirect}) {
       RankModel rank(ranks, dtype, 3);
       load(rank, path, kBlockRing, way);
-      const auto& reading = rank.model->init_report().reading();
+      const auto& reading = rank.model->init_report().reading;
       ASSERT_TRUE(reading.has_value());
       EXPECT_EQ(reading->direct,
                 way == checkpoint::ReadWay::kDirect && reading->figures.direct_offered);
@@ -138,7 +138,7 @@ TEST(WeightLoaderWay, SystemsThatRefuseDirectTransfersAreReadThroughTheCache) {
                                checkpoint::ReadWay::kDirect});
     rank.model->weights_changed();
     EXPECT_EQ(calls->direct_bytes(), 0_B);
-    EXPECT_EQ(calls->direct_calls() > 0, rank.model->init_report().reading()->direct);
+    EXPECT_EQ(calls->direct_calls() > 0, rank.model->init_report().reading->direct);
     EXPECT_EQ(rank.values(3), testing::expected_bytes(3, rank.params[3].numel(), DType::kFloat32));
   });
   EXPECT_THAT(outcomes, Each(""));
@@ -151,7 +151,7 @@ TEST(WeightLoaderWay, BuffersOfLessThanTwoBlocksAreFilledThroughTheCache) {
   const auto outcomes = testing::on_ranks(1, [&](const auto& ranks) {
     RankModel rank(ranks, DType::kFloat32, 3);
     load(rank, path, kSmallRing, checkpoint::ReadWay::kDirect);
-    EXPECT_FALSE(rank.model->init_report().reading()->direct);
+    EXPECT_FALSE(rank.model->init_report().reading->direct);
   });
   EXPECT_THAT(outcomes, Each(""));
 }

@@ -8,6 +8,7 @@
 #include <set>
 #include <sstream>
 
+#include "engine/config/config_page.h"
 #include "engine/config/parsing.h"
 #include "strata/engine/config/value_check.h"
 
@@ -19,7 +20,7 @@ using nlohmann::json;
 std::vector<Key> all_rows() {
   std::vector<Key> rows(config_keys().begin(), config_keys().end());
   rows.insert(rows.end(), adam_keys().begin(), adam_keys().end());
-  for (const auto type : scheduler_types()) {
+  for (const auto type : kSchedulerTypes) {
     rows.insert(rows.end(), scheduler_keys(type).begin(), scheduler_keys(type).end());
   }
   return rows;

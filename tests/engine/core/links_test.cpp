@@ -116,9 +116,10 @@ TEST(LinkReport, HasWhatTheConfigurationImplies) {
   EXPECT_GE(report.uses[3].bytes, seen.held.pages - kTightStaging);
   ASSERT_EQ(report.drive_writes.size(), 1U);
   EXPECT_EQ(report.drive_writes[0].folder, "/drive");
-  EXPECT_GT(report.parts, 0);
-  EXPECT_LE(report.parts_ready, report.parts);
-  EXPECT_GE(report.fetch_wait, 0.0);
+  const offload::StoreCounts& stores = seen.after.counts.stores;
+  EXPECT_GT(stores.parts, 0);
+  EXPECT_LE(stores.parts_ready, stores.parts);
+  EXPECT_GE(stores.seconds_waited, 0.0);
   EXPECT_GE(report.copy_wait.value(), 0.0);
   for (const LinkUse& use : report.uses) {
     EXPECT_GT(use.seconds.value(), 0.0);

@@ -154,7 +154,7 @@ checkpoint::ReadChoice choose_way(InitReport& report, const LoadSource& source, 
   if (!source.way) return {};
   const InitReport::Phase phase(report, "probe", {});
   const checkpoint::ReadChoice choice = files.choose(*source.way, source.io, ring);
-  if (reads) report.set_reading(choice);
+  if (reads) report.reading = choice;
   return choice;
 }
 

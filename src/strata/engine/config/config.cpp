@@ -18,17 +18,6 @@ namespace {
 
 using nlohmann::json;
 
-json open_document(std::string_view text_or_path, ConfigFindings* remarks) {
-  const ConfigSource source = open_config_source(text_or_path);
-  json document = parse_json_text(source.text, source.origin);
-  if (!document.is_object()) {
-    throw ConfigError(fmt::format("{}: wanted an object {{ ... }} of settings; found {}",
-                                  source.origin, shown(document)));
-  }
-  apply_aliases(&document, remarks);
-  return document;
-}
-
 constexpr Numel kMaxLiveParameters(1'000'000'000);
 
 constexpr std::string_view kMicsKey = "zero_optimization.mics_shard_size";
@@ -162,26 +151,24 @@ void restrict_automatic(Config& config, const Settings& s, ConfigFindings* remar
   if (config.zero.shard_group_size != 0 || transports.gather == comm::TransportKind::kPeer ||
       transports.collectives == comm::CollectivesKind::kPeer)
     offload.places_weights = false;
-  const auto note = [&](std::string_view path, bool given, std::string_view reason) {
-    if (given) remarks->hints.push_back({std::string(path), std::string(reason)});
+  const auto note = [&](std::string_view path, bool given) {
+    constexpr std::string_view kChosen = "strata.placement is \"auto\", which chooses places";
+    constexpr std::string_view kOfAuto = "it is for strata.placement \"auto\"";
+    if (given)
+      remarks->hints.push_back(
+          {std::string(path), std::string(offload.automatic ? kChosen : kOfAuto)});
   };
   if (offload.automatic) {
     for (const std::string_view section : {"offload_param", "offload_optimizer"}) {
       const std::string path = fmt::format("zero_optimization.{}.device", section);
-      note(path, s.text(path) != "none", "strata.placement is \"auto\", which chooses places");
+      note(path, s.text(path) != "none");
     }
     constexpr std::string_view kRatio = "zero_optimization.offload_optimizer.ratio";
-    note(kRatio, s.number(kRatio) < 1.0, "strata.placement is \"auto\", which chooses places");
+    note(kRatio, s.number(kRatio) < 1.0);
   } else {
-    constexpr std::string_view kReason = "it is for strata.placement \"auto\"";
-    note("strata.device_budget", offload.device_budget.has_value(), kReason);
-    note("strata.host_budget", offload.host_budget.has_value(), kReason);
+    note("strata.device_budget", offload.device_budget.has_value());
+    note("strata.host_budget", offload.host_budget.has_value());
   }
-}
-
-void record_tiles(const Config& config, ConfigFindings* remarks) {
-  if (config.strata.tile_max && config.zero.stage != 3)
-    remarks->hints.push_back({"strata.tiles", "parameters stay whole at stages 0 to 2"});
 }
 
 bool is_in(std::string_view path, std::string_view section) {
@@ -245,7 +232,8 @@ BatchSizes BatchSizes::complete(int world_size) const {
 
 Config Config::parse(std::string_view text_or_path) {
   ConfigFindings remarks;
-  const json document = open_document(text_or_path, &remarks);
+  json document = open_document(text_or_path);
+  apply_aliases(&document, &remarks);
   Config config;
   Settings s;
   read_settings(config_keys(), document, "", &s, &remarks);
@@ -254,7 +242,8 @@ Config Config::parse(std::string_view text_or_path) {
   config.precision = read_precision(s);
   config.strata = read_strata(s);
   restrict_automatic(config, s, &remarks);
-  record_tiles(config, &remarks);
+  if (config.strata.tile_max && config.zero.stage != 3)
+    remarks.hints.push_back({"strata.tiles", "parameters stay whole at stages 0 to 2"});
   config.strata.transports.joint_gathers = config.offload.offloads_params();
   s.read("train_batch_size", config.batch.train_batch_size);
   s.read("train_micro_batch_size_per_gpu", config.batch.micro_batch_size);
@@ -322,8 +311,7 @@ std::string Config::digest() const {
 plan::PlanOptions plan_options_from(const Config& config) {
   plan::PlanOptions options;
   options.wrap = config.strata.wrap;
-  options.leaves = {config.zero.leaf.classes, config.zero.leaf.names,
-                    config.zero.leaf.name_suffixes};
+  options.leaves = config.zero.leaf;
   if (config.strata.unit_size) {
     options.unit_bytes = *config.strata.unit_size;
     options.block_unit_bytes = *config.strata.unit_size;

@@ -23,12 +23,6 @@
 
 namespace strata::engine {
 
-struct LeafModules {
-  std::vector<std::string> classes;
-  std::vector<std::string> names;
-  std::vector<std::string> name_suffixes;
-};
-
 struct ZeroConfig {
   int stage = 0;
   Numel reduce_bucket_size;
@@ -43,7 +37,7 @@ struct ZeroConfig {
   bool gather_16bit_weights_on_model_save = false;
   bool ignore_unused_parameters = true;
   bool sanity_checks = false;
-  LeafModules leaf;
+  plan::LeafModules leaf;
   // Ranks of a shard group (mics_shard_size, zero_hpz_partition_size); 0: one group of all.
   int shard_group_size = 0;
   // Each group holds the weights, and no more: the rest is sharded over all ranks (ZeRO++).

@@ -121,13 +121,8 @@ std::size_t ConfigReview::count(Verdict verdict) const {
 }
 
 ConfigReview review_config(std::string_view text_or_path) {
-  const ConfigSource source = open_config_source(text_or_path);
-  const ordered_json written = parse_ordered_text(source.text, source.origin);
-  json document = parse_json_text(source.text, source.origin);
-  if (!document.is_object()) {
-    throw ConfigError(fmt::format("{}: wanted an object {{ ... }} of settings; found {}",
-                                  source.origin, shown(document)));
-  }
+  const ordered_json written = open_document(text_or_path);
+  json document = written;
   ConfigFindings remarks;
   remarks.collects = true;
   apply_aliases(&document, &remarks);

@@ -18,6 +18,7 @@
 
 #include "strata/base/error.h"
 #include "strata/base/units.h"
+#include "strata/engine/config/value_check.h"
 
 namespace strata::engine {
 namespace {
@@ -238,11 +239,7 @@ std::string shortened(std::string_view text) {
 
 }  // namespace
 
-json parse_json_text(std::string_view text, std::string_view origin) {
-  return parse_ordered_text(text, origin);
-}
-
-ordered_json parse_ordered_text(std::string_view text, std::string_view origin) {
+ordered_json parse_json_text(std::string_view text, std::string_view origin) {
   const std::string strict = StrictCopy(text).run();
   Builder builder(strict, origin);
   ordered_json::sax_parse(strict, &builder);
@@ -285,6 +282,14 @@ ConfigSource open_config_source(std::string_view text_or_path) {
       fmt::format("the configuration is neither JSON text, nor the path of a file that exists, nor "
                   "JSON in base64; found \"{}\"",
                   shortened(text_or_path)));
+}
+
+ordered_json open_document(std::string_view text_or_path) {
+  const ConfigSource source = open_config_source(text_or_path);
+  ordered_json document = parse_json_text(source.text, source.origin);
+  if (document.is_object()) return document;
+  throw ConfigError(fmt::format("{}: wanted an object {{ ... }} of settings; found {}",
+                                source.origin, shown(document)));
 }
 
 }  // namespace strata::engine

@@ -19,10 +19,8 @@ class JsonSyntaxError : public ConfigError {
   using ConfigError::ConfigError;
 };
 
-// `origin` names the text in messages: "ds.json", "the configuration".
-nlohmann::json parse_json_text(std::string_view text, std::string_view origin);
-// The same, whose objects keep the order of their keys.
-nlohmann::ordered_json parse_ordered_text(std::string_view text, std::string_view origin);
+// Objects keep the order of their keys. `origin` names the text in messages: "ds.json".
+nlohmann::ordered_json parse_json_text(std::string_view text, std::string_view origin);
 
 // The same text in one canonical spelling: sorted keys, shortest numbers, Infinity as it came.
 std::string canonical_text(const nlohmann::json& value);
@@ -34,5 +32,7 @@ struct ConfigSource {
 
 // A text that holds a '{' is JSON; another one is a path when such a file exists, else base64.
 ConfigSource open_config_source(std::string_view text_or_path);
+// The object in it.
+nlohmann::ordered_json open_document(std::string_view text_or_path);
 
 }  // namespace strata::engine

@@ -40,21 +40,93 @@ constexpr std::array kAliases{
     Alias{"aio.thread_count", "aio.intra_op_parallelism"},
 };
 
-std::vector<Key> join_tables() {
-  std::vector<Key> all;
-  for (const auto& part : {training_keys(), zero_keys(), offload_keys(), precision_keys(),
-                           diagnostics_keys(), feature_keys(), strata_keys()}) {
-    all.insert(all.end(), part.begin(), part.end());
+struct KindName {
+  std::string_view name;    // in the tables' text
+  std::string_view wanted;  // in messages; before the limits
+};
+constexpr std::array<KindName, 17> kKinds{{
+    {"flag", "true or false"},
+    {"integer", "an integer"},
+    {"numel", "a number of elements"},
+    {"bytes", "bytes as a number or text like \"512MiB\","},
+    {"number", "a number"},
+    {"count", "a number or Infinity,"},
+    {"text", "a text"},
+    {"choice", "one of"},
+    {"word", "one of"},
+    {"strings", "a list of texts"},
+    {"texts", "a text or a list of texts"},
+    {"numbers", "a list of numbers,"},
+    {"per_group", "a number, or a list of one number a parameter group,"},
+    {"section", "an object { ... }"},
+    {"rules", "a list of objects [{ ... }], or \"auto\""},
+    {"params", "an object { ... }"},
+    {"switch", "an object { ... }"},
+}};
+constexpr std::array<std::string_view, 5> kTreatments{"honoured", "shown", "hint", "missed",
+                                                      "refused"};
+
+// Takes the part before `mark` off `text`: all of it if there is no mark.
+std::string_view take_until(std::string_view& text, std::string_view mark) {
+  const auto end = std::min(text.find(mark), text.size());
+  const std::string_view part = text.substr(0, end);
+  text.remove_prefix(std::min(end + mark.size(), text.size()));
+  return part;
+}
+
+// `head`: "kind(limits) = default, treatment".
+Key key_of(std::string path, std::string_view head, std::string_view meaning,
+           std::string_view note) {
+  Treatment treatment = Treatment::kHonoured;
+  const auto comma = std::min(head.rfind(", "), head.size());
+  const auto* named = std::ranges::find(kTreatments, head.substr(std::min(comma + 2, head.size())));
+  if (named != kTreatments.end()) {
+    treatment = static_cast<Treatment>(named - kTreatments.begin());
+    head = head.substr(0, comma);
   }
-  return all;
+  std::string_view limits = take_until(head, " = ");
+  const auto* kind = std::ranges::find(kKinds, take_until(limits, "("), &KindName::name);
+  STRATA_ASSERT(kind != kKinds.end());
+  Key key{std::move(path),
+          static_cast<Kind>(kind - kKinds.begin()),
+          std::string(head),
+          std::string(limits.substr(0, limits.find(')'))),
+          treatment,
+          std::string(meaning),
+          has_effect(treatment) ? "" : std::string(note)};
+  const bool object = key.kind == Kind::kSection || key.kind == Kind::kParams;
+  if (head.empty()) key.fallback = object ? "{}" : "null";
+  std::erase(key.fallback, ' ');  // between the lines of a list
+  if (key.kind == Kind::kSwitch) std::erase(key.limits, ' ');
+  return key;
 }
 
-std::string spelled_choices(std::string_view limits) {
-  return fmt::format("{}", fmt::join(choices_in(limits), ", "));
-}
-
-std::string with_limits(std::string_view what, std::string_view limits) {
-  return limits.empty() ? std::string(what) : fmt::format("{} {}", what, limits);
+void read_tables(std::string_view text, std::vector<KeyTable>& tables) {
+  std::vector<std::string> names;  // of the sections around a row
+  std::string note;
+  while (!text.empty()) {
+    std::string line(take_until(text, "\n"));
+    while (text.starts_with(' ')) {
+      const std::string_view more = take_until(text, "\n");
+      line += more.substr(more.find_first_not_of(' ') - 1);
+    }
+    if (line.empty()) continue;
+    if (line.starts_with("# ")) {
+      tables.push_back({line.substr(2), {}});
+      continue;
+    }
+    std::string_view row = line;
+    const std::size_t depth = row.find_first_not_of('.');
+    row.remove_prefix(depth);
+    const std::string_view name = take_until(row, " ");
+    names.resize(depth);
+    names.push_back(join_path(depth == 0 ? "" : names.back(), name));
+    if (row.empty()) continue;
+    const std::string_view head = take_until(row, " | ");
+    const std::string_view meaning = take_until(row, " | ");
+    if (!row.empty()) note = row;
+    tables.back().keys.push_back(key_of(names.back(), head, meaning, note));
+  }
 }
 
 constexpr std::size_t kKeyBytesMax = 256;  // a hostile key must not cost megabytes
@@ -80,10 +152,8 @@ bool contains_other(std::string_view a, std::string_view b) {
 
 // The right key in the wrong section.
 std::string_view same_leaf(std::string_view name, bool section) {
-  std::vector<std::span<const Key>> tables{config_keys(), adam_keys()};
-  for (const std::string_view type : scheduler_types()) tables.push_back(scheduler_keys(type));
-  for (const auto table : tables) {
-    for (const Key& key : table) {
+  for (const KeyTable& table : key_tables()) {
+    for (const Key& key : table.keys) {
       const bool has_effect = key.treatment == Treatment::kHonoured || is_section(key);
       if (has_effect && is_section(key) == section && leaf_of(key.path) == name) return key.path;
     }
@@ -108,28 +178,55 @@ std::string_view near_top_level(std::string_view name, bool section) {
 }
 
 std::string_view named_section(std::string_view name) {
-  struct Word {
-    std::string_view word;
-    std::string_view section;
-  };
-  constexpr std::array<Word, 6> kWords{{{"zero", "zero_optimization"},
-                                        {"optim", "optimizer"},
-                                        {"sched", "scheduler"},
-                                        {"bf16", "bf16"},
-                                        {"fp16", "fp16"},
-                                        {"strata", "strata"}}};
+  constexpr std::array<std::pair<std::string_view, std::string_view>, 6> kSections{
+      {{"zero", "zero_optimization"},
+       {"optim", "optimizer"},
+       {"sched", "scheduler"},
+       {"bf16", "bf16"},
+       {"fp16", "fp16"},
+       {"strata", "strata"}}};
   const std::string small = lower_case(name);
-  for (const Word& w : kWords) {
-    if (small.find(w.word) != std::string::npos) return w.section;
+  for (const auto& [word, section] : kSections) {
+    if (small.find(word) != std::string::npos) return section;
   }
   return {};
 }
 
 }  // namespace
 
+std::span<const KeyTable> key_tables() {
+  static const std::vector<KeyTable> kTables = [] {
+    std::vector<KeyTable> tables;
+    for (const std::string_view text : {kTrainingTables, kZeroTables, kFeatureTables})
+      read_tables(text, tables);
+    return tables;
+  }();
+  return kTables;
+}
+
+std::span<const Key> keys_of(std::string_view title) {
+  const auto found = std::ranges::find(key_tables(), title, &KeyTable::title);
+  return found == key_tables().end() ? std::span<const Key>() : found->keys;
+}
+
 std::span<const Key> config_keys() {
-  static const std::vector<Key> kAll = join_tables();
+  static const std::vector<Key> kAll = [] {
+    std::vector<Key> all;
+    for (const KeyTable& table : key_tables()) {
+      if (table.title.find(".params of ") == std::string::npos)
+        all.insert(all.end(), table.keys.begin(), table.keys.end());
+    }
+    return all;
+  }();
   return kAll;
+}
+
+std::span<const Key> adam_keys() {
+  return keys_of("optimizer.params of Adam and AdamW");
+}
+
+std::span<const Key> scheduler_keys(std::string_view type) {
+  return keys_of(fmt::format("scheduler.params of {}", type));
 }
 
 std::span<const Alias> config_aliases() {
@@ -143,11 +240,7 @@ const Key* find_key(std::span<const Key> keys, std::string_view path) {
 
 std::vector<std::string_view> choices_in(std::string_view limits) {
   std::vector<std::string_view> choices;
-  while (!limits.empty()) {
-    const auto bar = std::min(limits.find('|'), limits.size());
-    choices.push_back(limits.substr(0, bar));
-    limits.remove_prefix(std::min(bar + 1, limits.size()));
-  }
+  while (!limits.empty()) choices.push_back(take_until(limits, "|"));
   return choices;
 }
 
@@ -166,46 +259,18 @@ std::string join_path(std::string_view parent, std::string_view leaf) {
 }
 
 std::string wanted(const Key& key) {
-  switch (key.kind) {
-    case Kind::kFlag:
-      return "true or false";
-    case Kind::kInteger:
-      return with_limits("an integer", key.limits);
-    case Kind::kNumel:
-      return with_limits("a number of elements", key.limits);
-    case Kind::kBytes:
-      return with_limits("bytes as a number or text like \"512MiB\",", key.limits);
-    case Kind::kNumber:
-      return with_limits("a number", key.limits);
-    case Kind::kCount:
-      return with_limits("a number or Infinity,", key.limits);
-    case Kind::kText:
-      return "a text";
-    case Kind::kChoice:
-      return "one of " + spelled_choices(key.limits);
-    case Kind::kWord:
-      return fmt::format("one of {} (in any case)", spelled_choices(key.limits));
-    case Kind::kStrings:
-      return "a list of texts";
-    case Kind::kTexts:
-      return "a text or a list of texts";
-    case Kind::kNumbers:
-      return with_limits("a list of numbers,", key.limits);
-    case Kind::kPerGroup:
-      return with_limits("a number, or a list of one number a parameter group,", key.limits);
-    case Kind::kRules:
-      return "a list of objects [{ ... }], or \"auto\"";
-    case Kind::kSection:
-    case Kind::kParams:
-    case Kind::kSwitch:
-      return "an object { ... }";
+  const std::string_view what = kKinds.at(static_cast<std::size_t>(key.kind)).wanted;
+  if (key.kind == Kind::kChoice || key.kind == Kind::kWord) {
+    return fmt::format("{} {}{}", what, fmt::join(choices_in(key.limits), ", "),
+                       key.kind == Kind::kWord ? " (in any case)" : "");
   }
-  STRATA_ASSERT(false);
+  const bool limited = !key.limits.empty() && key.kind != Kind::kSwitch;
+  return limited ? fmt::format("{} {}", what, key.limits) : std::string(what);
 }
 
 std::string lower_case(std::string_view text) {
   std::string out(text);
-  for (char& c : out) c = lower(c);
+  std::ranges::transform(out, out.begin(), lower);
   return out;
 }
 

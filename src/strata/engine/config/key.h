@@ -1,9 +1,9 @@
-// The declarative table of configuration keys: path, type, default, limits, treatment and meaning
-// of every key that a config may hold, and which key a misspelled one was meant to be. The parser
-// walks the table, docs/CONFIG.md is rendered from it (config_page.cpp). Immutable data and pure
-// functions; safe everywhere. The rows live in keys_*.cpp.
+// The tables of configuration keys: path, type, default, limits, treatment and meaning of every key
+// that a config may hold, and which key a misspelled one was meant to be. The parser walks the
+// tables; docs/CONFIG.md is rendered from them. Immutable data and pure functions; safe everywhere.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <span>
 #include <string>
@@ -29,7 +29,7 @@ enum class Kind : std::uint8_t {
   kSection,   // an object whose keys have rows of their own
   kRules,     // a list of objects, which its reader checks, or "auto"
   kParams,    // an object that the optimizer or scheduler of that name checks
-  kSwitch,    // an object of a feature; `limits`: the keys that turn it on, "a|b.c" (off_values.h)
+  kSwitch,    // an object of a feature; `limits`: the keys that turn it on, "a|b.c" (leaves_off())
 };
 
 enum class Treatment : std::uint8_t {
@@ -45,36 +45,51 @@ constexpr bool has_effect(Treatment treatment) {
 }
 
 struct Key {
-  std::string_view path;  // "zero_optimization.stage"
+  std::string path;  // "zero_optimization.stage"
   Kind kind;
-  std::string_view fallback;  // the default, as JSON
-  std::string_view limits;    // "0..3", ">= 0", "> 0"; of a choice or word: "none|cpu"
+  std::string fallback;  // the default, as JSON
+  std::string limits;    // "0..3", ">= 0", "> 0"; of a choice or word: "none|cpu"
   Treatment treatment;
-  std::string_view meaning;
-  std::string_view note = {};  // a hint: why it has no effect; a refused key: what to write instead
+  std::string meaning;
+  std::string note;  // a hint: why it has no effect; a refused key: what to write instead
 };
+
+// A table of docs/CONFIG.md.
+struct KeyTable {
+  std::string title;
+  std::vector<Key> keys;
+};
+
+// The text of the tables (keys_*.cpp). "# TITLE" begins a table. Each other line is a row; lines
+// that begin with blanks continue it:
+//   name kind(limits) = default, treatment | meaning | note
+// Kinds and treatments have the names of the enums in lower case. A row without limits has none;
+// the other parts that may be absent are the default (null; {} of sections and params), the
+// treatment (honoured), and a note that is that of the row before. A name has a dot for each
+// section around it, which is the last name above that has a dot less. A line of a name alone is no
+// row.
+extern const std::string_view kTrainingTables;
+extern const std::string_view kZeroTables;
+extern const std::string_view kFeatureTables;
+
+std::span<const KeyTable> key_tables();
+// The rows of the table with this title; empty if there is none.
+std::span<const Key> keys_of(std::string_view title);
+// The rows of all tables except those of parameters.
+std::span<const Key> config_keys();
+// Rows of optimizer.params for Adam and AdamW.
+std::span<const Key> adam_keys();
+// Rows of scheduler.params for one of DeepSpeed's schedulers; empty when `type` is none of them.
+std::span<const Key> scheduler_keys(std::string_view type);
+
+inline constexpr std::array<std::string_view, 5> kSchedulerTypes{
+    "WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"};
 
 // An old or second name of a key.
 struct Alias {
   std::string_view old_path;
   std::string_view path;
 };
-
-std::span<const Key> zero_keys();
-std::span<const Key> offload_keys();
-std::span<const Key> precision_keys();
-std::span<const Key> training_keys();
-std::span<const Key> diagnostics_keys();
-std::span<const Key> feature_keys();
-std::span<const Key> strata_keys();
-
-// All rows above, in the order of docs/CONFIG.md.
-std::span<const Key> config_keys();
-// Rows of optimizer.params for Adam and AdamW.
-std::span<const Key> adam_keys();
-// Rows of scheduler.params for one of DeepSpeed's schedulers; empty when `type` is none of them.
-std::span<const Key> scheduler_keys(std::string_view type);
-std::span<const std::string_view> scheduler_types();
 std::span<const Alias> config_aliases();
 
 const Key* find_key(std::span<const Key> keys, std::string_view path);
@@ -105,8 +120,5 @@ std::string_view nearest_of(std::string_view word, std::span<const std::string_v
 // and whatever names zero, optim, sched, bf16, fp16 or strata looks like that section.
 // `section`: its value is an object.
 std::string lookalike_of(std::string_view name, bool section);
-
-// docs/CONFIG.md, so that the page cannot differ from the parser.
-std::string render_config_page();
 
 }  // namespace strata::engine

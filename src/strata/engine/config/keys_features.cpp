@@ -1,224 +1,223 @@
-// Rows of checkpoints and diagnostics, and of DeepSpeed's features that Strata does not have: those
-// are accepted while they are off.
-#include <array>
-
+// The tables of checkpoints, diagnostics and Strata's own section, and of DeepSpeed's features that
+// Strata does not have, which are accepted while they are off.
 #include "strata/engine/config/key.h"
 
 namespace strata::engine {
-namespace {
 
-using enum Kind;
-using enum Treatment;
+const std::string_view kFeatureTables = R"(
+# Checkpoints and diagnostics
+checkpoint section | checkpoints of training
+.async flag = false | save_checkpoint copies the shards to the host and returns; a thread writes
+    them during the next steps
+.keep integer(>= 0) = 0 | number of checkpoints that stay in a folder; a new one removes the oldest;
+    0: all
+.tag_validation word(Warn|Ignore|Fail) = "Warn", hint | what to do when ranks name different tags |
+    it is always an error, on every rank
+.load_universal flag = false, hint | load the universal layout | every checkpoint loads at any world
+    size and stage
+.use_node_local_storage flag = false, hint | every node has its own disk | all ranks must see the
+    checkpoint's folder
+.checkpoint_serialization flag = true, hint | serialise while writing | shards are written through a
+    ring of buffers, all ranks at once
+.parallel_write section, hint | who writes
+..pipeline_stage flag = false, hint | pipeline stages write in parallel
+.writer section, hint | how it is written
+..type text = "FAST", hint | writer
+..io_buffer_size bytes(> 0) = 67108864, hint | staging bytes
+..io_buffer_double flag = true, hint | two staging buffers
+..io_multiplier integer(> 0) = 1, hint | files written at a time
+..show_statistics flag = false, missed | print speeds
+..data_parallel text, hint | who shares the writing
+..decoupled flag = false, hint | write in the background
+activation_checkpointing section, hint | deepspeed.checkpointing | activation checkpointing is
+    torch.utils.checkpoint's or the model's own
+.partition_activations flag = false, missed | shard saved activations
+.contiguous_memory_optimization flag = false, missed | copy them into one buffer
+.cpu_checkpointing flag = false, missed | keep them on the host
+.number_checkpoints integer(>= 0), hint | how many
+.synchronize_checkpoint_boundary flag = false, hint | synchronise at each
+.profile flag = false, missed | time them
+wall_clock_breakdown flag = false, shown | a line a step with the times of forward, backward and
+    update, by the device's clock
+memory_breakdown flag = false, shown | a line a step with the memory in use and at its peak
+dump_state flag = false, shown | list every setting at the start
+log_level word(debug|info|warning|error|critical), shown | level of the logger "strata"; the
+    environment's STRATA_LOG_LEVEL takes precedence
+timers section, shown | how fast training is
+.throughput section, shown | at each steps_per_print
+..enabled flag = true, shown | a line with samples and tokens a second; with floating-point
+    operations, too, if this key is in the configuration: they are counted in the second step
+..synchronized flag = true, hint | wait for the device | speeds are means over many steps, and no
+    step waits
+flops_profiler section, shown | a table of operations by module
+.enabled flag = false, shown | whether it is made
+.recompute_fwd_factor number(>= 0) = 0.0, hint | recomputed share | what backward computes again is
+    counted
+.profile_step integer = 1, shown | steps before the one that is counted
+.module_depth integer = -1, shown | how deep the table goes; -1: to the last module
+.top_modules integer = 1, shown | how many classes of modules are listed at each depth
+.detailed flag = true, shown | a row for every module
+.output_file text, shown | a file to write the table to, in place of the log
+comms_logger section, shown | gathers and reductions
+.enabled flag = false, shown | time them; deepspeed.comm.log_summary() and engine.step_report() show
+    the times
+.verbose flag = false, shown | a line a step with them
+.prof_all flag = true, hint | all of them | all are timed together
+.debug flag = false, missed | with the caller | transfers belong to units and not to calls;
+    strata.trace shows each with its unit
+.prof_ops strings = [], hint | which of them | all are timed together
+tensorboard section, shown | metrics to TensorBoard, by rank 0
+.enabled flag = false, shown | whether they are written
+.output_path text = "", shown | folder
+.job_name text = "DeepSpeedJobName", shown | folder within it
+wandb section, shown | metrics to Weights & Biases, by rank 0
+.enabled flag = false, shown | whether they are written
+.group text, shown | group of the run
+.team text, shown | entity of the run
+.project text = "deepspeed", shown | project of the run
+csv_monitor section, shown | metrics to CSV files, by rank 0
+.enabled flag = false, shown | whether they are written
+.output_path text = "", shown | folder
+.job_name text = "DeepSpeedJobName", shown | folder within it
+comet section, shown | metrics to Comet, by rank 0
+.enabled flag = false, shown | whether they are written
+.samples_log_interval integer = 100, shown | samples between two values of one metric
+.project text, shown | project
+.workspace text, shown | workspace
+.api_key text, shown | key
+.experiment_name text, shown | name of the experiment
+.experiment_key text, shown | key of the experiment
+.online flag, shown | false: kept on this host
+.mode text, shown | get, create or get_or_create
 
-constexpr std::string_view kRemove = "remove the section";
-constexpr std::string_view kByCall =
-    "nothing is compiled until the script calls engine.compile(backend=...)";
-constexpr std::string_view kOfDeepCompile = "it is for DeepCompile, which is not offered";
+# Features that are not offered
+amp switch(enabled), refused | mixed precision of NVIDIA apex | remove the section and write "bf16":
+    {"enabled": true}
+compile section, hint | compilation of the model | nothing is compiled until the script calls
+    engine.compile(backend=...)
+.deepcompile flag = false, refused | DeepCompile | write false or remove the key, and call
+    engine.compile()
+.enabled flag = true, hint | whether the model may be compiled | nothing is compiled until the
+    script calls engine.compile(backend=...)
+.disable flag = false, hint | or may not
+.backend text = "inductor", hint | which compiler
+.kwargs params, hint | its arguments
+.autoep_non_moe flag = false, hint | the modules that are not experts | it is for DeepCompile, which
+    is not offered
+.passes strings, hint | which passes
+.free_activation flag = false, hint | free activations early
+.free_activation_threshold bytes(>= 0) = 10485760, hint | from which size
+.offload_activation flag = false, hint | activations to the host
+.offload_activation_pin_memory flag = true, hint | to pinned memory
+.offload_opt_states flag = false, hint | states to the host
+.offload_parameters flag = false, hint | weights to the host
+.double_buffer flag = true, hint | two buffers
+.symmetric_memory flag = false, hint | memory that peers map
+.debug_log flag = false, hint | print graphs
+.sync_before_reduce flag = false, hint | wait there
+.sync_after_reduce flag = false, hint | wait there
+.sync_before_allgather flag = false, hint | wait there
+.sync_after_allgather flag = false, hint | wait there
+.keep_int_input_tensors flag = true, hint | inputs that are kept
+.keep_all_input_tensors flag = false, hint | inputs that are kept
+elasticity switch(enabled), refused | batch sizes that follow the world size | remove the section
+    and set train_batch_size
+tensor_parallel switch(enabled| autotp_size| tp_size| tp.tp_size| tensor_parallel.tp_size), refused
+    | tensor parallelism | remove the section
+expert_parallel switch(enabled), refused | expert parallelism
+pipeline switch(enabled| stages| pipeline_parallel_size), refused | pipeline parallelism
+sequence_parallel_size integer(>= 1) = 1, refused | sequence parallelism | write 1 or remove the key
+data_parallel_size integer(>= 1), refused | a data-parallel size apart from the world size | remove
+    the key: every rank is a data-parallel rank
+use_data_before_expert_parallelism flag = false, refused | order of expert-parallel ranks | write
+    false or remove the key
+curriculum_learning switch(enabled), refused | curriculum learning | remove the section
+data_efficiency switch(data_sampling.curriculum_learning| data_sampling.dynamic_batching|
+    data_routing.random_ltd), refused | data sampling and routing
+progressive_layer_drop switch(enabled), refused | dropping of layers
+eigenvalue switch(enabled), refused | eigenvalues of blocks
+compression_training switch(layer_reduction| weight_quantization.shared_parameters|
+    activation_quantization.shared_parameters| sparse_pruning.shared_parameters|
+    row_pruning.shared_parameters| head_pruning.shared_parameters|
+    channel_pruning.shared_parameters), refused | compression while training
+quantize_training switch(enabled), refused | quantisation while training
+weight_quantization switch(enabled), refused | quantised weights
+hybrid_engine switch(enabled), refused | one engine for training and generation
+nebula switch(enabled), refused | Nebula checkpoints
+datastates switch(enabled), refused | DataStates checkpoints
+autotuning switch(enabled), refused | search for settings | remove the section: the engine sizes its
+    own buffers
+graph_harvesting flag = false, refused | CUDA graphs of the step | write false or remove the key
+sparse_attention switch(enabled), refused | block-sparse attention | remove the section: attention
+    is the model's own
 
-constexpr std::array kFeaturesKeys{
-    Key{"amp", kSwitch, "null", "enabled", kRefused, "mixed precision of NVIDIA apex",
-        "remove the section and write \"bf16\": {\"enabled\": true}"},
-    Key{"compile", kSection, "{}", "", kHint, "compilation of the model", kByCall},
-    Key{"compile.deepcompile", kFlag, "false", "", kRefused, "DeepCompile",
-        "write false or remove the key, and call engine.compile()"},
-    Key{"compile.enabled", kFlag, "true", "", kHint, "whether the model may be compiled", kByCall},
-    Key{"compile.disable", kFlag, "false", "", kHint, "or may not", kByCall},
-    Key{"compile.backend", kText, "\"inductor\"", "", kHint, "which compiler", kByCall},
-    Key{"compile.kwargs", kParams, "{}", "", kHint, "its arguments", kByCall},
-    Key{"compile.autoep_non_moe", kFlag, "false", "", kHint, "the modules that are not experts",
-        kOfDeepCompile},
-    Key{"compile.passes", kStrings, "null", "", kHint, "which passes", kOfDeepCompile},
-    Key{"compile.free_activation", kFlag, "false", "", kHint, "free activations early",
-        kOfDeepCompile},
-    Key{"compile.free_activation_threshold", kBytes, "10485760", ">= 0", kHint, "from which size",
-        kOfDeepCompile},
-    Key{"compile.offload_activation", kFlag, "false", "", kHint, "activations to the host",
-        kOfDeepCompile},
-    Key{"compile.offload_activation_pin_memory", kFlag, "true", "", kHint, "to pinned memory",
-        kOfDeepCompile},
-    Key{"compile.offload_opt_states", kFlag, "false", "", kHint, "states to the host",
-        kOfDeepCompile},
-    Key{"compile.offload_parameters", kFlag, "false", "", kHint, "weights to the host",
-        kOfDeepCompile},
-    Key{"compile.double_buffer", kFlag, "true", "", kHint, "two buffers", kOfDeepCompile},
-    Key{"compile.symmetric_memory", kFlag, "false", "", kHint, "memory that peers map",
-        kOfDeepCompile},
-    Key{"compile.debug_log", kFlag, "false", "", kHint, "print graphs", kOfDeepCompile},
-    Key{"compile.sync_before_reduce", kFlag, "false", "", kHint, "wait there", kOfDeepCompile},
-    Key{"compile.sync_after_reduce", kFlag, "false", "", kHint, "wait there", kOfDeepCompile},
-    Key{"compile.sync_before_allgather", kFlag, "false", "", kHint, "wait there", kOfDeepCompile},
-    Key{"compile.sync_after_allgather", kFlag, "false", "", kHint, "wait there", kOfDeepCompile},
-    Key{"compile.keep_int_input_tensors", kFlag, "true", "", kHint, "inputs that are kept",
-        kOfDeepCompile},
-    Key{"compile.keep_all_input_tensors", kFlag, "false", "", kHint, "inputs that are kept",
-        kOfDeepCompile},
-    Key{"elasticity", kSwitch, "null", "enabled", kRefused,
-        "batch sizes that follow the world size", "remove the section and set train_batch_size"},
-    Key{"tensor_parallel", kSwitch, "null",
-        "enabled|autotp_size|tp_size|tp.tp_size|tensor_parallel.tp_size", kRefused,
-        "tensor parallelism", kRemove},
-    Key{"expert_parallel", kSwitch, "null", "enabled", kRefused, "expert parallelism", kRemove},
-    Key{"pipeline", kSwitch, "null", "enabled|stages|pipeline_parallel_size", kRefused,
-        "pipeline parallelism", kRemove},
-    Key{"sequence_parallel_size", kInteger, "1", ">= 1", kRefused, "sequence parallelism",
-        "write 1 or remove the key"},
-    Key{"data_parallel_size", kInteger, "null", ">= 1", kRefused,
-        "a data-parallel size apart from the world size",
-        "remove the key: every rank is a data-parallel rank"},
-    Key{"use_data_before_expert_parallelism", kFlag, "false", "", kRefused,
-        "order of expert-parallel ranks", "write false or remove the key"},
-    Key{"curriculum_learning", kSwitch, "null", "enabled", kRefused, "curriculum learning",
-        kRemove},
-    Key{"data_efficiency", kSwitch, "null",
-        "data_sampling.curriculum_learning|data_sampling.dynamic_batching|data_routing.random_ltd",
-        kRefused, "data sampling and routing", kRemove},
-    Key{"progressive_layer_drop", kSwitch, "null", "enabled", kRefused, "dropping of layers",
-        kRemove},
-    Key{"eigenvalue", kSwitch, "null", "enabled", kRefused, "eigenvalues of blocks", kRemove},
-    Key{"compression_training", kSwitch, "null",
-        "layer_reduction|weight_quantization.shared_parameters|activation_quantization.shared_"
-        "parameters|sparse_pruning.shared_parameters|row_pruning.shared_parameters|head_pruning."
-        "shared_parameters|channel_pruning.shared_parameters",
-        kRefused, "compression while training", kRemove},
-    Key{"quantize_training", kSwitch, "null", "enabled", kRefused, "quantisation while training",
-        kRemove},
-    Key{"weight_quantization", kSwitch, "null", "enabled", kRefused, "quantised weights", kRemove},
-    Key{"hybrid_engine", kSwitch, "null", "enabled", kRefused,
-        "one engine for training and generation", kRemove},
-    Key{"nebula", kSwitch, "null", "enabled", kRefused, "Nebula checkpoints", kRemove},
-    Key{"datastates", kSwitch, "null", "enabled", kRefused, "DataStates checkpoints", kRemove},
-    Key{"autotuning", kSwitch, "null", "enabled", kRefused, "search for settings",
-        "remove the section: the engine sizes its own buffers"},
-    Key{"graph_harvesting", kFlag, "false", "", kRefused, "CUDA graphs of the step",
-        "write false or remove the key"},
-    Key{"sparse_attention", kSwitch, "null", "enabled", kRefused, "block-sparse attention",
-        "remove the section: attention is the model's own"},
-};
-
-constexpr std::string_view kOwnWriter =
-    "shards are written through a ring of buffers, all ranks at once";
-constexpr std::string_view kOwnCheckpointing =
-    "activation checkpointing is torch.utils.checkpoint's or the model's own";
-
-constexpr std::array kDiagnosticsKeys{
-    Key{"checkpoint", kSection, "{}", "", kHonoured, "checkpoints of training"},
-    Key{"checkpoint.async", kFlag, "false", "", kHonoured,
-        "save_checkpoint copies the shards to the host and returns; a thread writes them during "
-        "the next steps"},
-    Key{"checkpoint.keep", kInteger, "0", ">= 0", kHonoured,
-        "number of checkpoints that stay in a folder; a new one removes the oldest; 0: all"},
-    Key{"checkpoint.tag_validation", kWord, "\"Warn\"", "Warn|Ignore|Fail", kHint,
-        "what to do when ranks name different tags", "it is always an error, on every rank"},
-    Key{"checkpoint.load_universal", kFlag, "false", "", kHint, "load the universal layout",
-        "every checkpoint loads at any world size and stage"},
-    Key{"checkpoint.use_node_local_storage", kFlag, "false", "", kHint,
-        "every node has its own disk", "all ranks must see the checkpoint's folder"},
-    Key{"checkpoint.checkpoint_serialization", kFlag, "true", "", kHint, "serialise while writing",
-        kOwnWriter},
-    Key{"checkpoint.parallel_write", kSection, "{}", "", kHint, "who writes", kOwnWriter},
-    Key{"checkpoint.parallel_write.pipeline_stage", kFlag, "false", "", kHint,
-        "pipeline stages write in parallel", kOwnWriter},
-    Key{"checkpoint.writer", kSection, "{}", "", kHint, "how it is written", kOwnWriter},
-    Key{"checkpoint.writer.type", kText, "\"FAST\"", "", kHint, "writer", kOwnWriter},
-    Key{"checkpoint.writer.io_buffer_size", kBytes, "67108864", "> 0", kHint, "staging bytes",
-        kOwnWriter},
-    Key{"checkpoint.writer.io_buffer_double", kFlag, "true", "", kHint, "two staging buffers",
-        kOwnWriter},
-    Key{"checkpoint.writer.io_multiplier", kInteger, "1", "> 0", kHint, "files written at a time",
-        kOwnWriter},
-    Key{"checkpoint.writer.show_statistics", kFlag, "false", "", kMissed, "print speeds",
-        kOwnWriter},
-    Key{"checkpoint.writer.data_parallel", kText, "null", "", kHint, "who shares the writing",
-        kOwnWriter},
-    Key{"checkpoint.writer.decoupled", kFlag, "false", "", kHint, "write in the background",
-        kOwnWriter},
-
-    Key{"activation_checkpointing", kSection, "{}", "", kHint, "deepspeed.checkpointing",
-        kOwnCheckpointing},
-    Key{"activation_checkpointing.partition_activations", kFlag, "false", "", kMissed,
-        "shard saved activations", kOwnCheckpointing},
-    Key{"activation_checkpointing.contiguous_memory_optimization", kFlag, "false", "", kMissed,
-        "copy them into one buffer", kOwnCheckpointing},
-    Key{"activation_checkpointing.cpu_checkpointing", kFlag, "false", "", kMissed,
-        "keep them on the host", kOwnCheckpointing},
-    Key{"activation_checkpointing.number_checkpoints", kInteger, "null", ">= 0", kHint, "how many",
-        kOwnCheckpointing},
-    Key{"activation_checkpointing.synchronize_checkpoint_boundary", kFlag, "false", "", kHint,
-        "synchronise at each", kOwnCheckpointing},
-    Key{"activation_checkpointing.profile", kFlag, "false", "", kMissed, "time them",
-        kOwnCheckpointing},
-
-    Key{"wall_clock_breakdown", kFlag, "false", "", kShown,
-        "a line a step with the times of forward, backward and update, by the device's clock"},
-    Key{"memory_breakdown", kFlag, "false", "", kShown,
-        "a line a step with the memory in use and at its peak"},
-    Key{"dump_state", kFlag, "false", "", kShown, "list every setting at the start"},
-    Key{"log_level", kWord, "null", "debug|info|warning|error|critical", kShown,
-        "level of the logger \"strata\"; the environment's STRATA_LOG_LEVEL takes precedence"},
-    Key{"timers", kSection, "{}", "", kShown, "how fast training is"},
-    Key{"timers.throughput", kSection, "{}", "", kShown, "at each steps_per_print"},
-    Key{"timers.throughput.enabled", kFlag, "true", "", kShown,
-        "a line with samples and tokens a second; with floating-point operations, too, if this key "
-        "is in the configuration: they are counted in the second step"},
-    Key{"timers.throughput.synchronized", kFlag, "true", "", kHint, "wait for the device",
-        "speeds are means over many steps, and no step waits"},
-    Key{"flops_profiler", kSection, "{}", "", kShown, "a table of operations by module"},
-    Key{"flops_profiler.enabled", kFlag, "false", "", kShown, "whether it is made"},
-    Key{"flops_profiler.recompute_fwd_factor", kNumber, "0.0", ">= 0", kHint, "recomputed share",
-        "what backward computes again is counted"},
-    Key{"flops_profiler.profile_step", kInteger, "1", "", kShown,
-        "steps before the one that is counted"},
-    Key{"flops_profiler.module_depth", kInteger, "-1", "", kShown,
-        "how deep the table goes; -1: to the last module"},
-    Key{"flops_profiler.top_modules", kInteger, "1", "", kShown,
-        "how many classes of modules are listed at each depth"},
-    Key{"flops_profiler.detailed", kFlag, "true", "", kShown, "a row for every module"},
-    Key{"flops_profiler.output_file", kText, "null", "", kShown,
-        "a file to write the table to, in place of the log"},
-    Key{"comms_logger", kSection, "{}", "", kShown, "gathers and reductions"},
-    Key{"comms_logger.enabled", kFlag, "false", "", kShown,
-        "time them; deepspeed.comm.log_summary() and engine.step_report() show the times"},
-    Key{"comms_logger.verbose", kFlag, "false", "", kShown, "a line a step with them"},
-    Key{"comms_logger.prof_all", kFlag, "true", "", kHint, "all of them", "all are timed together"},
-    Key{"comms_logger.debug", kFlag, "false", "", kMissed, "with the caller",
-        "transfers belong to units and not to calls; strata.trace shows each with its unit"},
-    Key{"comms_logger.prof_ops", kStrings, "[]", "", kHint, "which of them",
-        "all are timed together"},
-
-    Key{"tensorboard", kSection, "{}", "", kShown, "metrics to TensorBoard, by rank 0"},
-    Key{"tensorboard.enabled", kFlag, "false", "", kShown, "whether they are written"},
-    Key{"tensorboard.output_path", kText, "\"\"", "", kShown, "folder"},
-    Key{"tensorboard.job_name", kText, "\"DeepSpeedJobName\"", "", kShown, "folder within it"},
-    Key{"wandb", kSection, "{}", "", kShown, "metrics to Weights & Biases, by rank 0"},
-    Key{"wandb.enabled", kFlag, "false", "", kShown, "whether they are written"},
-    Key{"wandb.group", kText, "null", "", kShown, "group of the run"},
-    Key{"wandb.team", kText, "null", "", kShown, "entity of the run"},
-    Key{"wandb.project", kText, "\"deepspeed\"", "", kShown, "project of the run"},
-    Key{"csv_monitor", kSection, "{}", "", kShown, "metrics to CSV files, by rank 0"},
-    Key{"csv_monitor.enabled", kFlag, "false", "", kShown, "whether they are written"},
-    Key{"csv_monitor.output_path", kText, "\"\"", "", kShown, "folder"},
-    Key{"csv_monitor.job_name", kText, "\"DeepSpeedJobName\"", "", kShown, "folder within it"},
-    Key{"comet", kSection, "{}", "", kShown, "metrics to Comet, by rank 0"},
-    Key{"comet.enabled", kFlag, "false", "", kShown, "whether they are written"},
-    Key{"comet.samples_log_interval", kInteger, "100", "", kShown,
-        "samples between two values of one metric"},
-    Key{"comet.project", kText, "null", "", kShown, "project"},
-    Key{"comet.workspace", kText, "null", "", kShown, "workspace"},
-    Key{"comet.api_key", kText, "null", "", kShown, "key"},
-    Key{"comet.experiment_name", kText, "null", "", kShown, "name of the experiment"},
-    Key{"comet.experiment_key", kText, "null", "", kShown, "key of the experiment"},
-    Key{"comet.online", kFlag, "null", "", kShown, "false: kept on this host"},
-    Key{"comet.mode", kText, "null", "", kShown, "get, create or get_or_create"},
-};
-
-}  // namespace
-
-std::span<const Key> feature_keys() {
-  return kFeaturesKeys;
-}
-
-std::span<const Key> diagnostics_keys() {
-  return kDiagnosticsKeys;
-}
+# Strata's own section
+strata section | Strata's own settings
+.reduce_at choice(micro_step|boundary) = "micro_step" | when gradients are reduced: after every
+    backward, or once a step (keeps whole gradients)
+.refresh_at choice(auto|step|forward) = "auto" | when whole weights are all-gathered after an update
+    (stages 0 to 2): in step(), or lazily, beside the next forward; a read of a parameter waits for
+    it; auto: forward on GPUs, unless overlap_comm is false
+.device choice(auto|cpu|cuda) = "auto" | where the model trains; auto: on its current device, and
+    models on the host move to the rank's GPU
+.move_inputs flag = true | copy host tensors among the arguments of forward and generate to the
+    model's device
+.collectives choice(auto|local|shm|c10d|nccl|peer) = "auto" | the transport between ranks: threads
+    of one process (local), shared memory of one host (shm), torch.distributed (c10d); between GPUs
+    copies (peer) or nccl for weights and gradients; auto: peer where all GPUs of a host reach each
+    other
+.gather choice(auto|peer|nccl) = "auto" | the transport of weights between GPUs of one shard group,
+    if it shall differ from that of gradients; auto: from strata.collectives. If both are auto and
+    NCCL runs already (the script uses it, or strata.reduce names it), a probe of some milliseconds
+    compares both transports and selects nccl if it is 1.5 times as fast, because nccl takes
+    multiprocessors from the model. The engine does not start NCCL for a probe, since that takes a
+    second
+.reduce choice(auto|peer|nccl) = "auto" | the transport of gradients between GPUs, as strata.gather
+    for weights; peer sums 16-bit gradients in fp32 and in rank order, nccl in
+    communication_data_type and in its own order
+.max_live_bytes bytes(> 0) | upper bound on a rank's gathered bytes; gathered weights stay from
+    forward to backward within it; null or "auto": from stage3_max_live_parameters
+.wrap strings = [] | classes of the blocks that become units; []: the engine finds blocks
+.unit_size bytes(> 0) | bytes of a unit where units are formed by size; null or "auto": the engine's
+    own
+.threads integer(1..1024) | threads of a rank for work on host memory; null or "auto": cores / ranks
+    of the host, at most 32 (rank 0 uses more while it reads a whole model on the host at its
+    start); if a launcher starts several ranks on a host, they run on the rank's own cores
+.init section | how a model's values reach the engine
+..tier choice(auto|device_copy|device_grow|distributed|host) = "auto" | the way for the values of a
+    model that the script has built; auto: the first way for which every rank has memory
+..read choice(auto|buffered|direct) = "auto" | read a checkpoint's files through the page cache
+    (buffered) or past it (direct, O_DIRECT); auto: each rank measures, unless most bytes are cached
+..replay_above numel(>= 0) = 1048576 | under zero.Init, a floating-point parameter of more elements
+    gets no memory: its constructors are recorded and replayed on its shard, with random numbers
+    that do not depend on the number of ranks; smaller ones are built as in torch
+..report text | file to which rank 0 writes the start-up report as JSON; null: none
+.timeout_s number(> 0) = 300.0 | seconds after which a rank that waits for another raises an error
+.decay_unused flag = false | true: update a parameter without a gradient on any rank, as DeepSpeed
+    does: it decays and its momentum goes on; false: it keeps its value, as in torch
+.max_skipped_steps integer(0..1000000) = 20 | consecutive steps that may be skipped because
+    gradients were not finite (fp32 and bf16); the next one raises NumericsError; 0: the first one
+    does
+.trace text | file to which rank 0 writes a timeline of some steps of all ranks for ui.perfetto.dev;
+    null: none
+.placement rules = [] | rules for single parameters; the first matching rule applies: `match`, a
+    pattern of names, or `larger_than`, bytes ("200MB"), or both; `param` and `optimizer`, the tier
+    of its weights and optimizer states: "device", "host", "nvme"; folders and staging are those of
+    offload_param and offload_optimizer. "auto": the engine fills the device first, then the host,
+    then the drive of an nvme_path, with the least used state last
+.device_budget bytes(> 0) | bytes that the engine may hold on its device when placement is "auto",
+    without activations; null or "auto": two thirds of the free memory at the start; no bound on CPU
+    ranks, so nothing is offloaded
+.host_budget bytes(> 0) | bytes of host memory that a rank may use for offloaded state and staging;
+    null or "auto": its share of three quarters of the available memory at the start
+.verify_drives flag = false | keep a checksum of each page written to a drive under offload (8 bytes
+    for 4 KiB), and compare it when the page is read; a difference is an error
+.tiles section | parameters that are gathered, used and reduced in tiles of rows (stage 3)
+..max_gather bytes(> 0) | upper bound on gathered bytes of one parameter; a larger one is cut into
+    tiles. null or "auto": tiles of 256 MiB for parameters that take more than half of the free
+    memory of the fullest GPU, where a tiling rule exists; none on CPU ranks
+..match strings = [] | patterns of names: only parameters that match one are cut; []: all
+.trace_steps integer(1..100) = 3 | steps in the timeline, after two warm-up steps
+)";
 
 }  // namespace strata::engine

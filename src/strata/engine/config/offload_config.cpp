@@ -17,6 +17,8 @@
 namespace strata::engine {
 namespace {
 
+using nlohmann::json;
+
 constexpr std::string_view kParam = "zero_optimization.offload_param";
 constexpr std::string_view kOptimizer = "zero_optimization.offload_optimizer";
 // "none" or "device", "cpu" or "host", "nvme".
@@ -126,8 +128,6 @@ OffloadConfig read_automatic(const Settings& settings, int stage, OffloadConfig 
   return config;
 }
 
-using nlohmann::json;
-
 constexpr std::string_view kPlacement = "strata.placement";
 constexpr std::array<std::string_view, 5> kPlaces{"device", "host", "nvme", "none", "cpu"};
 
@@ -219,21 +219,23 @@ std::vector<PlacementRule> read_placement(const Settings& settings) {
   return rules;
 }
 
-}  // namespace
-
-std::vector<memory::Tier> OffloadConfig::param_tiers() const {
+std::vector<memory::Tier> tiers_of(const std::vector<PlacementRule>& rules,
+                                   std::optional<memory::Tier> PlacementRule::*place) {
   std::vector<memory::Tier> tiers;
   for (const PlacementRule& rule : rules) {
-    if (rule.param) tiers.push_back(*rule.param);
+    if (rule.*place) tiers.push_back(*(rule.*place));
   }
   return tiers;
 }
 
+}  // namespace
+
+std::vector<memory::Tier> OffloadConfig::param_tiers() const {
+  return tiers_of(rules, &PlacementRule::param);
+}
+
 std::vector<memory::Tier> OffloadConfig::optimizer_tiers() const {
-  std::vector<memory::Tier> tiers;
-  for (const PlacementRule& rule : rules) {
-    if (rule.optimizer) tiers.push_back(*rule.optimizer);
-  }
+  std::vector<memory::Tier> tiers = tiers_of(rules, &PlacementRule::optimizer);
   if (ratio < 1.0) tiers.push_back(memory::Tier::kDevice);
   return tiers;
 }

@@ -144,8 +144,6 @@ bool flag_or(const json& params, const char* name, bool fallback) {
   return check_value(*key, *found).get<bool>();
 }
 
-using nlohmann::json;
-
 // The classes of torch.optim.lr_scheduler that JSON can describe, and that look at no metric.
 constexpr std::array<std::string_view, 10> kTorchClasses{
     "ConstantLR",  "CosineAnnealingLR", "CosineAnnealingWarmRestarts",
@@ -153,96 +151,56 @@ constexpr std::array<std::string_view, 10> kTorchClasses{
     "MultiStepLR", "OneCycleLR",        "PolynomialLR",
     "StepLR"};
 
-// Typed access to the parameters of one scheduler.
-class Params {
- public:
-  Params(const Settings& settings, std::string type)
-      : settings_(settings), type_(std::move(type)) {}
-
-  double number(std::string_view name) const { return settings_.number(path(name)); }
-  std::int64_t integer(std::string_view name) const { return settings_.integer(path(name)); }
-  bool flag(std::string_view name) const { return settings_.flag(path(name)); }
-  template <typename T>
-  std::optional<T> maybe(std::string_view name) const {
-    return settings_.maybe<T>(path(name));
-  }
-
-  std::optional<PerGroup> maybe_per_group(std::string_view name) const {
-    const json& value = settings_.at(path(name));
-    if (value.is_null()) return std::nullopt;
-    return value.is_array() ? PerGroup::each(value.get<std::vector<double>>())
-                            : PerGroup::all(value.get<double>());
-  }
-  PerGroup per_group(std::string_view name) const { return required(name, maybe_per_group(name)); }
-  std::int64_t required_integer(std::string_view name) const {
-    return required(name, maybe<std::int64_t>(name));
-  }
-  WarmupShape shape() const {
-    return settings_.text(path("warmup_type")) == "log" ? WarmupShape::kLog : WarmupShape::kLinear;
-  }
-
- private:
-  static std::string path(std::string_view name) { return join_path("scheduler.params", name); }
-
-  template <typename T>
-  T required(std::string_view name, std::optional<T> value) const {
-    if (value) return *std::move(value);
-    const Key* key = find_key(scheduler_keys(type_), path(name));
-    throw ConfigError(fmt::format("{}: {} needs {} ({}); found none", path(name), type_,
-                                  wanted(*key), key->meaning));
-  }
-
-  const Settings& settings_;
-  std::string type_;
-};
-
-WarmupLrParams warmup_of(const Params& p) {
-  return {.min_lr = p.per_group("warmup_min_lr"),
-          .max_lr = p.maybe_per_group("warmup_max_lr"),
-          .warmup_steps = p.integer("warmup_num_steps"),
-          .shape = p.shape()};
-}
-
-WarmupCosineLrParams cosine_of(const Params& p) {
-  return {.total_steps = p.required_integer("total_num_steps"),
-          .min_ratio = p.number("warmup_min_ratio"),
-          .warmup_steps = p.integer("warmup_num_steps"),
-          .cos_min_ratio = p.number("cos_min_ratio"),
-          .shape = p.shape()};
-}
-
-OneCycleParams one_cycle_of(const Params& p) {
-  return {.min_lr = p.per_group("cycle_min_lr"),
-          .max_lr = p.per_group("cycle_max_lr"),
-          .decay_lr_rate = p.number("decay_lr_rate"),
-          .first_step_size = p.number("cycle_first_step_size"),
-          .second_step_size = p.maybe<double>("cycle_second_step_size"),
-          .first_stair_count = p.integer("cycle_first_stair_count"),
-          .second_stair_count = p.maybe<std::int64_t>("cycle_second_stair_count"),
-          .decay_step_size = p.number("decay_step_size"),
-          .cycle_momentum = p.flag("cycle_momentum"),
-          .min_momentum = p.per_group("cycle_min_mom"),
-          .max_momentum = p.per_group("cycle_max_mom"),
-          .decay_momentum_rate = p.number("decay_mom_rate")};
-}
-
-LrRangeTestParams range_test_of(const Params& p) {
-  return {.min_lr = p.per_group("lr_range_test_min_lr"),
-          .step_size = p.integer("lr_range_test_step_size"),
-          .step_rate = p.number("lr_range_test_step_rate"),
-          .staircase = p.flag("lr_range_test_staircase")};
-}
-
-ScheduleParams params_of(const std::string& type, const Params& p) {
-  if (type == "WarmupLR") return warmup_of(p);
+ScheduleParams params_of(std::string_view type, const Settings& settings) {
+  const auto read = [&](std::string_view name, auto& field) {
+    settings.read(join_path("scheduler.params", name), field);
+  };
+  const auto warmup = [&] {
+    WarmupLrParams p;
+    read("warmup_min_lr", p.min_lr);
+    read("warmup_max_lr", p.max_lr);
+    read("warmup_num_steps", p.warmup_steps);
+    read("warmup_type", p.shape);
+    return p;
+  };
+  if (type == "WarmupLR") return warmup();
   if (type == "WarmupDecayLR") {
-    return WarmupDecayLrParams{.total_steps = p.required_integer("total_num_steps"),
-                               .warmup = warmup_of(p)};
+    WarmupDecayLrParams p{.warmup = warmup()};
+    read("total_num_steps", p.total_steps);
+    return p;
   }
-  if (type == "WarmupCosineLR") return cosine_of(p);
-  if (type == "OneCycle") return one_cycle_of(p);
+  if (type == "WarmupCosineLR") {
+    WarmupCosineLrParams p;
+    read("total_num_steps", p.total_steps);
+    read("warmup_min_ratio", p.min_ratio);
+    read("warmup_num_steps", p.warmup_steps);
+    read("cos_min_ratio", p.cos_min_ratio);
+    read("warmup_type", p.shape);
+    return p;
+  }
+  if (type == "OneCycle") {
+    OneCycleParams p;
+    read("cycle_min_lr", p.min_lr);
+    read("cycle_max_lr", p.max_lr);
+    read("decay_lr_rate", p.decay_lr_rate);
+    read("cycle_first_step_size", p.first_step_size);
+    read("cycle_second_step_size", p.second_step_size);
+    read("cycle_first_stair_count", p.first_stair_count);
+    read("cycle_second_stair_count", p.second_stair_count);
+    read("decay_step_size", p.decay_step_size);
+    read("cycle_momentum", p.cycle_momentum);
+    read("cycle_min_mom", p.min_momentum);
+    read("cycle_max_mom", p.max_momentum);
+    read("decay_mom_rate", p.decay_momentum_rate);
+    return p;
+  }
   STRATA_ASSERT(type == "LRRangeTest");
-  return range_test_of(p);
+  LrRangeTestParams p;
+  read("lr_range_test_min_lr", p.min_lr);
+  read("lr_range_test_step_size", p.step_size);
+  read("lr_range_test_step_rate", p.step_rate);
+  read("lr_range_test_staircase", p.staircase);
+  return p;
 }
 
 }  // namespace
@@ -310,7 +268,7 @@ std::optional<SchedulerConfig> read_scheduler(Settings* settings, ConfigFindings
         fmt::format("scheduler.type: wanted WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle or "
                     "LRRangeTest (the nearest is \"{}\"); pass a scheduler of torch.optim as "
                     "lr_scheduler= to initialize; found \"{}\"",
-                    nearest_of(type, scheduler_types()), type));
+                    nearest_of(type, kSchedulerTypes), type));
   }
   settings->set("scheduler.params",
                 json::object());  // each parameter has its own path from here on
@@ -322,10 +280,15 @@ std::optional<SchedulerConfig> read_scheduler(Settings* settings, ConfigFindings
     for (const Key& key : keys) settings->at(key.path);
     return std::nullopt;
   }
-  const Params typed(*settings, type);
-  return SchedulerConfig{.type = type,
-                         .params = params_of(type, typed),
-                         .last_iteration = typed.integer("last_batch_iteration")};
+  for (const Key& key : keys) {
+    if (!key.meaning.ends_with("; required") || !settings->at(key.path).is_null()) continue;
+    throw ConfigError(
+        fmt::format("{}: {} needs {} ({}); found none", key.path, type, wanted(key), key.meaning));
+  }
+  return SchedulerConfig{
+      .type = type,
+      .params = params_of(type, *settings),
+      .last_iteration = settings->integer("scheduler.params.last_batch_iteration")};
 }
 
 }  // namespace strata::engine

@@ -97,7 +97,7 @@ class Reader {
     }
     if (!is_given(*key, value, prefix, quiet)) return;
     if (key->kind != Kind::kSection) return take(*key, value, quiet);
-    if (!value.is_object()) refuse_type(*key, value);
+    if (!value.is_object()) refuse_value(*key, value);
     read(value, path, quiet || is_switched_off(*key, value));
   }
 
@@ -185,7 +185,8 @@ class Reader {
       note(key.path, Verdict::kOff, value, std::string(key.meaning));
       return;
     }
-    if (key.kind == Kind::kSwitch && !value.is_object() && !flag_in(value)) refuse_type(key, value);
+    if (key.kind == Kind::kSwitch && !value.is_object() && !flag_in(value))
+      refuse_value(key, value);
     if (key.kind == Kind::kSwitch || check_value(key, value) != json::parse(key.fallback))
       refuse_feature(key, value);
   }
@@ -200,11 +201,6 @@ class Reader {
         fmt::format("{}: null is no value of it, and trained numbers would depend on what it is "
                     "taken for; write {} ({}), or remove the key, which gives {}; found null",
                     key.path, wanted(key), key.meaning, key.fallback));
-  }
-
-  [[noreturn]] static void refuse_type(const Key& key, const json& value) {
-    throw ConfigError(fmt::format("{}: wanted {} ({}); found {}", key.path, wanted(key),
-                                  key.meaning, shown(value)));
   }
 
   // A top-level key of no table: a misspelled one, or the user's own, for another program.
@@ -240,20 +236,9 @@ class Reader {
   ConfigFindings* findings_;
 };
 
-using nlohmann::json;
-
 [[noreturn]] void refuse_both(std::string_view old_path, std::string_view path) {
   throw ConfigError(fmt::format(
       "{}: an old spelling of \"{}\", which is given too; remove the old one", old_path, path));
-}
-
-// Takes `name` out of `object`; null when it is absent.
-json take(json* object, const std::string& name) {
-  const auto found = object->find(name);
-  if (found == object->end()) return nullptr;
-  json value = std::move(*found);
-  object->erase(found);
-  return value;
 }
 
 bool flag_of(std::string_view path, const json& value) {
@@ -273,63 +258,46 @@ void record_old_spelling(std::string_view old_path, std::string_view path, const
       {std::string(old_path), Verdict::kOldSpelling, shown(value), fmt::format("write {}", path)});
 }
 
-// "cpu_offload": true is "offload_optimizer": {"device": "cpu"}.
-void apply_offload_flag(json* zero, const std::string& name, const std::string& section, bool pin,
-                        ConfigFindings* remarks) {
-  if (!zero->contains(name)) return;
-  const json value = take(zero, name);
-  const std::string path = "zero_optimization." + name;
+// Takes the value of an old key out of the document. `renew` writes it to today's key, which it
+// returns: "" where the value says nothing.
+template <typename Renew>
+void replace_old(json* document, std::string_view old_path, ConfigFindings* remarks,
+                 const Renew& renew) {
+  json* holder = holder_of(document, old_path);
+  const std::string name(leaf_of(old_path));
+  if (holder == nullptr || !holder->contains(name)) return;
+  const json value = std::move((*holder)[name]);
+  holder->erase(name);
   try {
-    const bool on = flag_of(path, value);
-    if (on && zero->contains(section) && !(*zero)[section].is_null())
-      refuse_both(path, "zero_optimization." + section);
-    record_old_spelling(path, fmt::format("zero_optimization.{}.device: \"cpu\"", section), value,
-                        remarks);
-    if (on) (*zero)[section] = {{"device", "cpu"}, {"pin_memory", pin}};
+    const std::string path = renew(value);
+    if (!path.empty()) record_old_spelling(old_path, path, value, remarks);
   } catch (const ConfigError& error) {
-    record_error(error, path, value, remarks);
+    record_error(error, old_path, value, remarks);
   }
 }
 
-void apply_alias(json* document, const Alias& alias, ConfigFindings* remarks) {
-  json* holder = holder_of(document, alias.old_path);
-  if (holder == nullptr || !holder->contains(leaf_of(alias.old_path))) return;
-  json value = take(holder, std::string(leaf_of(alias.old_path)));
-  try {
-    json* target = holder_of(document, alias.path);
-    STRATA_ASSERT(target != nullptr);
-    const std::string name(leaf_of(alias.path));
-    if (target->contains(name)) refuse_both(alias.old_path, alias.path);
-    record_old_spelling(alias.old_path, alias.path, value, remarks);
-    (*target)[name] = std::move(value);
-  } catch (const ConfigError& error) {
-    record_error(error, alias.old_path, value, remarks);
-  }
-}
-
-// "zero_optimization": true is stage 1.
-void apply_zero_flag(json* document, ConfigFindings* remarks) {
-  constexpr const char* kZero = "zero_optimization";
-  const auto found = document->find(kZero);
-  if (found == document->end() || !found->is_boolean()) return;
-  const int stage = found->get<bool>() ? 1 : 0;
-  record_old_spelling(kZero, fmt::format("zero_optimization.stage: {}", stage), *found, remarks);
-  *found = {{"stage", stage}};
-}
-
-void apply_offload_flags(json* zero, ConfigFindings* remarks) {
+// The booleans that became sections: "cpu_offload": true is "offload_optimizer": {"device": "cpu"}.
+void apply_offload_flags(json* document, ConfigFindings* remarks) {
   constexpr std::string_view kPin = "zero_optimization.cpu_offload_use_pin_memory";
-  const json pin = take(zero, std::string(leaf_of(kPin)));
   bool pinned = true;
-  try {
-    pinned = pin.is_null() || flag_of(kPin, pin);
-    if (!pin.is_null())
-      record_old_spelling(kPin, "pin_memory in the offload sections", pin, remarks);
-  } catch (const ConfigError& error) {
-    record_error(error, kPin, pin, remarks);
+  replace_old(document, kPin, remarks, [&](const json& value) -> std::string {
+    if (value.is_null()) return "";
+    pinned = flag_of(kPin, value);
+    return "pin_memory in the offload sections";
+  });
+  constexpr std::array<std::array<std::string_view, 2>, 2> kFlags{
+      {{"zero_optimization.cpu_offload", "zero_optimization.offload_optimizer"},
+       {"zero_optimization.cpu_offload_param", "zero_optimization.offload_param"}}};
+  for (const auto& [old_path, path] : kFlags) {
+    replace_old(document, old_path, remarks, [&](const json& value) {
+      if (flag_of(old_path, value)) {
+        json& section = (*holder_of(document, path))[std::string(leaf_of(path))];
+        if (!section.is_null()) refuse_both(old_path, path);
+        section = {{"device", "cpu"}, {"pin_memory", pinned}};
+      }
+      return fmt::format("{}.device: \"cpu\"", path);
+    });
   }
-  apply_offload_flag(zero, "cpu_offload", "offload_optimizer", pinned, remarks);
-  apply_offload_flag(zero, "cpu_offload_param", "offload_param", pinned, remarks);
 }
 
 }  // namespace
@@ -342,7 +310,10 @@ const json& Settings::at(std::string_view path) const {
 }
 
 std::size_t Settings::choice_at(std::string_view path) const {
-  const Key* key = find_key(config_keys(), path);
+  const Key* key = nullptr;  // those of several schedulers have the same choices
+  for (const KeyTable& table : key_tables()) {
+    if (key == nullptr) key = find_key(table.keys, path);
+  }
   STRATA_ASSERT(key != nullptr);
   const auto choices = choices_in(key->limits);
   const auto found = std::ranges::find(choices, text(path));
@@ -402,10 +373,23 @@ json* holder_of(json* document, std::string_view path) {
 }
 
 void apply_aliases(json* document, ConfigFindings* remarks) {
-  apply_zero_flag(document, remarks);
-  for (const Alias& alias : config_aliases()) apply_alias(document, alias, remarks);
   const auto zero = document->find("zero_optimization");
-  if (zero != document->end() && zero->is_object()) apply_offload_flags(&*zero, remarks);
+  if (zero != document->end() && zero->is_boolean()) {  // true is stage 1
+    const int stage = zero->get<bool>() ? 1 : 0;
+    record_old_spelling(zero.key(), fmt::format("zero_optimization.stage: {}", stage), *zero,
+                        remarks);
+    *zero = {{"stage", stage}};
+  }
+  for (const Alias& alias : config_aliases()) {
+    replace_old(document, alias.old_path, remarks, [&](const json& value) {
+      json* target = holder_of(document, alias.path);
+      STRATA_ASSERT(target != nullptr);
+      if (!target->emplace(std::string(leaf_of(alias.path)), value).second)
+        refuse_both(alias.old_path, alias.path);
+      return std::string(alias.path);
+    });
+  }
+  apply_offload_flags(document, remarks);
 }
 
 }  // namespace strata::engine

@@ -19,6 +19,7 @@
 #include "strata/base/units.h"
 #include "strata/engine/config/key.h"
 #include "strata/engine/config/remarks.h"
+#include "strata/engine/schedule/schedule.h"
 
 namespace strata::engine {
 
@@ -41,9 +42,6 @@ class Settings {
   std::int64_t integer(std::string_view path) const { return at(path).get<std::int64_t>(); }
   double number(std::string_view path) const { return at(path).get<double>(); }
   std::string text(std::string_view path) const { return at(path).get<std::string>(); }
-  std::vector<std::string> texts(std::string_view path) const {
-    return at(path).get<std::vector<std::string>>();
-  }
   template <typename T>
   std::optional<T> maybe(std::string_view path) const {
     const nlohmann::json& value = at(path);
@@ -64,6 +62,9 @@ class Settings {
       if (!value.is_null()) read(path, field.emplace());
     } else if constexpr (std::is_enum_v<T>) {
       field = static_cast<T>(choice_at(path));
+    } else if constexpr (std::is_same_v<T, PerGroup>) {
+      field = value.is_array() ? PerGroup::each(value.get<std::vector<double>>())
+                               : PerGroup::all(value.get<double>());
     } else if constexpr (std::is_same_v<T, Bytes> || std::is_same_v<T, Numel>) {
       field = T(value.get<std::int64_t>());
     } else {

@@ -22,11 +22,6 @@ namespace {
 
 using nlohmann::json;
 
-[[noreturn]] void refuse(const Key& key, const json& value, std::string_view advice = {}) {
-  throw ConfigError(fmt::format("{}: wanted {} ({}){}{}; found {}", key.path, wanted(key),
-                                key.meaning, advice.empty() ? "" : "; ", advice, shown(value)));
-}
-
 double parse_double(std::string_view text) {
   return std::strtod(std::string(text).c_str(), nullptr);
 }
@@ -44,92 +39,77 @@ bool within(std::string_view limits, double v) {
   return v > parse_double(limits.substr(2));
 }
 
-double number_of(const Key& key, const json& value) {
-  if (value.is_number()) return value.get<double>();
-  refuse(key, value);
+// A number within the limits; `finite`: Infinity is none.
+double number_of(const Key& key, const json& value, bool finite) {
+  const double v = value.is_number() ? value.get<double>() : std::nan("");
+  if (std::isnan(v) || (finite && std::isinf(v)) || !within(key.limits, v))
+    refuse_value(key, value);
+  return v;
 }
 
 std::int64_t integer_of(const Key& key, const json& value, bool cut_fraction) {
-  const double v = number_of(key, value);
-  if (std::isnan(v) || !within(key.limits, v)) refuse(key, value);
+  const double v = number_of(key, value, false);
   if (value.is_number_unsigned()) {
     const auto whole = value.get<std::uint64_t>();
     constexpr auto kTop = static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max());
     return static_cast<std::int64_t>(std::min(whole, kTop));
   }
   if (value.is_number_integer()) return value.get<std::int64_t>();
-  if (!cut_fraction && v != std::floor(v)) refuse(key, value, "fractions have no meaning here");
-  if (!cut_fraction && !std::isfinite(v)) refuse(key, value);
+  if (!cut_fraction && v != std::floor(v))
+    refuse_value(key, value, "fractions have no meaning here");
+  if (!cut_fraction && !std::isfinite(v)) refuse_value(key, value);
   const std::int64_t whole = clamped(v);
-  if (!within(key.limits, static_cast<double>(whole))) refuse(key, value);
+  if (!within(key.limits, static_cast<double>(whole))) refuse_value(key, value);
   return whole;
 }
 
 std::int64_t bytes_of(const Key& key, const json& value) {
   if (!value.is_string()) return integer_of(key, value, true);
   const auto size = parse_size(value.get_ref<const std::string&>(), SizeText::kExact);
-  if (!size || !within(key.limits, std::floor(*size))) refuse(key, value);
+  if (!size || !within(key.limits, std::floor(*size))) refuse_value(key, value);
   return clamped(*size);
-}
-
-double finite_of(const Key& key, const json& value) {
-  const double v = number_of(key, value);
-  if (!std::isfinite(v) || !within(key.limits, v)) refuse(key, value);
-  return v;
 }
 
 // The choice as the table spells it.
 json check_choice(const Key& key, const json& value) {
-  if (!value.is_string()) refuse(key, value);
+  if (!value.is_string()) refuse_value(key, value);
   const std::string& given = value.get_ref<const std::string&>();
   for (const std::string_view choice : choices_in(key.limits)) {
     if (choice == given || (key.kind == Kind::kWord && lower_case(choice) == lower_case(given)))
       return choice;
   }
-  refuse(key, value);
+  refuse_value(key, value);
 }
 
 json check_numbers(const Key& key, const json& value, std::optional<std::size_t> length) {
-  if (!value.is_array() || value.empty() || (length && value.size() != *length)) refuse(key, value);
+  if (!value.is_array() || value.empty() || (length && value.size() != *length))
+    refuse_value(key, value);
   json numbers = json::array();
   for (const json& item : value) {
-    if (!item.is_number()) refuse(key, value);
+    if (!item.is_number()) refuse_value(key, value);
     const double v = item.get<double>();
-    if (!std::isfinite(v) || !within(key.limits, v)) refuse(key, value);
+    if (!std::isfinite(v) || !within(key.limits, v)) refuse_value(key, value);
     numbers.push_back(v);
   }
   return numbers;
 }
 
 json check_strings(const Key& key, const json& value) {
-  if (!value.is_array()) refuse(key, value, "write [\"...\"]");
-  for (const json& item : value) {
-    if (!item.is_string()) refuse(key, value, "write [\"...\"]");
-  }
+  if (!value.is_array() || !std::ranges::all_of(value, &json::is_string))
+    refuse_value(key, value, "write [\"...\"]");
   return value;
 }
 
 json check_flag(const Key& key, const json& value) {
   if (const auto flag = flag_in(value)) return *flag;
-  refuse(key, value, value.is_string() ? "write it without quotes" : "");
+  refuse_value(key, value, value.is_string() ? "write it without quotes" : "");
 }
 
 bool reads_numbers(Kind kind) {
-  switch (kind) {
-    case Kind::kInteger:
-    case Kind::kNumel:
-    case Kind::kBytes:
-    case Kind::kNumber:
-    case Kind::kCount:
-    case Kind::kNumbers:
-    case Kind::kPerGroup:
-      return true;
-    default:
-      return false;
-  }
+  using enum Kind;
+  constexpr std::array kNumeric{kInteger, kNumel, kBytes, kNumber, kCount, kNumbers, kPerGroup};
+  return std::ranges::find(kNumeric, kind) != kNumeric.end();
 }
-
-using nlohmann::json;
 
 constexpr std::string_view kEnabled = "enabled";
 constexpr std::string_view kDisable = "disable";
@@ -271,6 +251,11 @@ std::optional<bool> flag_in(const json& value) {
   return number == 1;
 }
 
+void refuse_value(const Key& key, const json& value, std::string_view advice) {
+  throw ConfigError(fmt::format("{}: wanted {} ({}){}{}; found {}", key.path, wanted(key),
+                                key.meaning, advice.empty() ? "" : "; ", advice, shown(value)));
+}
+
 json check_value(const Key& key, const json& given) {
   const json value = reads_numbers(key.kind) ? with_numbers(given) : given;
   switch (key.kind) {
@@ -283,14 +268,11 @@ json check_value(const Key& key, const json& given) {
     case Kind::kBytes:
       return bytes_of(key, value);
     case Kind::kNumber:
-      return finite_of(key, value);
-    case Kind::kCount: {
-      const double v = number_of(key, value);
-      if (std::isnan(v) || !within(key.limits, v)) refuse(key, value);
-      return v;
-    }
+      return number_of(key, value, true);
+    case Kind::kCount:
+      return number_of(key, value, false);
     case Kind::kText:
-      if (!value.is_string()) refuse(key, value);
+      if (!value.is_string()) refuse_value(key, value);
       return value;
     case Kind::kChoice:
     case Kind::kWord:
@@ -303,13 +285,14 @@ json check_value(const Key& key, const json& given) {
       return check_numbers(key, value, 2);
     case Kind::kPerGroup:
       return value.is_array() ? check_numbers(key, value, std::nullopt)
-                              : json(finite_of(key, value));
+                              : json(number_of(key, value, true));
     case Kind::kRules:
       if (value == "auto") return value;
-      if (!value.is_array() || !std::ranges::all_of(value, &json::is_object)) refuse(key, value);
+      if (!value.is_array() || !std::ranges::all_of(value, &json::is_object))
+        refuse_value(key, value);
       return value;
     case Kind::kParams:
-      if (!value.is_object()) refuse(key, value);
+      if (!value.is_object()) refuse_value(key, value);
       return value;
     case Kind::kSection:
     case Kind::kSwitch:

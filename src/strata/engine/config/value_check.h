@@ -15,6 +15,10 @@ namespace strata::engine {
 
 nlohmann::json check_value(const Key& key, const nlohmann::json& value);
 
+// Throws the ConfigError of a value that `key` cannot have.
+[[noreturn]] void refuse_value(const Key& key, const nlohmann::json& value,
+                               std::string_view advice = {});
+
 // A text that is exactly a number of JSON ("3", "-0.01", "1e-5") becomes that number, also within
 // lists; any other value is returned unchanged.
 nlohmann::json with_numbers(const nlohmann::json& value);

@@ -44,7 +44,7 @@ void InitReport::Phase::moved(Bytes bytes) {
   if (done_ < total_ && now - report_.last_look_ < kLookEvery) return;
   report_.last_look_ = now;
   report_.sample();
-  if (report_.progress_) report_.progress_(name_, done_, total_);
+  if (report_.progress) report_.progress(name_, done_, total_);
 }
 
 void InitReport::Phase::end() {

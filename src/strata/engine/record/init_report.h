@@ -26,6 +26,13 @@ class InitReport {
   // Called some times a second with the bytes that a phase has moved so far, and with its total.
   using Progress = std::function<void(const std::string& phase, Bytes done, Bytes total)>;
 
+  Progress progress;  // may be empty
+  // The way in which the values came, and why.
+  std::string tier;
+  std::string reason;
+  // How the files were read; absent: none were.
+  std::optional<checkpoint::ReadChoice> reading;
+
   // Borrows the device, whose memory is watched.
   explicit InitReport(device::Device& device);
 
@@ -50,19 +57,6 @@ class InitReport {
 
   // Updates the peaks; phases call it as they run.
   void sample();
-  void set_progress(Progress progress) { progress_ = std::move(progress); }
-  void set_tier(std::string tier, std::string reason) {
-    tier_ = std::move(tier);
-    reason_ = std::move(reason);
-  }
-  // Adds a reason that was found later.
-  void add_reason(const std::string& more) { reason_ += "; " + more; }
-  void set_reading(checkpoint::ReadChoice choice) { reading_ = std::move(choice); }
-
-  const std::string& tier() const { return tier_; }
-  const std::string& reason() const { return reason_; }
-  // How the files were read; absent: none were.
-  const std::optional<checkpoint::ReadChoice>& reading() const { return reading_; }
   // In the order of their ends; phases of one name are one entry.
   const std::vector<InitPhase>& phases() const { return phases_; }
   // The growth of the device's memory in use from the report's beginning to its peak, by the
@@ -73,10 +67,6 @@ class InitReport {
   void add(const std::string& name, double seconds, Bytes bytes);
 
   device::Device& device_;
-  Progress progress_;
-  std::string tier_;
-  std::string reason_;
-  std::optional<checkpoint::ReadChoice> reading_;
   std::vector<InitPhase> phases_;
   std::chrono::steady_clock::time_point last_look_;
   Bytes free_at_start_;

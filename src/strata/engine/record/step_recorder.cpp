@@ -13,15 +13,10 @@ double epoch_now() {
 }
 
 Activity wait_for(Activity transfer) {
-  switch (transfer) {
-    case Activity::kGather:
-      return Activity::kGatherWait;
-    case Activity::kReduce:
-      return Activity::kReduceWait;
-    default:
-      STRATA_ASSERT(transfer == Activity::kLazyGather);
-      return Activity::kLazyGatherWait;
-  }
+  if (transfer == Activity::kGather) return Activity::kGatherWait;
+  if (transfer == Activity::kReduce) return Activity::kReduceWait;
+  STRATA_ASSERT(transfer == Activity::kLazyGather);
+  return Activity::kLazyGatherWait;
 }
 
 }  // namespace
@@ -103,16 +98,8 @@ StepRecorder::Recording StepRecorder::begin(Activity activity, int label, Bytes 
 StepRecorder::Recording StepRecorder::open_span(Activity activity, int label, Bytes bytes,
                                                 device::Stream& stream) {
   if (!timed_) return nullptr;
-  auto recording = std::make_shared<Open>();
-  recording->span = {activity, label, bytes};
-  recording->begin = stream.record_timed();
-  step_.open.push_back(recording);
-  return recording;
-}
-
-void StepRecorder::end(const Recording& recording) {
-  const std::lock_guard lock(mutex_);
-  close_span(recording);
+  return step_.open.emplace_back(
+      std::make_shared<Open>(Open{{activity, label, bytes}, stream.record_timed(), nullptr}));
 }
 
 void StepRecorder::close_span(const Recording& recording) {
@@ -120,10 +107,10 @@ void StepRecorder::close_span(const Recording& recording) {
   recording->end = device_.compute_stream().record_timed();
 }
 
-void StepRecorder::end(const Recording& recording, int label) {
+void StepRecorder::end(const Recording& recording, std::optional<int> label) {
   if (recording == nullptr) return;
   const std::lock_guard lock(mutex_);
-  recording->span.label = label;
+  if (label) recording->span.label = *label;
   close_span(recording);
 }
 
@@ -185,11 +172,8 @@ void StepRecorder::record_transfer(offload::Link link, Bytes bytes,
 
 void StepRecorder::add(Activity activity, int label, std::shared_ptr<device::TimedEvent> begin,
                        std::shared_ptr<device::TimedEvent> end) {
-  auto recording = std::make_shared<Open>();
-  recording->span = {activity, label, Bytes()};
-  recording->begin = std::move(begin);
-  recording->end = std::move(end);
-  step_.open.push_back(std::move(recording));
+  step_.open.push_back(
+      std::make_shared<Open>(Open{{activity, label, Bytes()}, std::move(begin), std::move(end)}));
 }
 
 void StepRecorder::resolve(bool wait) {
@@ -221,7 +205,7 @@ bool StepRecorder::finished(Step& step, bool wait) {
   std::erase_if(step.open, [wait](const Recording& r) {
     return r->end == nullptr && (wait || r.use_count() == 1);
   });
-  return std::all_of(step.open.begin(), step.open.end(), [&](const Recording& r) {
+  return std::ranges::all_of(step.open, [&](const Recording& r) {
     return r->end != nullptr && over(*r->begin) && over(*r->end);
   });
 }

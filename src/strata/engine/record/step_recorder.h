@@ -74,8 +74,7 @@ class StepRecorder final : public offload::LinkWatch {
   // The span begins here in the present compute stream; it may end in another one.
   Recording begin(Activity activity, int label, Bytes bytes = {});
   // The span ends here in the compute stream, unless its end is known already.
-  void end(const Recording& recording);
-  void end(const Recording& recording, int label);
+  void end(const Recording& recording, std::optional<int> label = std::nullopt);
   template <typename Call>
   void measure(Activity activity, int label, Call&& call) {
     const Recording recording = begin(activity, label);

@@ -9,10 +9,6 @@ namespace {
 
 using offload::Link;
 
-double gb_per_s(Bytes bytes, double seconds) {
-  return static_cast<double>(bytes.value) / seconds * 1e-9;
-}
-
 // The sums over all spans of one activity in a step.
 struct SpanTotals {
   double summed = 0.0;   // seconds, all added up
@@ -29,7 +25,7 @@ SpanTotals totals_of(const StepRecord& record, Activity activity) {
     totals.bytes += span.bytes;
     spans.emplace_back(span.begin, span.end);
   }
-  std::sort(spans.begin(), spans.end());
+  std::ranges::sort(spans);
   double reached = spans.empty() ? 0.0 : spans.front().first;
   for (const auto& [begin, end] : spans) {
     totals.covered += std::max(0.0, end - std::max(begin, reached));
@@ -67,7 +63,8 @@ LinkReport make_link_report(const StepRecord& record, bool copies, bool drives) 
     if (!timed) return;
     const SpanTotals totals = totals_of(record, activity);
     use.seconds = totals.covered;
-    if (totals.covered > 0.0) use.gb_per_s = gb_per_s(totals.bytes, totals.covered);
+    if (totals.covered > 0.0)
+      use.gb_per_s = static_cast<double>(totals.bytes.value) / totals.covered * 1e-9;
   };
   if (copies) {
     add(Link::kUp, counts.uploaded, Activity::kUpload, record.timed);
@@ -78,9 +75,6 @@ LinkReport make_link_report(const StepRecord& record, bool copies, bool drives) 
     add(Link::kRead, counts.stores.read, Activity::kDriveRead, true);
     add(Link::kWrite, counts.stores.written, Activity::kDriveWrite, true);
   }
-  report.fetch_wait = counts.stores.seconds_waited;
-  report.parts = counts.stores.parts;
-  report.parts_ready = counts.stores.parts_ready;
   return report;
 }
 

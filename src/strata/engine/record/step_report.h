@@ -73,7 +73,8 @@ struct StepCounts {
   std::int64_t host_waits = 0;          // of the engine for the device (device/host_waits.h)
   Bytes uploaded;                       // copied from the host to a device that is apart from it
   Bytes downloaded;
-  offload::StoreCounts stores;  // of all stores: weights and optimizer states
+  // Counts of all stores, for weights and optimizer states; the wait in fetch() is for reads and for room.
+  offload::StoreCounts stores;
 };
 
 struct StepRecord {
@@ -114,12 +115,9 @@ struct LinkUse {
 
 struct LinkReport {
   std::vector<LinkUse> uses;  // of the existing links
-  // The host's wait in fetch(), for reads and for room, and the compute stream's wait for copies of
-  // states and gradients (absent: not timed). Its wait for weights counts as a wait for a gather.
-  double fetch_wait = 0.0;
+  // The compute stream's wait for copies of states and gradients; absent: not timed. Its wait for
+  // weights counts as a wait for a gather.
   std::optional<double> copy_wait;
-  std::int64_t parts = 0;  // that stores lent in the step
-  std::int64_t parts_ready = 0;
   std::vector<offload::DriveWrites> drive_writes;  // of each folder, since the start
 };
 

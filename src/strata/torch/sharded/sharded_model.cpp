@@ -82,12 +82,12 @@ forecast::MemoryForecast ShardedModel::memory_forecast() {
   forecast::Training training;
   training.options = engine().options();
   training.rule = rule_;
+  training.traits = runtime_.collectives->traits();
   training.micro_steps = static_cast<int>(control().accumulation_steps());
   training.runs_ahead = runtime_.device->runs_ahead();
   training.saves_beside = config().async_checkpoints;
   return forecast::forecast_memory(engine_->weights().params(),
-                                   plan_now(model_, engine_->weights()), model_.tree, training,
-                                   runtime_.collectives->traits());
+                                   plan_now(model_, engine_->weights()), model_.tree, training);
 }
 
 void ShardedModel::begin_forward() {

@@ -197,8 +197,9 @@ void ModelStart::make_engine(StartOptions options, const plan::InitChoice& choic
       model_.specs, model_.plan, engine_options, options.rule, config_.digest(),
       runtime_.collectives, runtime_.device, make_stores(engine_options), parameters_);
   engine::InitReport& report = started_.engine->init_report();
-  report.set_progress(std::move(options.progress));
-  report.set_tier(std::string(name_of(choice.tier)), choice.reason);
+  report.progress = std::move(options.progress);
+  report.tier = name_of(choice.tier);
+  report.reason = choice.reason;
 }
 
 void ModelStart::bring_values(const plan::InitChoice& choice) {

@@ -84,8 +84,8 @@ bool nobody_but_the_system_objects(std::span<const std::string> reasons) {
 }
 
 void tell(engine::Engine& engine, const std::string& why_not) {
-  engine.init_report().add_reason(fmt::format(
-      "ranks compare their values, since rank 0's cannot be read where they are ({})", why_not));
+  engine.init_report().reason += fmt::format(
+      "; ranks compare their values, since rank 0's cannot be read where they are ({})", why_not);
 }
 
 // Rank 0's memory as a file of tensors, in this order.

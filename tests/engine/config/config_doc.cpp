@@ -2,7 +2,7 @@
 #include <fstream>
 #include <iostream>
 
-#include "strata/engine/config/key.h"
+#include "engine/config/config_page.h"
 
 int main(int argc, char** argv) {
   if (argc != 2) {

@@ -1,3 +1,5 @@
+#include "engine/config/config_page.h"
+
 #include <fmt/core.h>
 
 #include <array>
@@ -145,10 +147,10 @@ std::string row(const Key& key) {
                      cell(meaning_of(key)));
 }
 
-std::string table(std::string_view title, std::span<const Key> keys) {
+std::string table(std::string_view title) {
   std::string text = fmt::format(
       "\n## {}\n\n| key | value | default | | meaning |\n|---|---|---|---|---|\n", title);
-  for (const Key& key : keys) text += row(key);
+  for (const Key& key : keys_of(title)) text += row(key);
   return text;
 }
 
@@ -185,8 +187,8 @@ std::string render_config_page() {
   std::string page(kIntroduction);
   page += first_table();
   page += kTextOfRules;
-  page += table("Batch, gradients, optimizer, scheduler", training_keys());
-  page += table("optimizer.params of Adam and AdamW", adam_keys());
+  page += table("Batch, gradients, optimizer, scheduler");
+  page += table("optimizer.params of Adam and AdamW");
   page +=
       "\nOther elementwise classes of torch.optim (SGD, Adagrad, Adadelta, Adamax, NAdam, RAdam, "
       "RMSprop, Rprop, ASGD), Lion, and Adam with `torch_adam`, get these parameters unchanged.\n";
@@ -194,15 +196,14 @@ std::string render_config_page() {
       "\nSchedulers of torch.optim.lr_scheduler (ConstantLR, CosineAnnealingLR, "
       "CosineAnnealingWarmRestarts, CyclicLR, ExponentialLR, LinearLR, MultiStepLR, OneCycleLR, "
       "PolynomialLR, StepLR) also get theirs unchanged.\n";
-  for (const std::string_view type : scheduler_types()) {
-    page += table(fmt::format("scheduler.params of {}", type), scheduler_keys(type));
-  }
-  page += table("Sharding", zero_keys());
-  page += table("Precision", precision_keys());
-  page += table("Strata's own section", strata_keys());
-  page += table("Offload", offload_keys());
-  page += table("Checkpoints and diagnostics", diagnostics_keys());
-  page += table("Features that are not offered", feature_keys());
+  for (const std::string_view type : kSchedulerTypes)
+    page += table(fmt::format("scheduler.params of {}", type));
+  page += table("Sharding");
+  page += table("Precision");
+  page += table("Strata's own section");
+  page += table("Offload");
+  page += table("Checkpoints and diagnostics");
+  page += table("Features that are not offered");
   page += aliases_table();
   return page;
 }
