@@ -9,7 +9,7 @@
 #include "strata/format/checkpoint_index.h"
 #include "strata/format/sharded_writer.h"
 #include "strata/io/thread_engine.h"
-#include "strata/torch/base/host_threads.h"
+#include "strata/torch/base/placement.h"
 #include "strata/torch/base/tensors.h"
 #include "strata/torch/start/lending.h"
 

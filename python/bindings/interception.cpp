@@ -4,9 +4,9 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <exception>
+#include <optional>
 
 #include "bindings.h"
-#include "strata/torch/base/autocast.h"
 
 namespace strata::python {
 namespace {
@@ -19,13 +19,9 @@ void collect_tensors(PyObject* object, std::vector<at::Tensor>& tensors, int dep
     return;
   }
   if (depth == 0 || PyUnicode_Check(object) || object == Py_None) return;
-  if (PyTuple_Check(object)) {
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(object); ++i) {
-      collect_tensors(PyTuple_GET_ITEM(object, i), tensors, depth - 1);
-    }
-  } else if (PyList_Check(object)) {
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(object); ++i) {
-      const auto kept = py::reinterpret_borrow<py::object>(PyList_GET_ITEM(object, i));
+  if (PyTuple_Check(object) || PyList_Check(object)) {
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); ++i) {
+      const auto kept = py::reinterpret_borrow<py::object>(PySequence_Fast_GET_ITEM(object, i));
       collect_tensors(kept.ptr(), tensors, depth - 1);
     }
   } else if (PyDict_Check(object)) {
@@ -43,86 +39,56 @@ void collect_tensors(PyObject* object, std::vector<at::Tensor>& tensors, int dep
 
 constexpr int kNesting = 6;
 
-// An object in place of a module's `forward`, which it keeps.
-class Replacement {
+// An object in place of a module's `forward`, which it keeps and runs within a scope. With `kRoot`
+// in place of the model's own forward, however it is called: a pass begins with it, and a backward
+// pass that autograd runs alone begins at its outputs.
+template <bool kRoot>
+class InterceptedForward {
  public:
-  Replacement(std::shared_ptr<ShardedModel> model, py::object forward)
-      : model_(std::move(model)), forward_(std::move(forward)) {}
+  InterceptedForward(std::shared_ptr<ShardedModel> model, int scope, py::object forward)
+      : model_(std::move(model)), scope_(scope), forward_(std::move(forward)) {}
   py::object forward() const { return forward_; }
   void forget_forward() { forward_ = py::none(); }
-
- protected:
-  std::shared_ptr<ShardedModel> model_;
-  py::object forward_;
-};
-
-class ScopedForward : public Replacement {
- public:
-  ScopedForward(std::shared_ptr<ShardedModel> model, int scope, py::object forward)
-      : Replacement(std::move(model), std::move(forward)), scope_(scope) {}
 
   py::object call(const py::args& args, const py::kwargs& kwargs) {
     if (!model_->alive()) return forward_(*args, **kwargs);
     {
       const py::gil_scoped_release release;
-      model_->scopes().enter(scope_);
+      kRoot ? model_->enter_root() : model_->scopes().enter(scope_);
     }
     py::object result;
     try {
+      std::optional<torch::AutocastGuard> autocast;
+      if (kRoot) autocast.emplace(*model_);
       result = forward_(*args, **kwargs);
     } catch (...) {
       const py::gil_scoped_release release;
-      if (model_->alive()) model_->scopes().abandon(scope_);
+      if (kRoot) {
+        model_->leave_root({});
+      } else if (model_->alive()) {
+        model_->scopes().abandon(scope_);
+      }
       throw;
     }
     std::vector<at::Tensor> inputs;
     std::vector<at::Tensor> outputs;
     if (at::GradMode::is_enabled()) {
-      collect_tensors(args.ptr(), inputs, kNesting);
-      collect_tensors(kwargs.ptr(), inputs, kNesting);
+      if (!kRoot) collect_tensors(args.ptr(), inputs, kNesting);
+      if (!kRoot) collect_tensors(kwargs.ptr(), inputs, kNesting);
       collect_tensors(result.ptr(), outputs, kNesting);
     }
     const py::gil_scoped_release release;
-    model_->scopes().leave(scope_, inputs, outputs);
+    kRoot ? model_->leave_root(outputs) : model_->scopes().leave(scope_, inputs, outputs);
     return result;
   }
 
  private:
-  int scope_;
+  std::shared_ptr<ShardedModel> model_;
+  int scope_;  // of the root: unused
+  py::object forward_;
 };
-
-// The model's own forward, however it is called. A pass begins with it. A backward pass that
-// autograd runs alone begins at its outputs.
-class RootForward : public Replacement {
- public:
-  using Replacement::Replacement;
-
-  py::object call(const py::args& args, const py::kwargs& kwargs) {
-    if (!model_->alive()) return forward_(*args, **kwargs);
-    {
-      const py::gil_scoped_release release;
-      model_->enter_root();
-    }
-    py::object result;
-    try {
-      const torch::AutocastGuard autocast(model_->place(), model_->config().precision.autocast);
-      result = forward_(*args, **kwargs);
-    } catch (...) {
-      leave({});
-      throw;
-    }
-    std::vector<at::Tensor> outputs;
-    if (at::GradMode::is_enabled()) collect_tensors(result.ptr(), outputs, kNesting);
-    leave(outputs);
-    return result;
-  }
-
- private:
-  void leave(std::span<const at::Tensor> outputs) {
-    const py::gil_scoped_release release;
-    model_->leave_root(outputs);
-  }
-};
+using ScopedForward = InterceptedForward<false>;
+using RootForward = InterceptedForward<true>;
 
 // For Python's cyclic collector: the module has this object, and its bound method the module.
 template <typename Forward>
@@ -236,8 +202,10 @@ void bind_interception(py::module_& module) {
   bind_as_forward(scoped);
   py::class_<RootForward> root(module, "RootForward",
                                py::custom_type_setup(&make_collectable<RootForward>));
-  root.def(py::init<std::shared_ptr<ShardedModel>, py::object>(), py::arg("model"),
-           py::arg("forward"));
+  root.def(py::init([](std::shared_ptr<ShardedModel> model, py::object forward) {
+             return RootForward(std::move(model), -1, std::move(forward));
+           }),
+           py::arg("model"), py::arg("forward"));
   bind_as_forward(root);
   const py::object type = make_parameter_dict_type();
   module.attr("ParameterDict") = type;

@@ -10,7 +10,7 @@
 #include "strata/engine/checkpoint/weight_loader.h"
 #include "strata/kernels/recipe.h"
 #include "strata/plan/tile_plan.h"
-#include "strata/torch/base/host_threads.h"
+#include "strata/torch/base/placement.h"
 #include "strata/torch/base/tensors.h"
 
 namespace strata::python {
@@ -172,27 +172,6 @@ at::Tensor begin_tiles(ShardedModel& model, int first, int last) {
       .make_tensor();
 }
 
-// Called in place of begin_tile() and end_tile() by a rank that does not need the tile, if gathers
-// are one-sided.
-void leave_out_tile(ShardedModel& model, int param) {
-  model.engine().gatherer().leave_out(unit_of(model, param));
-}
-
-void take_gradient(ShardedModel& model, int param, const at::Tensor& gradient) {
-  model.passes().gradients().take(param, gradient);
-}
-
-// (where to write the tile's gradient, whether to add it to the values there, its factor), valid
-// until end_gradient().
-std::tuple<at::Tensor, bool, double> begin_gradient(ShardedModel& model, int param) {
-  const auto destination = model.passes().gradients().begin_take(param);
-  return {destination.place, destination.holds, destination.factor};
-}
-
-void end_gradient(ShardedModel& model, int param) {
-  model.passes().gradients().end_take(param);
-}
-
 void bind_recipes(py::module_& module) {
   py::class_<Recipe>(module, "Recipe")
       .def(py::init<>())
@@ -231,10 +210,25 @@ void bind_large_parameters(py::module_& module, ModelClass& model) {
       .def("end_tile", &end_tile, py::arg("parameter"), unlocked)
       .def("lie_together", &lie_together, py::arg("first"), py::arg("last"))
       .def("begin_tiles", &begin_tiles, py::arg("first"), py::arg("last"), unlocked)
-      .def("leave_out_tile", &leave_out_tile, py::arg("parameter"), unlocked)
-      .def("take_gradient", &take_gradient, py::arg("parameter"), py::arg("gradient"), unlocked)
-      .def("begin_gradient", &begin_gradient, py::arg("parameter"), unlocked)
-      .def("end_gradient", &end_gradient, py::arg("parameter"), unlocked)
+      // Called in place of begin_tile() and end_tile() by a rank that does not need the tile, if
+      // gathers are one-sided.
+      .def(
+          "leave_out_tile",
+          [](ShardedModel& m, int p) { m.engine().gatherer().leave_out(unit_of(m, p)); },
+          py::arg("parameter"), unlocked)
+      .def(
+          "take_gradient",
+          [](ShardedModel& m, int p, const at::Tensor& g) { m.passes().gradients().take(p, g); },
+          py::arg("parameter"), py::arg("gradient"), unlocked)
+      // (where to write the tile's gradient, whether to add it to the values there, its factor),
+      // valid until end_gradient().
+      .def(
+          "begin_gradient",
+          [](ShardedModel& m, int p) { return m.passes().gradients().begin_take(p); },
+          py::arg("parameter"), unlocked)
+      .def(
+          "end_gradient", [](ShardedModel& m, int p) { m.passes().gradients().end_take(p); },
+          py::arg("parameter"), unlocked)
       // Whether a rank can gather without calls on the others.
       .def_property_readonly(
           "gathers_alone",

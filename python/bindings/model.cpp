@@ -137,7 +137,9 @@ std::optional<Bytes> as_bytes(std::optional<std::int64_t> value) {
   return value ? std::optional(Bytes(*value)) : std::nullopt;
 }
 
-// `device_memory`, `host_memory`: free bytes of a device and of a host, or None.
+// The forecast of a job that does not run. `config.batch` must be complete for its number of ranks.
+// `device_memory`, `host_memory`: free bytes of a device and of a host, or None; used if placement
+// is automatic.
 py::dict forecast_job(const std::vector<ParameterTuple>& parameters,
                       const std::vector<ModuleTuple>& modules, const engine::Config& config,
                       const std::string& rule, int world_size, bool on_gpus, int ranks_per_host,
@@ -147,7 +149,11 @@ py::dict forecast_job(const std::vector<ParameterTuple>& parameters,
   const forecast::Job job{world_size, on_gpus, ranks_per_host};
   const forecast::FreeMemory free =
       forecast::free_memory_of(job, as_bytes(device_memory), as_bytes(host_memory));
-  return as_dict(torch::forecast_job(input, config, rule_from(rule), job, free), tier_from(tier));
+  const forecast::Trainers trainers = forecast::trainers_of(config, rule_from(rule), job);
+  const torch::PlannedModel model =
+      torch::plan_model(input, config, trainers, forecast::room_for(config.offload, free));
+  return as_dict(forecast::forecast_training(model.specs, model.plan, model.tree, config, trainers),
+                 tier_from(tier));
 }
 
 // {(tier, kind): (held, peak)} in bytes; (tier, "total") for the tier.
@@ -264,7 +270,10 @@ void bind_access(ModelClass& model) {
       .def("gathered", &ShardedModel::gathered)
       .def("held_elsewhere", [](ShardedModel& m, int p) { return m.values().held_elsewhere(p); })
       .def("replaced", &ShardedModel::replaced)
-      .def("put_back", [](ShardedModel& m, const std::vector<int>& p) { m.put_back(p); })
+      .def("put_back",
+           [](ShardedModel& m, const std::vector<int>& params) {
+             for (const int param : params) m.parameters().put_back(param);
+           })
       .def(
           "require_own_memory", [](ShardedModel& m) { m.values().require_own_memory(); }, unlocked)
       .def("local_part", [](ShardedModel& m, int p) { return m.values().local_part(p); })

@@ -8,10 +8,9 @@
 #include "strata/engine/optimize/adam_optimizer.h"
 #include "strata/kernels/adam.h"
 #include "strata/offload/state_store.h"
-#include "strata/torch/base/host_threads.h"
 #include "strata/torch/base/placement.h"
 #include "strata/torch/base/tensors.h"
-#include "strata/torch/sharded/state_values.h"
+#include "strata/torch/sharded/sharded_model.h"
 
 namespace strata::python {
 namespace {
@@ -109,7 +108,7 @@ using HostParameter = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor,
 // anything.
 class HostAdam {
  public:
-  // `world_size`: the number of ranks, which decides the number of threads (host_threads.h).
+  // `world_size`: the number of ranks, which decides the number of threads (placement.h).
   explicit HostAdam(int world_size) : threads_(torch::host_threads(std::nullopt, world_size)) {}
 
   int threads() const { return threads_; }

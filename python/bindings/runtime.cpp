@@ -1,4 +1,5 @@
 // Collectives and devices for a process that Python drives.
+#include <algorithm>
 #include <optional>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <utility>
@@ -8,18 +9,11 @@
 #include "strata/engine/step_control.h"
 #include "strata/io/folder_calls.h"
 #include "strata/offload/make_store.h"
-#include "strata/torch/base/host_threads.h"
 #include "strata/torch/base/placement.h"
-#include "strata/torch/rank_environment.h"
 #include "strata/torch/ranks/rank_joining.h"
-#include "strata/torch/start/model_start.h"
 
 namespace strata::python {
 namespace {
-
-std::chrono::milliseconds to_milliseconds(double seconds) {
-  return std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000.0));
-}
 
 // A file that Python writes. It lives until the end of its `with` block, even if other references
 // remain.
@@ -34,6 +28,11 @@ class HeldFile {
 
  private:
   std::optional<io::AtomicFile> file_;
+};
+
+// The backends of one Collectives, which owns them.
+struct UsedBackends {
+  std::vector<std::weak_ptr<torch::GroupBackend>> backends;
 };
 
 // {"peer" | "nccl": {"gather_s": seconds, "reduce_s": seconds}}, or None.
@@ -58,28 +57,29 @@ py::tuple join_ranks(const engine::Config& config, int rank, int world_size, c10
                      c10::intrusive_ptr<c10d::Store> store, const py::function& new_backend,
                      const py::function& say, bool on_gpu, bool nccl_runs, std::string identity,
                      std::shared_ptr<device::HostWaits> waits) {
-  torch::JoiningRank joining;
-  joining.rank = rank;
-  joining.world_size = world_size;
-  joining.place = device;
-  joining.on_gpu = on_gpu;
-  joining.store = std::move(store);
-  joining.host = torch::host_identity();
-  joining.device = std::move(identity);
-  joining.nccl_runs = nccl_runs;
-  joining.waits = std::move(waits);
-  torch::UsedBackends used;
-  joining.new_backend = [&](const std::string& backend, const std::vector<int>& ranks) {
+  UsedBackends used;
+  const auto make = [&](const std::string& backend, const std::vector<int>& ranks) {
     const py::gil_scoped_acquire acquire;
     auto made = std::make_shared<torch::GroupBackend>(
         new_backend(backend, ranks).cast<c10::intrusive_ptr<c10d::Backend>>());
-    used.add(made);
+    used.backends.push_back(made);
     return made;
   };
-  joining.say = [&](bool warning, const std::string& text) {
+  const auto log = [&](bool warning, const std::string& text) {
     const py::gil_scoped_acquire acquire;
     say(warning, text);
   };
+  const torch::JoiningRank joining{rank,
+                                   world_size,
+                                   device,
+                                   on_gpu,
+                                   std::move(store),
+                                   torch::host_identity(),
+                                   std::move(identity),
+                                   nccl_runs,
+                                   std::move(waits),
+                                   make,
+                                   log};
   comm::JoinedTransports joined;
   {
     const py::gil_scoped_release release;
@@ -95,9 +95,19 @@ void bind_joining(py::module_& module) {
       [](const c10::intrusive_ptr<c10d::ProcessGroup>& group) { group->release_resources(); },
       py::arg("group"), unlocked);
   // The backends of some collectives: says whether living collectives use them, and ends them.
-  py::class_<torch::UsedBackends>(module, "UsedBackends")
-      .def("in_use", &torch::UsedBackends::in_use)
-      .def("let_go", &torch::UsedBackends::let_go, unlocked);
+  py::class_<UsedBackends>(module, "UsedBackends")
+      .def("in_use",
+           [](const UsedBackends& used) {
+             return std::ranges::any_of(used.backends, [](const auto& b) { return !b.expired(); });
+           })
+      .def(
+          "let_go",
+          [](UsedBackends& used) {
+            for (const auto& backend : std::exchange(used.backends, {})) {
+              if (const auto left = backend.lock()) left->let_go();
+            }
+          },
+          unlocked);
   // Throws if the settings are impossible regardless of the other ranks.
   module.def(
       "require_possible",
@@ -120,7 +130,8 @@ void bind_joining(py::module_& module) {
       [](const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
          const std::string& reason, double patience_s) {
         const py::gil_scoped_release release;
-        torch::tell_failure(store, rank, world_size, reason, to_milliseconds(patience_s));
+        const std::chrono::milliseconds patience(static_cast<std::int64_t>(patience_s * 1000.0));
+        torch::tell_failure(store, rank, world_size, reason, patience);
       },
       py::arg("store"), py::arg("rank"), py::arg("world_size"), py::arg("reason"),
       py::arg("patience_s"));

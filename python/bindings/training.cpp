@@ -8,7 +8,7 @@
 #include "strata/engine/checkpoint/training_loader.h"
 #include "strata/engine/checkpoint/training_saver.h"
 #include "strata/io/thread_engine.h"
-#include "strata/torch/base/host_threads.h"
+#include "strata/torch/base/placement.h"
 #include "strata/torch/base/tensors.h"
 
 namespace strata::python {

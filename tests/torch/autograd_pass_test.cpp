@@ -383,7 +383,7 @@ TEST(FailedPass, AScopeThatFailsOnALostDeviceTellsTheCauseAndHoldsNothing) {
   run_ranks(2, [&](const std::shared_ptr<comm::Collectives>& collectives) {
     const Net& net = nets[static_cast<std::size_t>(collectives->rank())];
     Rank rank(net, collectives);
-    const std::span<const int> scopes = rank.scopes->of(*net->list->ptr(1));
+    const std::span<const int> scopes = rank.scopes->below(*net->list->ptr(1));
     const int params[] = {2, 3};  // of that block: reading it needs no device
     rank.model->gather(params);
     rank.model->begin_forward();

@@ -14,10 +14,9 @@
 #include <vector>
 
 #include "strata/comm/host/host_collectives.h"
-#include "strata/torch/cpp/module_description.h"
 #include "strata/torch/model/model_plan.h"
+#include "strata/torch/scoped_call.h"
 #include "strata/torch/sharded/sharded_model.h"
-#include "strata/torch/start/comparison.h"
 #include "strata/torch/start/host_transfer.h"
 
 namespace strata::torch::testing {

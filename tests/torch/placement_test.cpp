@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "strata/base/error.h"
-#include "strata/torch/base/host_threads.h"
 
 namespace strata::torch {
 namespace {

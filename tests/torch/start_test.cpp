@@ -16,10 +16,9 @@
 #include "strata/device/cpu_device.h"
 #include "strata/offload/memory_store.h"
 #include "strata/torch/start/adoption.h"
-#include "strata/torch/start/comparison.h"
 #include "strata/torch/start/host_transfer.h"
-#include "strata/torch/start/init_choice.h"
-#include "strata/torch/start/rank_0_values.h"
+#include "strata/torch/start/lending.h"
+#include "strata/torch/start/model_start.h"
 #include "torch/live_engines.h"
 
 namespace strata::torch {

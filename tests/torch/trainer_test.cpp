@@ -17,7 +17,6 @@
 #include <utility>
 
 #include "strata/base/error.h"
-#include "strata/torch/cpp/module_description.h"
 #include "strata/torch/scoped_call.h"
 #include "torch/live_engines.h"
 

@@ -1,6 +1,5 @@
 #include "strata/torch/rank_environment.h"
 
-#include <charconv>
 #include <chrono>
 #include <cstdlib>
 #include <optional>
@@ -9,6 +8,7 @@
 
 #include "strata/base/error.h"
 #include "strata/comm/transports.h"
+#include "strata/torch/base/placement.h"
 #include "strata/torch/ranks/rank_joining.h"
 
 namespace strata::torch {
@@ -19,27 +19,22 @@ std::optional<std::string> variable(const char* name) {
   return text == nullptr ? std::nullopt : std::optional<std::string>(text);
 }
 
-int parse_number(const char* name, const std::string& text, int lowest, int highest) {
-  int value = 0;
-  const char* end = text.data() + text.size();
-  const auto [stop, error] = std::from_chars(text.data(), end, value);
-  if (error != std::errc() || stop != end || value < lowest || value > highest) {
-    throw ConfigError(
-        fmt::format("the environment variable {} must be a whole number from {} to {}; found '{}'",
-                    name, lowest, highest, text));
-  }
-  return value;
+std::optional<int> number(const char* name, int lowest, int highest) {
+  const std::optional<std::string> text = variable(name);
+  if (!text) return std::nullopt;
+  const std::optional<int> value = whole_number(*text);
+  if (value && *value >= lowest && *value <= highest) return value;
+  throw ConfigError(
+      fmt::format("the environment variable {} must be a whole number from {} to {}; found '{}'",
+                  name, lowest, highest, *text));
 }
 
 int required_number(const char* name, int lowest, int highest) {
-  const std::optional<std::string> text = variable(name);
-  if (!text) {
-    throw ConfigError(
-        fmt::format("WORLD_SIZE is set, so {0} must be, too; found none. Start every rank with its "
-                    "own RANK and the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT: {0}",
-                    name));
-  }
-  return parse_number(name, *text, lowest, highest);
+  if (const std::optional<int> value = number(name, lowest, highest)) return *value;
+  throw ConfigError(
+      fmt::format("WORLD_SIZE is set, so {0} must be, too; found none. Start every rank with its "
+                  "own RANK and the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT: {0}",
+                  name));
 }
 
 c10::intrusive_ptr<c10d::Store> open_store(const RankEnvironment& environment,
@@ -80,17 +75,15 @@ void require_one_transport(const engine::Config& config, c10::Device place) {
 RankEnvironment RankEnvironment::read() {
   RankEnvironment result;
   constexpr int kRanksMax = 1 << 20;
-  const std::optional<std::string> world = variable("WORLD_SIZE");
+  const std::optional<int> world = number("WORLD_SIZE", 1, kRanksMax);
   if (!world) return result;
-  result.world_size = parse_number("WORLD_SIZE", *world, 1, kRanksMax);
+  result.world_size = *world;
   result.rank = required_number("RANK", 0, result.world_size - 1);
   if (result.world_size == 1) return result;
   result.master_address = variable("MASTER_ADDR").value_or("127.0.0.1");
   result.master_port = static_cast<std::uint16_t>(required_number("MASTER_PORT", 1, 65535));
   result.launcher_listens = variable("TORCHELASTIC_USE_AGENT_STORE") == "True";
-  if (const auto attempt = variable("TORCHELASTIC_RESTART_COUNT")) {
-    result.attempt = parse_number("TORCHELASTIC_RESTART_COUNT", *attempt, 0, kRanksMax);
-  }
+  result.attempt = number("TORCHELASTIC_RESTART_COUNT", 0, kRanksMax).value_or(0);
   return result;
 }
 
@@ -112,14 +105,12 @@ std::shared_ptr<comm::Collectives> make_collectives(const RankEnvironment& envir
         "{}",
         environment.world_size, place.str()));
   }
-  const std::chrono::milliseconds timeout(
-      static_cast<std::int64_t>(config.strata.timeout_s * 1000.0));
   JoiningRank rank;
   rank.rank = environment.rank;
   rank.world_size = environment.world_size;
   rank.place = place;
   rank.on_gpu = place.is_cuda();
-  rank.store = open_store(environment, timeout);
+  rank.store = open_store(environment, timeout_of(config));
   std::shared_ptr<comm::Collectives> collectives = join_ranks(config, rank).collectives;
   collectives->barrier();  // rank 0's store ends with this function; every rank has read it now
   return collectives;

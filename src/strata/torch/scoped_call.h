@@ -1,14 +1,12 @@
-// ScopedCall: a C++ model calls its parts through it, so that their parameters are gathered.
-// Python's modules are intercepted; C++ has no such hook. So the model's forward says `call(*block,
-// x)` instead of `block->forward(x)`, and `call.read(weight)` for a parameter that no such call
-// covers (a tied embedding). A ScopedCall without a trainer only calls forward, so the same model
-// runs without the engine.
+// ScopedCall: a C++ model calls its parts through it, so that their parameters are gathered. The
+// model's forward says `call(*block, x)` instead of `block->forward(x)`, and `call.read(weight)`
+// for a parameter that no such call covers (a tied embedding). A ScopedCall without a trainer only
+// calls forward, so the same model runs without the engine.
 //
 // A call gathers the parameters of the module and of all modules below it, runs forward, and
-// releases them. The backward pass gathers them again by itself. Calls nest. A call finds its input
-// and output tensors in arguments and results that are tensors, or vectors, tuples, pairs,
-// optionals, arrays or maps of them. If tensors are hidden in other types, the scope lasts until
-// the backward pass ends.
+// releases them. The backward pass gathers them again by itself. Calls nest. If input or output
+// tensors are hidden in types that collect_tensors() does not know, the scope lasts until the
+// backward pass ends.
 //
 // Threads: one thread at a time. Ownership: weak; without the trainer it only calls forward.
 // Errors: UsageError for a module that is no part of the trained model; those of gathering.
@@ -27,31 +25,28 @@
 #include <utility>
 #include <vector>
 
-#include "strata/torch/base/autocast.h"
-#include "strata/torch/cpp/module_description.h"
 #include "strata/torch/sharded/sharded_model.h"
 
 namespace strata::torch {
 
-namespace detail {
+// A torch::nn::Module as the engine sees it: its parameters by name, each once, and its tree of
+// modules. Class names are as a configuration spells them: without namespace and without the "Impl"
+// of libtorch's module holders ("Block" for my::BlockImpl). Shares the module's tensors and borrows
+// its modules.
+struct ModuleDescription {
+  ModelInput input;
+  std::vector<const ::torch::nn::Module*> modules;  // by index into input.tree
+};
 
-template <typename T, typename = void>
-struct IsRange : std::false_type {};
-template <typename T>
-struct IsRange<T, std::void_t<decltype(std::begin(std::declval<T&>())),
-                              decltype(std::end(std::declval<T&>()))>> : std::true_type {};
-
-template <typename T, typename = void>
-struct IsTuple : std::false_type {};
-template <typename T>
-struct IsTuple<T, std::void_t<decltype(std::tuple_size<T>::value)>> : std::true_type {};
+// `groups`: the optimizer's param group of a parameter; absent: group 0.
+ModuleDescription describe_module(
+    const ::torch::nn::Module& root,
+    const std::unordered_map<const c10::TensorImpl*, int>& groups = {});
 
 template <typename T>
-struct IsOptional : std::false_type {};
+inline constexpr bool kIsOptional = false;
 template <typename T>
-struct IsOptional<std::optional<T>> : std::true_type {};
-
-}  // namespace detail
+inline constexpr bool kIsOptional<std::optional<T>> = true;
 
 // Finds the tensors in the arguments and results of forward: tensors, and optionals, pairs, tuples,
 // vectors, arrays and maps of them. Values of other types hold none.
@@ -59,14 +54,17 @@ template <typename T>
 void collect_tensors(const T& value, std::vector<at::Tensor>& tensors) {
   if constexpr (std::is_convertible_v<const T&, const at::TensorBase&>) {
     tensors.emplace_back(value);
-  } else if constexpr (detail::IsOptional<T>::value) {
+  } else if constexpr (kIsOptional<T>) {
     if (value.has_value()) collect_tensors(*value, tensors);
-  } else if constexpr (detail::IsRange<const T>::value) {
+  } else if constexpr (requires {
+                         std::begin(value);
+                         std::end(value);
+                       }) {
     // A range of itself (std::filesystem::path) would not end.
     if constexpr (!std::is_same_v<std::decay_t<decltype(*std::begin(value))>, T>) {
       for (const auto& element : value) collect_tensors(element, tensors);
     }
-  } else if constexpr (detail::IsTuple<T>::value) {
+  } else if constexpr (requires { std::tuple_size<T>::value; }) {
     std::apply([&](const auto&... elements) { (collect_tensors(elements, tensors), ...); }, value);
   }
 }
@@ -79,13 +77,13 @@ class ModuleScopes {
   ShardedModel& model() const { return *model_; }
   // Scopes of the module and of all below it. UsageError for a module of another model.
   std::span<const int> below(const ::torch::nn::Module& module) const;
-  // The module's own scope, or none.
-  std::span<const int> of(const ::torch::nn::Module& module) const;
+  // The root's own scope, or none.
+  std::span<const int> of_root() const { return of_root_; }
 
  private:
   std::shared_ptr<ShardedModel> model_;
   std::unordered_map<const ::torch::nn::Module*, std::vector<int>> below_;
-  std::unordered_map<const ::torch::nn::Module*, std::vector<int>> own_;
+  std::vector<int> of_root_;
 };
 
 // Scopes that are entered: abandoned by the destructor unless leave() was called.
@@ -107,8 +105,7 @@ class EnteredScopes {
 // The forward of the whole model, from its beginning to leave(), or to the end of this object.
 class RootCall {
  public:
-  explicit RootCall(ShardedModel& model)
-      : model_(model), autocast_(model.place(), model.config().precision.autocast) {
+  explicit RootCall(ShardedModel& model) : model_(model), autocast_(model) {
     model.begin_forward();
     model.enter_root();
   }

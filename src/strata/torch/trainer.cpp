@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "strata/base/error.h"
-#include "strata/torch/base/host_threads.h"
 #include "strata/torch/base/placement.h"
 #include "strata/torch/cpp/module_checkpoint.h"
 #include "strata/torch/rank_environment.h"
@@ -188,10 +187,6 @@ std::optional<std::string> Trainer::load_checkpoint(const std::string& folder,
                                                     const std::string& tag) {
   settle_schedule();
   return load_training_of(*model_, *module_, {groups_, scheduler_}, folder, tag);
-}
-
-void Trainer::close(bool keep_values) {
-  model_->destroy(keep_values);
 }
 
 }  // namespace strata::torch

@@ -72,14 +72,13 @@ class Trainer {
   auto forward(Root& root, Args&&... args) {
     require_root(root);
     RootCall call(*model_);
-    auto result = run_within(*model_, scopes_->of(root), root, std::forward<Args>(args)...);
+    auto result = run_within(*model_, scopes_->of_root(), root, std::forward<Args>(args)...);
     call.leave(result);
     return result;
   }
 
-  // Runs autograd from a scalar; gradients are reduced as they appear. The loss is divided by the
-  // accumulation steps, and scaled under fp16, on the way. loss.backward() does the same; under
-  // fp16 of scale(loss).
+  // Runs autograd from a scalar. The loss is divided by the accumulation steps, and scaled under
+  // fp16, on the way. loss.backward() does the same; under fp16 of scale(loss).
   void backward(const at::Tensor& loss);
   at::Tensor scale(const at::Tensor& loss) { return model_->scale(loss); }
   // Ends a micro-step. At an accumulation boundary it updates the weights, steps the schedule, and
@@ -123,7 +122,7 @@ class Trainer {
 
   // Removes every hook and frees the engine's memory. The module's parameters then have memory of
   // their own: with values if the stage keeps them whole or with `keep_values`, else empty.
-  void close(bool keep_values = false);
+  void close(bool keep_values = false) { model_->destroy(keep_values); }
 
   // For calls that the trainer lacks: gather() and release() of parameters, units, no_sync.
   ShardedModel& model() { return *model_; }

@@ -1,19 +1,62 @@
 #include "strata/torch/base/placement.h"
 
 #include <ATen/Context.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/cross_entropy_loss.h>
+#include <ATen/ops/embedding.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/matmul.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/rsqrt.h>
+#include <ATen/ops/scaled_dot_product_attention.h>
+#include <ATen/ops/silu.h>
 #include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/GradMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <cstdlib>
+#include <fstream>
+#include <limits>
+#include <string_view>
 
 #include "strata/base/error.h"
+#include "strata/base/thread_pool.h"
 #include "strata/device/cpu_device.h"
 #include "strata/device/cuda_device.h"
-#include "strata/torch/base/host_threads.h"
 
 namespace strata::torch {
 namespace {
+
+constexpr int kThreadsOfALink = 8;  // copy as fast as a PCIe 5 link of 16 lanes drains
+
+int cores_of_quota(double quota, double period) {
+  if (!(quota > 0.0) || !(period > 0.0)) return std::numeric_limits<int>::max();
+  return std::max(1, static_cast<int>(std::ceil(quota / period)));
+}
+
+// A container may have all cores but only a share of their time; it sees its own group as the root.
+int cores_of_group() {
+  double quota = 0.0;
+  double period = 0.0;
+  if (std::ifstream both("/sys/fs/cgroup/cpu.max"); both >> quota >> period)
+    return cores_of_quota(quota, period);  // "max", no limit, is no number
+  std::ifstream quota_file("/sys/fs/cgroup/cpu/cpu.cfs_quota_us");
+  std::ifstream period_file("/sys/fs/cgroup/cpu/cpu.cfs_period_us");
+  if (quota_file >> quota && period_file >> period) return cores_of_quota(quota, period);
+  return std::numeric_limits<int>::max();
+}
+
+std::optional<int> number_in(const char* variable) {
+  const char* const text = std::getenv(variable);
+  return text == nullptr ? std::nullopt : whole_number(text);
+}
 
 int gpus_of_torch() {
   if (!c10::impl::hasDeviceGuardImpl(c10::DeviceType::CUDA)) return 0;
@@ -36,6 +79,28 @@ c10::Device gpu_of_rank(int local_rank) {
       "strata.device: every rank of a host needs a GPU of its own; start fewer ranks a host, or "
       "write \"cpu\"; found LOCAL_RANK {} and {} GPUs",
       local_rank, count));
+}
+
+constexpr std::int64_t kTokens = 32;
+constexpr std::int64_t kWidth = 256;
+constexpr std::int64_t kHeads = 2;
+constexpr std::int64_t kHeadWidth = kWidth / kHeads;
+
+// Normalizes by the root mean square, computed in fp32 as in transformers.
+at::Tensor normed(const at::Tensor& x, const at::Tensor& weight) {
+  const at::Tensor wide = x.to(at::kFloat);
+  const at::Tensor variance = wide.pow(2).mean(-1, /*keepdim=*/true);
+  return weight * (wide * at::rsqrt(variance + 1e-6)).to(x.scalar_type());
+}
+
+at::Tensor rotated(const at::Tensor& x, const at::Tensor& cosine, const at::Tensor& sine) {
+  const at::Tensor low = x.narrow(-1, 0, kHeadWidth / 2);
+  const at::Tensor high = x.narrow(-1, kHeadWidth / 2, kHeadWidth / 2);
+  return x * cosine + at::cat({-high, low}, -1) * sine;
+}
+
+at::Tensor in_heads(const at::Tensor& x) {
+  return x.view({1, kTokens, kHeads, kHeadWidth}).transpose(1, 2);
 }
 
 }  // namespace
@@ -127,6 +192,77 @@ at::Tensor tensor_over(const void* memory, std::int64_t numel, c10::ScalarType t
 
 void release_cached_memory(c10::Device place) {
   if (!place.is_cpu()) c10::getDeviceAllocator(place.type())->emptyCache();
+}
+
+std::optional<int> whole_number(std::string_view text) {
+  int number = 0;
+  const char* const end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, number);
+  return error == std::errc() && stop == end ? std::optional(number) : std::nullopt;
+}
+
+int usable_cores() {
+  const int allowed = std::max(1, static_cast<int>(allowed_cores().size()));
+  return std::min(allowed, cores_of_group());
+}
+
+int ranks_of_host(int world_size) {
+  const std::optional<int> ranks = number_in("LOCAL_WORLD_SIZE");
+  return ranks && *ranks >= 1 ? std::min(*ranks, world_size) : world_size;
+}
+
+int host_threads(std::optional<int> wanted, int world_size) {
+  if (wanted) return *wanted;
+  return std::clamp(usable_cores() / ranks_of_host(world_size), 1, kMostHostThreads);
+}
+
+int reference_threads(std::optional<int> wanted, int world_size) {
+  const int share = host_threads(wanted, world_size);
+  if (wanted) return share;
+  const int others = ranks_of_host(world_size) - 1;
+  const int left = usable_cores() - others * std::min(share, kThreadsOfALink);
+  return std::clamp(left, share, 2 * kMostHostThreads);
+}
+
+std::vector<int> host_cores(int threads) {
+  const std::optional<int> rank = number_in("LOCAL_RANK");
+  const std::optional<int> ranks = number_in("LOCAL_WORLD_SIZE");
+  return rank && ranks ? cores_to_bind(*rank, *ranks, threads) : std::vector<int>();
+}
+
+io::ThreadEngineOptions reading_options(int threads) {
+  return {.threads = std::clamp(threads * 3 / 4, 4, 16), .piece = 1_MiB};
+}
+
+void warm_up(c10::Device place, c10::ScalarType dtype) {
+  const c10::DeviceGuard on_place(place);
+  const c10::AutoGradMode with_gradients(true);
+  const at::TensorOptions there = at::TensorOptions().device(place);
+  const auto weight = [&](at::IntArrayRef shape) {
+    return at::ones(shape, there.dtype(dtype)).set_requires_grad(true);
+  };
+  const at::Tensor ids = at::arange(kTokens, there.dtype(at::kLong)).view({1, kTokens});
+  const at::Tensor table = weight({kTokens, kWidth});
+  const at::Tensor scale = weight({kWidth});
+  const at::Tensor project = weight({kWidth, kWidth});
+
+  const at::Tensor places = ids.to(at::kFloat).view({1, 1, kTokens});
+  const at::Tensor rates = at::ones({1, kHeadWidth / 2, 1}, there.dtype(at::kFloat));
+  const at::Tensor half = at::matmul(rates, places).transpose(1, 2);
+  const at::Tensor angles = at::cat({half, half}, -1);
+  const at::Tensor cosine = angles.cos().to(dtype).unsqueeze(1);
+  const at::Tensor sine = angles.sin().to(dtype).unsqueeze(1);
+
+  at::Tensor x = at::embedding(table, ids);
+  const at::Tensor query = in_heads(at::linear(normed(x, scale), project));
+  const at::Tensor attended = at::scaled_dot_product_attention(
+      rotated(query, cosine, sine), rotated(query, cosine, sine), query, {}, 0.0, true);
+  x = x + at::linear(attended.transpose(1, 2).reshape({1, kTokens, kWidth}), project);
+  const at::Tensor inner = at::linear(normed(x, scale), project);
+  x = x + at::linear(at::silu(inner) * inner, project);
+  const at::Tensor logits = at::linear(normed(x, scale), table).to(at::kFloat);
+  at::cross_entropy_loss(logits.view({kTokens, kTokens}), ids.view({kTokens})).backward();
+  current_stream(place).synchronize();
 }
 
 }  // namespace strata::torch

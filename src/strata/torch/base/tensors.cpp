@@ -10,7 +10,6 @@
 
 #include <algorithm>
 #include <array>
-#include <numeric>
 #include <utility>
 
 #include "strata/base/error.h"
@@ -53,18 +52,10 @@ at::Tensor on_host(const std::vector<std::int64_t>& shape, at::ScalarType dtype,
       at::TensorOptions().dtype(dtype));
 }
 
-// The view keeps no reference to the tensor that it is of.
-at::Tensor permuted(const at::Tensor& tensor, const std::vector<std::int64_t>& order) {
+// Moves a dimension. The view keeps no reference to the tensor that it is of.
+at::Tensor moved(const at::Tensor& tensor, bool moves, std::int64_t from, std::int64_t to) {
   const at::AutoDispatchBelowADInplaceOrView no_graph;
-  return tensor.permute(order);
-}
-
-// 0, 2, 3, 1 of 4 dimensions.
-std::vector<std::int64_t> memory_order(std::int64_t dimensions) {
-  std::vector<std::int64_t> order(static_cast<std::size_t>(dimensions));
-  std::iota(order.begin(), order.end(), 0);
-  std::rotate(order.begin() + 1, order.begin() + 2, order.end());
-  return order;
+  return moves ? tensor.movedim(from, to) : tensor;
 }
 
 }  // namespace
@@ -102,8 +93,8 @@ at::Tensor tensor_in(const c10::intrusive_ptr<c10::StorageImpl>& storage, at::Sc
 
 at::Tensor deferred_tensor(const std::vector<std::int64_t>& shape, at::ScalarType dtype,
                            c10::Device place) {
-  std::size_t bytes = c10::elementSize(dtype);
-  for (const std::int64_t size : shape) bytes *= static_cast<std::size_t>(size);
+  const std::size_t bytes =
+      at::detail::computeStorageNbytesContiguous(shape, c10::elementSize(dtype));
   STRATA_ASSERT(bytes > 0);
   return place.is_cpu()
              ? on_host(shape, dtype, bytes)
@@ -163,16 +154,11 @@ std::vector<std::int64_t> dense_strides(at::IntArrayRef shape, bool channels_las
 }
 
 at::Tensor in_memory_order(const at::Tensor& tensor, bool channels_last) {
-  return channels_last ? permuted(tensor, memory_order(tensor.dim())) : tensor;
+  return moved(tensor, channels_last, 1, -1);
 }
 
 at::Tensor from_memory_order(const at::Tensor& tensor, bool channels_last) {
-  if (!channels_last) return tensor;
-  std::vector<std::int64_t> order(static_cast<std::size_t>(tensor.dim()));
-  const std::vector<std::int64_t> there = memory_order(tensor.dim());
-  for (std::size_t i = 0; i < there.size(); ++i)
-    order[static_cast<std::size_t>(there[i])] = static_cast<std::int64_t>(i);
-  return permuted(tensor, order);
+  return moved(tensor, channels_last, -1, 1);
 }
 
 }  // namespace strata::torch

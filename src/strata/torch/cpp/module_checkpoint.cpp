@@ -16,7 +16,7 @@
 #include "strata/engine/checkpoint/weight_saver.h"
 #include "strata/engine/unit/agreement.h"
 #include "strata/io/thread_engine.h"
-#include "strata/torch/base/host_threads.h"
+#include "strata/torch/base/placement.h"
 #include "strata/torch/base/tensors.h"
 
 namespace strata::torch {
@@ -41,17 +41,13 @@ void check_buffer(const format::CheckpointIndex& index, const std::string& name,
       name_of(tensor->info.dtype), fmt::join(tensor->info.shape, ", ")));
 }
 
-void read_buffer(const format::CheckpointIndex& index, const std::string& name, at::Tensor buffer,
-                 io::IoEngine& io) {
-  const format::CheckpointTensor& tensor = *index.find(name);
-  const bool direct = buffer.is_contiguous() && buffer.is_cpu();
-  at::Tensor dense =
-      direct ? buffer : at::empty(buffer.sizes(), at::TensorOptions().dtype(buffer.scalar_type()));
-  const std::span<std::byte> target = mutable_bytes(dense);
-  if (!target.empty()) {
-    io.read(index.files()[tensor.file].file(), tensor.info.offset, target)->wait();
-  }
-  if (!dense.is_same(buffer)) buffer.copy_(dense);
+// Fills the buffer by `read`, which gets as many bytes on the host.
+template <typename Read>
+void fill(at::Tensor buffer, Read&& read) {
+  const at::Tensor dense =
+      at::empty(buffer.sizes(), at::TensorOptions().dtype(buffer.scalar_type()));
+  read(mutable_bytes(dense));
+  buffer.copy_(dense);
 }
 
 Json json_of(const TrainerState& state) {
@@ -77,59 +73,55 @@ const Json& items_of(const Json& list) {
   return list.is_object() ? list.at("items") : list;
 }
 
-void restore(const Json& json, TrainerState state, const std::string& path) {
-  const Json optimizer = json.value("optimizer", Json());
-  if (optimizer.is_object()) {
-    const Json& groups = optimizer.at("param_groups");
-    if (groups.size() != state.groups.size()) {
-      throw UsageError(fmt::format(
-          "the trainer has {} param groups, the checkpoint's had {}; make them alike: path={}",
-          state.groups.size(), groups.size(), path));
-    }
-    for (std::size_t i = 0; i < groups.size(); ++i) {
-      const Json& group = groups[i];
-      engine::GroupScalars& scalars = state.groups[i];
-      scalars.lr = group.at("lr");
-      scalars.eps = group.value("eps", scalars.eps);
-      scalars.weight_decay = group.value("weight_decay", scalars.weight_decay);
-      if (!group.contains("betas")) continue;
-      const Json& betas = items_of(group.at("betas"));
-      scalars.beta1 = betas.at(0);
-      scalars.beta2 = betas.at(1);
-    }
-  }
-  const Json scheduler = json.value("scheduler", Json());
-  if (state.scheduler && scheduler.is_object() &&
-      scheduler.at("state").contains("last_batch_iteration")) {
-    state.scheduler->set_last_iteration(scheduler.at("state").at("last_batch_iteration"));
-  }
-}
-
 void load_buffers(const engine::TrainingCheckpoint& checkpoint, const ::torch::nn::Module& module,
                   io::IoEngine& io) {
   const at::NoGradGuard no_grad;
   for (const auto& buffer : module.named_buffers()) {
     const auto tensor = checkpoint.find(TensorRole::kBuffer, buffer.key());
     if (!tensor) continue;
-    at::Tensor values = buffer.value();
-    at::Tensor dense = at::empty(values.sizes(), at::TensorOptions().dtype(values.scalar_type()));
-    const Bytes bytes = engine::whole_bytes(checkpoint, *tensor);
-    if (bytes != Bytes(static_cast<std::int64_t>(dense.nbytes()))) {
-      throw FormatError(fmt::format("{}: the buffer '{}' has {} bytes, the module's {}",
-                                    checkpoint.path(), buffer.key(), bytes.value, dense.nbytes()));
-    }
-    engine::read_whole(checkpoint, *tensor, io, mutable_bytes(dense));
-    values.copy_(dense);
+    fill(buffer.value(), [&](std::span<std::byte> target) {
+      const Bytes bytes = engine::whole_bytes(checkpoint, *tensor);
+      if (bytes != Bytes(target.size())) {
+        throw FormatError(fmt::format("{}: the buffer '{}' has {} bytes, the module's {}",
+                                      checkpoint.path(), buffer.key(), bytes.value, target.size()));
+      }
+      engine::read_whole(checkpoint, *tensor, io, target);
+    });
   }
 }
 
-void restore_all(ShardedModel& model, TrainerState state,
-                 const engine::TrainingCheckpoint& checkpoint) {
+void restore(ShardedModel& model, TrainerState state,
+             const engine::TrainingCheckpoint& checkpoint) {
   const std::string& training = checkpoint.manifest().training;
   engine::restore_progress(training, model.control(), checkpoint.path());
   engine::restore_optimizer_steps(training, model.engine(), checkpoint.path());
   try {
-    restore(Json::parse(training), std::move(state), checkpoint.path());
+    const Json json = Json::parse(training);
+    const Json optimizer = json.value("optimizer", Json());
+    if (optimizer.is_object()) {
+      const Json& groups = optimizer.at("param_groups");
+      if (groups.size() != state.groups.size()) {
+        throw UsageError(fmt::format(
+            "the trainer has {} param groups, the checkpoint's had {}; make them alike: path={}",
+            state.groups.size(), groups.size(), checkpoint.path()));
+      }
+      for (std::size_t i = 0; i < groups.size(); ++i) {
+        const Json& group = groups[i];
+        engine::GroupScalars& scalars = state.groups[i];
+        scalars.lr = group.at("lr");
+        scalars.eps = group.value("eps", scalars.eps);
+        scalars.weight_decay = group.value("weight_decay", scalars.weight_decay);
+        if (!group.contains("betas")) continue;
+        const Json& betas = items_of(group.at("betas"));
+        scalars.beta1 = betas.at(0);
+        scalars.beta2 = betas.at(1);
+      }
+    }
+    const Json scheduler = json.value("scheduler", Json());
+    if (state.scheduler && scheduler.is_object() &&
+        scheduler.at("state").contains("last_batch_iteration")) {
+      state.scheduler->set_last_iteration(scheduler.at("state").at("last_batch_iteration"));
+    }
   } catch (const Json::exception& error) {
     throw FormatError(
         fmt::format("the training state of a checkpoint is not as Strata writes it: {}: path={}",
@@ -185,7 +177,13 @@ void load_module(ShardedModel& model, const ::torch::nn::Module& module, const s
       checkpoint::read_way_from(model.config().strata.init_read).value();
   engine::load_weights_together(engine, {index->open_files(), *map, params, io, {}, way});
   engine::agree_after(collectives, fmt::format("loading '{}'", path), [&] {
-    for (const auto& buffer : buffers) read_buffer(*index, buffer.key(), buffer.value(), io);
+    for (const auto& buffer : buffers) {
+      const format::CheckpointTensor& tensor = *index->find(buffer.key());
+      fill(buffer.value(), [&](std::span<std::byte> target) {
+        if (target.empty()) return;
+        io.read(index->files()[tensor.file].file(), tensor.info.offset, target)->wait();
+      });
+    }
   });
   engine.weights_changed();
 }
@@ -244,7 +242,7 @@ std::optional<std::string> load_training_of(ShardedModel& model, const ::torch::
   try {
     engine::agree_after(collectives, kLoadingTrainer, [&] {
       load_buffers(checkpoint, module, io);
-      restore_all(model, std::move(state), checkpoint);
+      restore(model, state, checkpoint);
     });
   } catch (const std::exception& error) {
     engine.loading_failed(error.what());

@@ -1,9 +1,7 @@
 #include "strata/torch/model/model_plan.h"
 
 #include "strata/base/error.h"
-#include "strata/engine/config/config.h"
 #include "strata/engine/config/offload_config.h"
-#include "strata/forecast/memory_forecast.h"
 #include "strata/torch/base/placement.h"
 #include "strata/torch/base/tensors.h"
 
@@ -43,32 +41,12 @@ std::vector<plan::ParamSpec> param_specs(const ModelInput& input, const engine::
 
 }  // namespace
 
-plan::ModelPlan plan_now(const PlannedModel& model, const engine::Weights& weights) {
-  plan::ModelPlan plan = model.plan;
-  for (const engine::Unit& unit : weights.units())
-    plan.units[static_cast<std::size_t>(unit.id)].trainable = unit.trainable();
-  return plan;
-}
-
-engine::EngineOptions engine_options_of(const PlannedModel& model, const engine::Config& config) {
-  return forecast::engine_options_of(model.specs, config);
-}
-
 PlannedModel plan_model(const ModelInput& input, const engine::Config& config,
                         const forecast::Trainers& trainers, const forecast::Room& room) {
   std::vector<plan::ParamSpec> specs = param_specs(input, config);
   forecast::place_automatically(specs, input.tree, config, trainers, room);
   plan::ModelPlan plan = plan::plan_units(specs, input.tree, engine::plan_options_from(config));
   return {std::move(specs), std::move(plan), input.tree};
-}
-
-forecast::MemoryForecast forecast_job(const ModelInput& input, const engine::Config& config,
-                                      engine::UpdateRule rule, const forecast::Job& job,
-                                      const forecast::FreeMemory& free) {
-  const forecast::Trainers trainers = forecast::trainers_of(config, rule, job);
-  const PlannedModel model =
-      plan_model(input, config, trainers, forecast::room_for(config.offload, free));
-  return forecast::forecast_training(model.specs, model.plan, model.tree, config, trainers);
 }
 
 ModelRuntime make_runtime(c10::Device place, int threads,

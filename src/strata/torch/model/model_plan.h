@@ -92,23 +92,9 @@ struct PlannedModel {
 PlannedModel plan_model(const ModelInput& input, const engine::Config& config,
                         const forecast::Trainers& trainers, const forecast::Room& room);
 
-// The plan, in which parameters that were unfrozen since are trainable.
-plan::ModelPlan plan_now(const PlannedModel& model, const engine::Weights& weights);
-// The options of an engine for this model. If parameters keep their dtypes, numbers of elements in
-// the configuration become bytes by the width of the dtype that most elements have.
-engine::EngineOptions engine_options_of(const PlannedModel& model, const engine::Config& config);
-
-// The forecast of a job that does not run. `config.batch` must be complete for its number of ranks.
-// `free`: memory free on a device and, per rank, on its host; used if placement is automatic.
-// Errors: those of forecast::traits_of_job() and of plan_model().
-forecast::MemoryForecast forecast_job(const ModelInput& input, const engine::Config& config,
-                                      engine::UpdateRule rule, const forecast::Job& job,
-                                      const forecast::FreeMemory& free);
-
-// The resources of a model: a device, and the collectives of the ranks that share the work. Several
-// models of one rank may share a runtime, and with it the device's streams and kernels.
-// `collectives` carry memory of `device`, which is the engine's view of `place`; null until the
-// ranks are connected.
+// The resources of a model. Several models of one rank may share a runtime, and with it the
+// device's streams and kernels. `collectives` carry memory of `device`, which is the engine's view
+// of `place`; null until the ranks are connected.
 struct ModelRuntime {
   c10::Device place{c10::DeviceType::CPU};
   std::shared_ptr<comm::Collectives> collectives;
@@ -121,7 +107,7 @@ struct ModelRuntime {
   std::function<void(const std::string&)> warn{};
 };
 
-// `threads`: that work on host memory (host_threads.h).
+// `threads`: that work on host memory (placement.h).
 ModelRuntime make_runtime(c10::Device place, int threads,
                           std::shared_ptr<comm::Collectives> collectives = nullptr);
 

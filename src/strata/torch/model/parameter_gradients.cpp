@@ -13,6 +13,7 @@
 #include "strata/base/error.h"
 #include "strata/torch/base/placement.h"
 #include "strata/torch/base/tensors.h"
+#include "strata/torch/model/value_access.h"
 
 namespace strata::torch {
 namespace {
@@ -23,9 +24,8 @@ constexpr const char* kUnreadAddress =
 
 // Gives the memory of `tensor` to a storage that tensors already use.
 void give_values(c10::StorageImpl& storage, const at::Tensor& tensor) {
-  storage.set_data_ptr_noswap(c10::DataPtr(
-      tensor.mutable_data_ptr(), new at::Tensor(tensor),
-      [](void* kept) { delete static_cast<at::Tensor*>(kept); }, tensor.device()));
+  storage.set_data_ptr_noswap(c10::InefficientStdFunctionContext::makeDataPtr(
+      tensor.mutable_data_ptr(), [tensor](void*) {}, tensor.device()));
   storage.set_nbytes(tensor.nbytes());
 }
 
@@ -60,7 +60,7 @@ ParameterGradients::ParameterGradients(engine::Engine& engine, engine::StepContr
     if (!unit.trainable() || unit.spec.tile()) continue;
     for (const plan::Slot& slot : unit.layout.slots()) {
       if (slot.numel == Numel()) continue;
-      index_of_[static_cast<std::size_t>(slot.param)] = static_cast<int>(shown_.size());
+      engine::nth(index_of_, slot.param) = static_cast<int>(shown_.size());
       const plan::ParamSpec& spec = engine.weights().param(slot.param);
       shown_.push_back(
           {.params = {slot.param}, .shape = spec.shape, .channels_last = spec.channels_last});
@@ -156,9 +156,9 @@ void ParameterGradients::read(Shown& shown) {
 
 void ParameterGradients::fill(const engine::Unit& unit, const float* flat) {
   for (const plan::Slot& slot : unit.layout.slots()) {
-    const int index = index_of_[static_cast<std::size_t>(slot.param)];
+    const int index = engine::nth(index_of_, slot.param);
     if (index < 0) continue;
-    Shown& shown = shown_[static_cast<std::size_t>(index)];
+    Shown& shown = engine::nth(shown_, index);
     if (shown.look == Look::kUnread) give(shown, flat + slot.offset.size());
   }
 }
@@ -244,15 +244,11 @@ void ParameterGradients::take_values(const Shown& shown, const at::Tensor& gradi
                         .reshape({-1})
                         .narrow(0, begin.value, count);
   if (was_read) {
-    at::Tensor kept = at::zeros({count}, mine.options().dtype(at::kFloat));
-    if (shards.filled(unit)) {
-      for (const plan::ShardRange& piece :
-           weights.unit_of(param).layout.pieces(engine_.collectives().shard_position().index)) {
-        if (piece.slot == slot)
-          kept = tensor_over(shards.values(unit).data() + piece.shard_offset.size(), count,
-                             at::kFloat, parameters_.place());
-      }
-    }
+    const at::Tensor kept = shards.filled(unit)
+                                ? tensor_over(shards.values(unit).data() +
+                                                  offset_in_shard(engine_, param, begin).size(),
+                                              count, at::kFloat, parameters_.place())
+                                : at::zeros({count}, mine.options().dtype(at::kFloat));
     const at::Tensor same = kept.to(mine.scalar_type()).eq(mine);
     if (same.all().item<bool>()) return;
     mine = at::where(same, kept, mine.to(at::kFloat));

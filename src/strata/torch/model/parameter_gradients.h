@@ -4,10 +4,10 @@
 // it by operators, or assign another tensor or None; step() uses the result.
 //
 // show() assigns a tensor without values (PendingStorage), so a script that does not look pays for
-// no gather and no memory. The first operator on one fetches the values. On one rank it fetches
-// those of its unit. On several ranks it fetches those of all units, since all ranks have to take
-// part; a rank that does not read takes part in its step() (GradientCheck::read()). At stage 3 on
-// several ranks the operator throws UsageError, which names the call to use instead.
+// no gather and no memory. The first operator on one fetches the values: on one rank those of its
+// unit, on several those of all units, for which a rank that does not read takes part in its step()
+// (GradientCheck::read()). At stage 3 on several ranks it throws UsageError, which names the call
+// to use instead.
 //
 // take_back() hands each result to the engine. Elements that a script did not change keep their
 // fp32 values, whatever dtype the script saw. If the script set `.grad` to None or called a

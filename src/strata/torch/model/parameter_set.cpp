@@ -42,7 +42,7 @@ void ParameterSet::bind(const engine::Weights& weights) {
   storages_.reserve(variables_.size());
   for (const engine::Unit& unit : weights.units()) {
     for (const int param : unit.spec.params)
-      unit_of_[static_cast<std::size_t>(param)] = static_cast<int>(units_.size());
+      engine::nth(unit_of_, param) = static_cast<int>(units_.size());
     units_.push_back({.params = unit.spec.params});
   }
   for (std::size_t i = 0; i < variables_.size(); ++i) {
@@ -59,12 +59,9 @@ void ParameterSet::settle() {
   for (const at::Tensor& variable : variables_)
     accumulators_.push_back(::torch::autograd::impl::try_get_grad_accumulator(variable));
   early_.resize(units_.size());
-  for (std::size_t i = 0; i < units_.size(); ++i) {
-    if (early_[i].data() != nullptr) {
-      attach(static_cast<int>(i), early_[i]);
-    } else {
-      detach(static_cast<int>(i));
-    }
+  for (int unit = 0; unit < static_cast<int>(units_.size()); ++unit) {
+    const std::span<std::byte> flat = engine::nth(early_, unit);
+    flat.data() != nullptr ? attach(unit, flat) : detach(unit);
   }
   early_.clear();
 }
@@ -90,15 +87,15 @@ void ParameterSet::forget_pending() {
 
 std::size_t ParameterSet::others(int unit) const {
   std::size_t result = 0;
-  for (const int param : units_[static_cast<std::size_t>(unit)].params)
+  for (const int param : engine::nth(units_, unit).params)
     result += storage_of(param).others(variable(param));
   return result;
 }
 
 bool ParameterSet::held_elsewhere(int unit) const {
   if (others(unit) > 0) return true;
-  return std::ranges::any_of(units_[static_cast<std::size_t>(unit)].params, [this](int param) {
-    const at::Tensor& variable = variables_[static_cast<std::size_t>(param)];
+  return std::ranges::any_of(engine::nth(units_, unit).params, [this](int param) {
+    const at::Tensor& variable = this->variable(param);
     const bool has_node =
         ::torch::autograd::impl::try_get_grad_accumulator(variable) != nullptr;  // it holds one
     return variable.use_count() > (has_node ? 3U : 2U);  // Python's object, and ours
@@ -106,14 +103,14 @@ bool ParameterSet::held_elsewhere(int unit) const {
 }
 
 void ParameterSet::attach(int unit, std::span<std::byte> flat) {
-  const auto index = static_cast<std::size_t>(unit);
   if (units_.empty()) {
-    early_.resize(std::max(early_.size(), index + 1));
-    early_[index] = flat;
+    early_.resize(std::max(early_.size(), static_cast<std::size_t>(unit) + 1));
+    engine::nth(early_, unit) = flat;
     return;
   }
-  units_[index].keeps_views = false;
-  for (const int param : units_[index].params) storage_of(param).give(flat.data());
+  UnitParams& there = engine::nth(units_, unit);
+  there.keeps_views = false;
+  for (const int param : there.params) storage_of(param).give(flat.data());
   point_all(unit, Pointed::kAtUnit);
 }
 
@@ -121,7 +118,7 @@ void ParameterSet::detach(int unit) {
   if (units_.empty()) return;
   const bool keeps = held(unit);
   point_all(unit, Pointed::kAtNothing);
-  for (const int param : units_[static_cast<std::size_t>(unit)].params) {
+  for (const int param : engine::nth(units_, unit).params) {
     ParameterStorage& storage = storage_of(param);
     const bool left = keeps && storage.others(variable(param)) > 0 && storage.leave_copy();
     if (!left) storage.take();
@@ -132,7 +129,7 @@ void ParameterSet::leave(int unit, std::shared_ptr<void> memory) {
   STRATA_ASSERT(!units_.empty());
   const auto kept = std::make_shared<KeptMemory>(KeptMemory{device_, std::move(memory)});
   point_all(unit, Pointed::kAtNothing);
-  for (const int param : units_[static_cast<std::size_t>(unit)].params) {
+  for (const int param : engine::nth(units_, unit).params) {
     ParameterStorage& storage = storage_of(param);
     if (storage.others(variable(param)) > 0) {
       storage.leave(kept);
@@ -150,14 +147,14 @@ bool ParameterSet::await(int unit) {
 }
 
 const at::Tensor& ParameterSet::target(int param, Pointed at) {
-  if (at == Pointed::kAtNothing) return empties_[static_cast<std::size_t>(param)];
+  if (at == Pointed::kAtNothing) return engine::nth(empties_, param);
   if (at == Pointed::kAtUnit) return storage_of(param).view();
-  const int unit = unit_of_[static_cast<std::size_t>(param)];
+  const int unit = engine::nth(unit_of_, param);
   return storage_of(param).pending_view([this, unit] { complete_(unit); });
 }
 
 void ParameterSet::point_all(int unit, Pointed at) {
-  UnitParams& there = units_[static_cast<std::size_t>(unit)];
+  UnitParams& there = engine::nth(units_, unit);
   for (const int param : there.params) {
     const bool was_replaced = replaced(param);
     if (was_replaced && lost_ < 0) {
@@ -173,12 +170,11 @@ void ParameterSet::point_all(int unit, Pointed at) {
 
 bool ParameterSet::replaced(int param) const {
   if (units_.empty()) return false;
-  const auto index = static_cast<std::size_t>(param);
-  const at::Tensor& variable = variables_[index];
+  const at::Tensor& variable = this->variable(param);
   const c10::StorageImpl* storage = variable.storage().unsafeGetStorageImpl();
-  const ParameterStorage& own = storages_[index];
+  const ParameterStorage& own = storage_of(param);
   if (unit_of(param).pointed == Pointed::kAtNothing)
-    return storage != empties_[index].storage().unsafeGetStorageImpl();
+    return storage != engine::nth(empties_, param).storage().unsafeGetStorageImpl();
   if ((storage != own.impl() && storage != own.awaited()) || own.moved()) return true;
   const at::Tensor& view = own.view();
   return variable.storage_offset() != view.storage_offset() || variable.sizes() != view.sizes() ||
@@ -188,7 +184,7 @@ bool ParameterSet::replaced(int param) const {
 bool ParameterSet::has_values_of_unit(int param) {
   const at::NoGradGuard no_grad;
   storage_of(param).forget_moved();
-  const at::Tensor& variable = variables_[static_cast<std::size_t>(param)];
+  const at::Tensor& variable = this->variable(param);
   const at::Tensor& view = full_view(param);
   const bool converted = variable.scalar_type() != view.scalar_type();
   if (variable.sizes() != view.sizes() || variable.is_meta() ||
@@ -204,7 +200,7 @@ bool ParameterSet::has_values_of_unit(int param) {
 bool ParameterSet::has_nothing_new(int param) {
   const Pointed pointed = unit_of(param).pointed;
   if (pointed == Pointed::kAtUnit) return has_values_of_unit(param);
-  const at::Tensor& variable = variables_[static_cast<std::size_t>(param)];
+  const at::Tensor& variable = this->variable(param);
   if (pointed != Pointed::kAtNothing || variable.numel() > 0) return false;
   if (variable.scalar_type() != full_view(param).scalar_type()) converted_ = param;
   return true;
@@ -222,17 +218,16 @@ int ParameterSet::find_changed() {
 void ParameterSet::take_in(int param) {
   const at::NoGradGuard no_grad;
   storage_of(param).forget_moved();
-  const at::Tensor& variable = variables_[static_cast<std::size_t>(param)];
+  const at::Tensor& variable = this->variable(param);
   STRATA_ASSERT(variable.sizes() == full_view(param).sizes());
   full_view(param).copy_(variable.detach());
 }
 
 void ParameterSet::put_back(int param) {
   if (units_.empty()) return;
-  const auto index = static_cast<std::size_t>(param);
   if (replaced(param)) {
-    storages_[index].forget_moved();
-    point(variables_[index], target(param, unit_of(param).pointed));
+    storage_of(param).forget_moved();
+    point(variable(param), target(param, unit_of(param).pointed));
   }
   restore_node(param);
   if (lost_ == param) lost_ = -1;
@@ -241,7 +236,7 @@ void ParameterSet::put_back(int param) {
 void ParameterSet::restore_node(int param) {
   const auto index = static_cast<std::size_t>(param);
   const auto node = index < accumulators_.size() ? accumulators_[index].lock() : nullptr;
-  if (node != nullptr) ::torch::autograd::impl::set_grad_accumulator(variables_[index], node);
+  if (node != nullptr) ::torch::autograd::impl::set_grad_accumulator(variable(param), node);
 }
 
 }  // namespace strata::torch

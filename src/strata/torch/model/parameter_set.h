@@ -1,29 +1,25 @@
 // The model's parameters as torch sees them: tensors in the engine's memory.
 //
-// Each parameter has a torch storage (ParameterStorage). Gathering gives it memory, releasing takes
-// the memory away, so views that autograd saved (weight.t() and the like) stay valid at the next
-// gather, at whatever address. A gathered parameter is a view of its full shape; a released one is
-// empty, shape [0], as frameworks made for sharded training expect. The user's tensor object never
-// changes.
+// Each parameter has a torch storage (ParameterStorage), to which gathering gives memory. A
+// gathered parameter is a view of its full shape; a released one is empty, shape [0], as frameworks
+// made for sharded training expect. The user's tensor object never changes.
 //
 // Views that a script holds (a state dict, p.detach(), p.numpy()) keep their values when the unit
 // is released: held(), leave(). While a graph that needs the unit is pending, they cannot be told
 // from tensors that autograd saved; reading one is then torch's RuntimeError until the next gather,
 // unless keep_views() was called.
 //
-// A unit that stays whole may have a lazy all-gather beside the next forward. Its parameters are
-// pending (PendingStorage) until its attach(), unless a script holds a view of its memory, whose
-// reader could not be made to wait.
+// During the lazy all-gather of a unit that stays whole its parameters are pending (PendingStorage)
+// until its attach(), unless a script holds a view of its memory, whose reader cannot wait.
 //
-// A script may give its tensor object other memory (`p.data = t`, `p.set_(t)`). torch does not
-// report that, so callers ask: replaced(). If the next attach() or detach() comes first, lost()
-// names the parameter, unless the replacement brings no values: an empty tensor in place of a
-// released parameter, or the same values in another dtype, as module.to(dtype) leaves them
-// (take_converted()). If the tensor's kind has changed, torch gives it a new AccumulateGrad node;
-// put_back() restores the node that settle() saw, with its hooks.
+// A script may give its tensor object other memory (`p.data = t`, `p.set_(t)`), which only
+// replaced() tells. If the next attach() or detach() comes first, lost() names the parameter,
+// unless the replacement brings no values: an empty tensor in place of a released parameter, or the
+// same values in another dtype, as module.to(dtype) leaves them (take_converted()). If the tensor's
+// kind has changed, torch gives it a new AccumulateGrad node; put_back() restores the one that
+// settle() saw, with its hooks.
 //
-// Threads: one thread at a time (autograd's backward thread counts while the caller waits for it),
-// except for readers of pending parameters and for await_no_more().
+// Threads: one at a time, except for readers of pending parameters and for await_no_more().
 // Ownership: shares the user's tensors until unbind(). The engine owns the memory behind them, and
 // after leave() the views do. After the engine is gone, released parameters stay empty until new
 // data is set.
@@ -53,16 +49,15 @@ class ParameterSet final : public engine::ParameterViews {
   ParameterSet(std::vector<at::Tensor> variables, c10::Device place,
                std::shared_ptr<void> device = nullptr);
 
-  // Makes storages and views for the engine's layout and gives every parameter its full shape,
-  // still without memory: the moment to make autograd nodes, which record a shape. Before it,
-  // attach() only notes the memory, so that the parameters' own values can be read first.
+  // Gives every parameter its storage, view and full shape, still without memory: the moment to
+  // make autograd nodes, which record a shape. Before it, attach() only records the memory, so that
+  // the parameters' own values can be read first.
   void bind(const engine::Weights& weights);
-  // Called after bind(), when autograd's nodes are made. Attaches the units that have memory and
-  // releases the others.
+  // After bind(), when autograd's nodes are made: attaches the units that have memory and releases
+  // the others.
   void settle();
-  // Gives every parameter memory of its own again, with the values in `full`, and forgets the
-  // parameters. A parameter whose entry in `full` is undefined becomes empty; so do all if `full`
-  // is empty. Does nothing before bind().
+  // Gives every parameter the tensor in `full`, or an empty one where that is undefined or `full`
+  // empty, and forgets the parameters. Does nothing before bind().
   void unbind(std::span<const at::Tensor> full = {});
 
   // Sets the function that says whether a pending graph needs the unit; null: none does.
@@ -79,26 +74,24 @@ class ParameterSet final : public engine::ParameterViews {
   bool held(int unit) const override {
     if (units_.empty() || others(unit) == 0) return false;
     const bool pending = pending_ && pending_(unit);
-    return units_[static_cast<std::size_t>(unit)].keeps_views || !pending;
+    return engine::nth(units_, unit).keeps_views || !pending;
   }
   // The unit's present views keep their values, even while a graph is pending.
-  void keep_views(int unit) { units_[static_cast<std::size_t>(unit)].keeps_views = true; }
+  void keep_views(int unit) { engine::nth(units_, unit).keeps_views = true; }
   void leave(int unit, std::shared_ptr<void> memory) override;
   bool await(int unit) override;
 
-  const at::Tensor& variable(int param) const {
-    return variables_[static_cast<std::size_t>(param)];
-  }
+  const at::Tensor& variable(int param) const { return engine::nth(variables_, param); }
   // The full-shape view; its storage has memory while the unit is gathered.
   const at::Tensor& full_view(int param) const { return storage_of(param).view(); }
   // The number of tensors, beside the user's and the engine's, that share this unit's memory.
   std::size_t others(int unit) const;
-  // Whether a tensor beside the user's and the engine's may use this sharded unit's memory: a view
-  // of it, or one that autograd saved. May be true without such a tensor.
+  // Whether a view of this sharded unit's memory, or a tensor that autograd saved, may be there.
+  // May be true without one.
   bool held_elsewhere(int unit) const;
   bool replaced(int param) const;  // whether the user's tensor has other memory than its own
   // The first replaced parameter whose values differ from the unit's in any bit; -1: none. Puts the
-  // others back. Compares values of replaced tensors only, and waits for the device.
+  // others back. Waits for the device if any is replaced.
   int find_changed();
   // A parameter whose replaced memory went when its unit was gathered or released; -1: none.
   int lost() const { return lost_; }
@@ -123,12 +116,10 @@ class ParameterSet final : public engine::ParameterViews {
     bool keeps_views = false;            // until the unit goes
   };
 
-  ParameterStorage& storage_of(int param) { return storages_[static_cast<std::size_t>(param)]; }
-  const ParameterStorage& storage_of(int param) const {
-    return storages_[static_cast<std::size_t>(param)];
-  }
+  ParameterStorage& storage_of(int param) { return engine::nth(storages_, param); }
+  const ParameterStorage& storage_of(int param) const { return engine::nth(storages_, param); }
   const UnitParams& unit_of(int param) const {
-    return units_[static_cast<std::size_t>(unit_of_[static_cast<std::size_t>(param)])];
+    return engine::nth(units_, engine::nth(unit_of_, param));
   }
   const at::Tensor& target(int param, Pointed at);
   void point_all(int unit, Pointed at);

@@ -1,11 +1,9 @@
 // The torch storage behind one parameter under the engine. It has exactly the parameter's bytes, so
-// torch.save() writes the parameter alone.
-//
-// The engine gives it memory (give()) and takes it away (take()). Views of the parameter that
-// autograd saved are valid again after the next give(), at whatever address. Reading a view without
-// memory is torch's RuntimeError, never a read of freed memory. If a script holds views whose
-// values must stay, the storage goes to them with its memory (leave()) or with a copy
-// (leave_copy()), and the parameter gets a new storage.
+// torch.save() writes the parameter alone. The engine gives it memory and takes it away: views of
+// the parameter that autograd saved (weight.t() and the like) are valid again after the next
+// give(), at whatever address. Reading a view without memory is torch's RuntimeError, never a read
+// of freed memory. If a script holds views whose values must stay, the storage goes to them
+// (leave()), and the parameter gets a new one.
 //
 // Threads: one thread at a time. Ownership: the engine owns the memory until leave(); the owner
 // that is passed to leave() lives as long as the views.
@@ -24,19 +22,15 @@
 
 namespace strata::torch {
 
-// The storage of pending parameters: their new values have not all arrived in the memory behind
-// them.
+// The storage of pending parameters, whose new values have not all arrived in the memory behind
+// them: during their unit's lazy all-gather. Every operator of torch that gets such a tensor, or
+// p.data taken meanwhile, first waits for the values (complete()) and then runs. So a script that
+// reads a parameter between a step and the next forward sees the same values as if the step had
+// waited. Asking for the address without any operator (data_ptr(), storage().cpu()) is torch's
+// RuntimeError, with a message that says how to read the values.
 //
-// During a unit's lazy all-gather, beside the model's next forward, its parameters lie in an
-// PendingStorage. Every operator of torch that gets such a tensor first waits for the values
-// (complete()) and then runs. So a script that reads a parameter between a step and the next
-// forward sees the same values as if the step had waited. That holds for p.data as well, if the
-// script took it meanwhile. Asking for the address without any operator (data_ptr(),
-// storage().cpu()) is torch's RuntimeError, with a message that says how to read the values.
-//
-// A gradient that a parameter shows (ParameterGradients) lies in such a storage as well: it gets
-// its values when an operator first reads it. Its complete() may throw, and then the operator
-// throws.
+// A gradient that a parameter shows (ParameterGradients) gets its values in the same way when an
+// operator first reads it. Its complete() may throw, and then the operator throws.
 //
 // The mechanism is a dispatch key that torch reserves for other libraries (DeferredInit): this
 // class registers a fallback for it once per process. Threads: any may read; complete() runs in the
@@ -62,8 +56,8 @@ class PendingStorage final : public c10::StorageImpl {
   // values.
   static at::Tensor view(const c10::intrusive_ptr<PendingStorage>& storage, const at::Tensor& view);
 
-  // Waits for the values. Then points the tensor at them unless the engine has already done so; it
-  // has for parameters, but not for a tensor object that the script made of one meanwhile (p.data).
+  // Waits for the values. Then points the tensor at them unless the engine has already done so, as
+  // it does for parameters.
   void settle(const at::Tensor& tensor);
   // Drops the call of complete(): tensors that still wait see the present bytes. With `instead`,
   // that is called, and throws. Returns when no thread is within complete().
@@ -88,9 +82,8 @@ class ParameterStorage {
 
   void give(std::byte* flat);  // the unit's flat buffer
   void take();
-  // Hands the storage to the views. leave() hands it over with its memory, which `owner` keeps;
-  // leave_copy() with a copy. leave_copy() returns false if there was no memory for a copy; then
-  // nothing has changed.
+  // Hands the storage to the views: with its memory, which `owner` keeps, or with a copy. False if
+  // there is no memory for a copy; then nothing has changed.
   void leave(std::shared_ptr<void> owner);
   bool leave_copy();
   // The number of tensors with this storage that are neither view() nor `variable`.

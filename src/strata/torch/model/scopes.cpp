@@ -14,8 +14,7 @@
 #include <thread>
 #include <utility>
 
-#include "strata/base/error.h"
-#include "strata/torch/model/autograd_pass.h"
+#include "strata/torch/model/gradient_hooks.h"
 
 namespace strata::torch {
 namespace {
@@ -77,7 +76,7 @@ struct Scopes::Tracker : std::enable_shared_from_this<Scopes::Tracker> {
   std::vector<int> idle_read_units;  // gathered by read() under no_grad
 
   void acquire(int scope) {
-    const auto& units = scopes[static_cast<std::size_t>(scope)].units;
+    const auto& units = engine::nth(scopes, scope).units;
     for (std::size_t i = 0; i < units.size(); ++i) {
       try {
         engine->gatherer().acquire(units[i]);
@@ -87,7 +86,7 @@ struct Scopes::Tracker : std::enable_shared_from_this<Scopes::Tracker> {
       }
     }
   }
-  void release(int scope) { release(scopes[static_cast<std::size_t>(scope)].units); }
+  void release(int scope) { release(engine::nth(scopes, scope).units); }
   void release(const std::vector<int>& units) {
     FirstError first;
     for (const int unit : units) first.attempt([&] { engine->gatherer().release(unit); });
@@ -105,13 +104,13 @@ struct Scopes::Tracker : std::enable_shared_from_this<Scopes::Tracker> {
            autograd::get_current_graph_task_id() < 0;
   }
   ScopeRange range(engine::Activity activity, int scope) const {
-    return {engine->recorder(), activity, labels[static_cast<std::size_t>(scope)]};
+    return {engine->recorder(), activity, engine::nth(labels, scope)};
   }
   // Whether the scope has units that its backward must gather.
   bool sharded_in_backward(int scope) const {
-    const Scope& s = scopes[static_cast<std::size_t>(scope)];
+    const Scope& s = engine::nth(scopes, scope);
     const auto& all = engine->weights().units();
-    const auto sharded = [&](int unit) { return !all[static_cast<std::size_t>(unit)].whole; };
+    const auto sharded = [&](int unit) { return !engine::nth(all, unit).whole; };
     return s.read_in_backward && std::ranges::any_of(s.units, sharded);
   }
   void begin(const std::shared_ptr<Life>& life) {
@@ -213,25 +212,21 @@ void Scopes::Tracker::hang_hooks(int scope, std::uint64_t sequence,
   auto life = std::make_shared<Life>();
   life->scope = scope;
   life->holds = sharded;
-  for (const int unit :
-       sharded ? scopes[static_cast<std::size_t>(scope)].units : std::vector<int>{}) {
-    auto& of_unit = lives[static_cast<std::size_t>(unit)];
+  for (const int unit : sharded ? engine::nth(scopes, scope).units : std::vector<int>{}) {
+    auto& of_unit = engine::nth(lives, unit);
     std::erase_if(of_unit, [](const auto& one) { return one.expired(); });
     of_unit.push_back(life);
   }
   const std::weak_ptr<Tracker> tracker = weak_from_this();
   // An input that was changed in place now has a node of this scope.
   const auto ours = [sequence](const autograd::Node* n) { return n->sequence_nr() >= sequence; };
-  std::vector<autograd::Node*> before = producers(inputs);
+  std::vector<autograd::Node*> before = producers(inputs, /*bases=*/false);
   std::erase_if(before, ours);
-  std::vector<autograd::Node*> not_ours = producers_of_bases(inputs);
+  std::vector<autograd::Node*> not_ours = producers(inputs, /*bases=*/true);
   std::erase_if(not_ours, ours);
-  not_ours.insert(not_ours.end(), before.begin(), before.end());
-  std::vector<autograd::Node*> made = producers(outputs);
-  for (autograd::Node* node : producers_of_bases(outputs)) made.push_back(node);
-  for (autograd::Node* node : made) {
+  for (autograd::Node* node : producers(outputs, /*bases=*/true)) {
     // An output that is one of the inputs was not made here.
-    if (std::find(not_ours.begin(), not_ours.end(), node) != not_ours.end()) continue;
+    if (std::ranges::count(not_ours, node) > 0) continue;
     run_before(*node, /*first=*/false, [tracker, life] {
       if (const auto t = tracker.lock()) t->begin(life);
     });
@@ -250,7 +245,7 @@ void Scopes::Tracker::hang_hooks(int scope, std::uint64_t sequence,
 }
 
 bool Scopes::pending(int unit) const {
-  return std::ranges::any_of(tracker_->lives[static_cast<std::size_t>(unit)], [](const auto& one) {
+  return std::ranges::any_of(engine::nth(tracker_->lives, unit), [](const auto& one) {
     const auto life = one.lock();
     return life != nullptr && life->pending();
   });
@@ -264,7 +259,7 @@ void Scopes::read(int unit) {
         "a sharded parameter was read in a thread of its own while another thread runs forward, "
         "backward or step(), which gather in an order that all ranks share; read it in the thread "
         "that trains, or while that does none of these; found: the unit '{}'",
-        t.engine->weights().units()[static_cast<std::size_t>(unit)].name()));
+        engine::nth(t.engine->weights().units(), unit).name()));
   }
   if (std::ranges::count(t.read_units, unit) + std::ranges::count(t.idle_read_units, unit) > 0)
     return;
@@ -308,12 +303,9 @@ void Scopes::end_micro_step() {
   first.rethrow();
 }
 
-Scopes::Claim::Claim(Scopes& scopes) : scopes_(scopes) {
-  scopes_.tracker_->claim();
-}
-
-Scopes::Claim::~Claim() {
-  scopes_.tracker_->driver = std::thread::id();
+std::shared_ptr<void> Scopes::claim() {
+  tracker_->claim();
+  return {nullptr, [tracker = tracker_](void*) { tracker->driver = std::thread::id(); }};
 }
 
 }  // namespace strata::torch

@@ -1,18 +1,17 @@
 // Scopes: a module's forward, and its backward, as the time in which its units must be gathered.
 //
-// Forward: enter() gathers, leave() releases. Backward: leave() also adds a hook to the autograd
-// nodes that made the outputs; when the first of them is about to run, the scope's backward begins
-// and its units are gathered again. It ends when the first of the nodes that made the scope's
-// inputs is about to run, since everything inside has run by then, or at the end of the backward
-// pass. No node is added to the graph, so inputs and outputs may be changed in place, and a scope
-// entered twice has two backward lives.
+// Forward: enter() gathers, leave() releases. Backward: it begins, and the units are gathered
+// again, when the first autograd node that made an output is about to run. It ends when the first
+// node that made an input is about to run, since everything inside has run by then, or at the end
+// of the backward pass. leave() adds hooks to these nodes, but no node to the graph, so inputs and
+// outputs may be changed in place, and a scope entered twice has two backward lives.
 //
 // Where scopes are entered at all (needed()), the engine's recorder and torch's profiler get the
 // beginning and the end of each.
 //
-// Safety net: read() gathers a unit if a script reads its parameter while no scope holds it. It
-// stays gathered until the micro-step ends (autograd may have saved it for several backward passes)
-// or, under no_grad, until the next forward or step.
+// read() gathers a unit whose parameter a script reads while no scope holds it. It stays gathered
+// until the micro-step ends (autograd may have saved it for several backward passes) or, under
+// no_grad, until the next forward or step.
 //
 // Threads: one thread at a time. Another thread may call read() while no pass and no step runs, and
 // is refused (UsageError) while one does: a pass gathers in an order that all ranks share.
@@ -54,8 +53,7 @@ class Scopes {
 
   void enter(int scope);
   void leave(int scope, std::span<const at::Tensor> inputs, std::span<const at::Tensor> outputs);
-  // Called if the forward threw: only releases the scope's units. An error here is kept
-  // (failure()), because the forward's error is the cause.
+  // In place of leave() if the forward threw, whose error is the cause: keeps its own (failure()).
   void abandon(int scope) noexcept;
 
   // Whether a graph that is still to run needs the unit: the backward of some forward has not run,
@@ -77,18 +75,8 @@ class Scopes {
   // The first error while a scope was abandoned. The engine cannot continue after one.
   FirstError& failure() { return failure_; }
 
-  // Marks another use of the engine by this thread, a step, during which other threads cannot
-  // gather.
-  class Claim {
-   public:
-    explicit Claim(Scopes& scopes);
-    ~Claim();
-    Claim(const Claim&) = delete;
-    Claim& operator=(const Claim&) = delete;
-
-   private:
-    Scopes& scopes_;
-  };
+  // This thread makes a step as long as the result lives; other threads cannot gather meanwhile.
+  std::shared_ptr<void> claim();
 
  private:
   struct Tracker;

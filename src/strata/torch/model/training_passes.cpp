@@ -14,7 +14,7 @@ namespace {
 std::vector<Scopes::Scope> scopes_of(const PlannedModel& model) {
   std::vector<Scopes::Scope> scopes;
   for (const plan::ScopeSpec& scope : model.plan.scopes) {
-    const plan::ModuleNode& module = model.tree[static_cast<std::size_t>(scope.module)];
+    const plan::ModuleNode& module = engine::nth(model.tree, scope.module);
     scopes.push_back({module.path.empty() ? module.class_name : module.path, scope.units,
                       module.read_in_backward || !module.callable});
   }
@@ -161,7 +161,7 @@ std::optional<engine::StepResult> TrainingPasses::step(
     shown_.take_back();
   }
   scopes_.end_micro_step();
-  const Scopes::Claim claim(scopes_);
+  const std::shared_ptr<void> claim = scopes_.claim();
   return control_.step(groups);
 }
 
@@ -195,20 +195,16 @@ void TrainingPasses::let_go() {
 
 void TrainingPasses::free_gathered() {
   let_go();
-  const Scopes::Claim claim(scopes_);
+  const std::shared_ptr<void> claim = scopes_.claim();
   engine_.gatherer().free_memory();
 }
 
 FrozenParameters::FrozenParameters(engine::Engine& engine, const ParameterSet& parameters)
     : engine_(engine), parameters_(parameters) {
   for (int param = 0; param < parameters.size(); ++param) {
-    if (may_be_trained(param)) frozen_.push_back(param);
+    const plan::ParamSpec& spec = engine.weights().param(param);
+    if (!spec.trainable && is_floating(spec.dtype) && !spec.tile) frozen_.push_back(param);
   }
-}
-
-bool FrozenParameters::may_be_trained(int param) const {
-  const plan::ParamSpec& spec = engine_.weights().param(param);
-  return !spec.trainable && is_floating(spec.dtype) && !spec.tile;
 }
 
 void FrozenParameters::add_to_group(std::span<const int> params, int group) {

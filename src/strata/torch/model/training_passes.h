@@ -1,13 +1,12 @@
 // The passes of training: forward, backward and step of one model, in their order. Hooks in
 // autograd gather the weights and take the gradients.
 //
-// A backward pass is either driven by the engine (begin_backward() to end_backward(), around
-// autograd's pass), or the script runs autograd alone and AutogradPass finds the pass. A found pass
-// has the same effect. Its gradients are divided by the accumulation steps as they come, unless the
-// graph belongs to a loss that another engine has divided. They are also converted from the scale
-// of the loss to this engine's own. In fp16 the loss must come from scale(), of any engine. A found
-// pass within the root's forward (a loss that differentiates its own parts) keeps its gradients on
-// the rank for the pass that follows.
+// The engine drives a backward pass (begin_backward() to end_backward(), around autograd's pass),
+// or the script runs autograd alone and AutogradPass finds the pass. A found pass has the same
+// effect. Its gradients are divided by the accumulation steps as they come, unless another engine
+// has divided the loss, and converted from the scale of the loss to this engine's own. In fp16 the
+// loss must come from scale(), of any engine. A found pass within the root's forward (a loss that
+// differentiates its own parts) keeps its gradients on the rank for the pass that follows.
 //
 // A loss need not come from the root's forward: it may come from parts of the model, or from its
 // parameters alone. If no such forward came before and the driven pass gives no parameter a
@@ -32,7 +31,6 @@
 #include "strata/engine/config/config.h"
 #include "strata/engine/engine.h"
 #include "strata/engine/step_control.h"
-#include "strata/torch/model/autograd_pass.h"
 #include "strata/torch/model/gradient_hooks.h"
 #include "strata/torch/model/model_plan.h"
 #include "strata/torch/model/parameter_gradients.h"
@@ -41,20 +39,18 @@
 
 namespace strata::torch {
 
-// Frozen parameters that may become trainable: each is in a param group without requiring a
-// gradient, or requires a gradient without being in a group. As soon as one has both, the engine
-// makes room for it and trains it from that forward on.
+// Frozen parameters that may become trainable: as soon as one is in a param group and requires a
+// gradient, the engine makes room for it and trains it from that forward on.
 // Errors: those of engine::train_frozen().
 class FrozenParameters {
  public:
   FrozenParameters(engine::Engine& engine, const ParameterSet& parameters);
 
-  // Adds parameters that are in no param group to this group. Those that require gradients are
-  // trained from now on. Call it alike on every rank. UsageError for a parameter that is in a
-  // group.
+  // Adds parameters that are in no param group to this group; alike on every rank. UsageError for
+  // one that is in a group.
   void add_to_group(std::span<const int> params, int group);
-  // Called before a pass begins; looks at each frozen parameter. Collective if a parameter was
-  // unfrozen, which all ranks must do before the same pass.
+  // Called before a pass begins. Collective if a parameter was unfrozen, which all ranks must do
+  // before the same pass.
   void train_unfrozen();
   // Collective: trains those of `params` that are frozen and in a group, whether or not they
   // require gradients yet.
@@ -63,12 +59,9 @@ class FrozenParameters {
   void on_trained(std::function<void(std::span<const int>)> told) { told_ = std::move(told); }
 
  private:
-  // Whether the engine can train the parameter later.
-  bool may_be_trained(int param) const;
-
   engine::Engine& engine_;
   const ParameterSet& parameters_;
-  std::vector<int> frozen_;  // ascending
+  std::vector<int> frozen_;  // those that the engine can train later, ascending
   std::function<void(std::span<const int>)> told_;
 };
 
@@ -82,9 +75,9 @@ class TrainingPasses {
   engine::StepControl& control() { return control_; }
 
   void begin_forward();
-  // Called before and after the root's forward, however the script called it. enter_root() begins
-  // the forward if begin_forward() has not and autograd records. leave_root() is called in any
-  // case, without outputs if the forward threw.
+  // Around the root's forward, however the script called it. enter_root() begins the forward if
+  // begin_forward() has not and autograd records. leave_root() gets no outputs if the forward
+  // threw.
   void enter_root();
   void leave_root(std::span<const at::Tensor> outputs);
   // Shows the gradients again that begin_backward(), or offloading states, has taken back.
@@ -97,8 +90,8 @@ class TrainingPasses {
   // The loss from which a script may run autograd alone: `loss` times the loss scale in fp16, else
   // `loss`.
   at::Tensor scale(const at::Tensor& loss);
-  // The tensor from which to run autograd between begin_backward() and end_backward(): the loss,
-  // scaled, and divided by the accumulation steps if `by_accumulation`.
+  // The tensor from which to run autograd within a driven pass: the loss, scaled, and divided by
+  // the accumulation steps if `by_accumulation`.
   at::Tensor factored(const at::Tensor& loss, bool by_accumulation);
 
   FrozenParameters& frozen() { return frozen_; }

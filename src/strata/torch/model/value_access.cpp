@@ -5,7 +5,7 @@
 #include <c10/core/StreamGuard.h>
 #include <fmt/ranges.h>
 
-#include <utility>
+#include <algorithm>
 
 #include "strata/base/error.h"
 #include "strata/torch/base/placement.h"
@@ -22,6 +22,36 @@ std::uint32_t version_of(const at::Tensor& tensor) {
 
 }  // namespace
 
+std::pair<Numel, Numel> range_in_shard(const engine::Weights& weights, int param, int index) {
+  const Numel shard = weights.unit_of(param).layout.shard();
+  const plan::Slot& slot = weights.slot_of(param);
+  const Numel low = std::max(shard * index, slot.offset);
+  const Numel high = std::min(shard * (index + 1), slot.end());
+  if (low >= high) return {};
+  return {low - slot.offset, high - slot.offset};
+}
+
+Numel offset_in_shard(engine::Engine& engine, int param, Numel element) {
+  const engine::Weights& weights = engine.weights();
+  const Numel shard_begin =
+      weights.unit_of(param).layout.shard() * engine.collectives().shard_position().index;
+  return weights.slot_of(param).offset + element - shard_begin;
+}
+
+void read_own(engine::Engine& engine, int param, Numel begin, Numel end, std::byte* target) {
+  if (begin >= end) return;
+  const engine::Unit& unit = engine.weights().unit_of(param);
+  const Numel at = offset_in_shard(engine, param, begin);
+  device::Device& device = engine.device();
+  engine.weights().shards().for_each(
+      unit.id, at, at + (end - begin), offload::Access::kRead,
+      [&](const engine::WeightShards::Piece& piece) {
+        device.copy(
+            {target + bytes_of(piece.begin - at, unit.layout.dtype()).size(), piece.bytes.size()},
+            piece.bytes, device.compute_stream());
+      });
+}
+
 ValueAccess::ValueAccess(engine::Engine& engine, ParameterSet& parameters, Scopes& scopes,
                          const engine::PrecisionConfig& precision)
     : engine_(engine),
@@ -33,8 +63,8 @@ ValueAccess::ValueAccess(engine::Engine& engine, ParameterSet& parameters, Scope
 }
 
 void ValueAccess::note_versions(int unit) {
-  for (const int param : engine_.weights().units()[static_cast<std::size_t>(unit)].spec.params)
-    versions_[static_cast<std::size_t>(param)] = version_of(parameters_.variable(param));
+  for (const int param : engine::nth(engine_.weights().units(), unit).spec.params)
+    engine::nth(versions_, param) = version_of(parameters_.variable(param));
 }
 
 std::vector<int> ValueAccess::units_of(std::span<const int> params) const {
@@ -45,7 +75,7 @@ std::vector<int> ValueAccess::units_of(std::span<const int> params) const {
 
 void ValueAccess::gather(std::span<const int> params) {
   for (const int unit : units_of(params)) {
-    look_for_lost_writes(engine_.weights().units()[static_cast<std::size_t>(unit)]);
+    look_for_lost_writes(engine::nth(engine_.weights().units(), unit));
     engine_.gatherer().acquire(unit);
     Held& held = held_[unit];
     if (held.times++ == 0) held.others = parameters_.others(unit);
@@ -63,11 +93,7 @@ void ValueAccess::release(std::span<const int> params, bool discard) {
     note_versions(unit);
     scopes_.end_reads(unit);
     if (parameters_.others(unit) > held.others) parameters_.keep_views(unit);
-    if (discard) {
-      engine_.gatherer().discard(unit);
-    } else {
-      engine_.gatherer().release(unit);
-    }
+    discard ? engine_.gatherer().discard(unit) : engine_.gatherer().release(unit);
     // If ranks gather together, this does not yet ask whether this rank holds the unit: another one
     // may hold it.
     if (!engine_.gatherer().gathered(unit) &&
@@ -157,7 +183,7 @@ void ValueAccess::look_for_lost_writes(const engine::Unit& unit) {
   if (unit.whole || (held != held_.end() && held->second.times > 0)) return;
   for (const int param : unit.spec.params) {
     const std::uint32_t found = version_of(parameters_.variable(param));
-    const bool written = std::exchange(versions_[static_cast<std::size_t>(param)], found) != found;
+    const bool written = std::exchange(engine::nth(versions_, param), found) != found;
     if (written && lost_write_ < 0) lost_write_ = param;
   }
 }
@@ -182,14 +208,6 @@ bool ValueAccess::read(int param) {
   return true;
 }
 
-bool ValueAccess::gathered(int param) const {
-  return engine_.gatherer().gathered(engine_.weights().unit_of(param).id);
-}
-
-bool ValueAccess::held_elsewhere(int param) const {
-  return parameters_.held_elsewhere(engine_.weights().unit_of(param).id);
-}
-
 void ValueAccess::gather_what_was_saved() {
   const std::set<int> units = std::exchange(saved_, {});
   if (units.empty()) return;
@@ -212,23 +230,8 @@ at::Tensor ValueAccess::local_part(int param) const {
   at::Tensor values =
       at::empty({(end - begin).value},
                 at::TensorOptions().dtype(to_scalar_type(dtype)).device(parameters_.place()));
-  read_own(param, begin, end, static_cast<std::byte*>(values.data_ptr()));
+  read_own(engine_, param, begin, end, mutable_bytes(values).data());
   return values;
-}
-
-void ValueAccess::read_own(int param, Numel begin, Numel end, std::byte* target) const {
-  if (begin >= end) return;
-  const engine::Unit& unit = engine_.weights().unit_of(param);
-  const DType dtype = unit.layout.dtype();
-  const Numel shard_begin = unit.layout.shard() * engine_.collectives().shard_position().index;
-  const Numel at = engine_.weights().slot_of(param).offset + begin - shard_begin;
-  device::Device& device = engine_.device();
-  engine_.weights().shards().for_each(
-      unit.id, at, at + (end - begin), offload::Access::kRead,
-      [&](const engine::WeightShards::Piece& piece) {
-        device.copy({target + bytes_of(piece.begin - at, dtype).size(), piece.bytes.size()},
-                    piece.bytes, device.compute_stream());
-      });
 }
 
 void ValueAccess::note_step() {

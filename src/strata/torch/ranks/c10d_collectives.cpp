@@ -3,7 +3,6 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
-#include <cstring>
 
 #include "strata/comm/agreement.h"
 #include "strata/memory/host_buffer.h"
@@ -89,10 +88,7 @@ class C10dCollectives final : public comm::Collectives {
     const auto count = static_cast<std::int64_t>(values.size());
     require_same_operation(fmt::format("all-reduce of {} values", count));
     if (count == 0) return;
-    at::Tensor mine = as_tensor(values.data(), count, at::kDouble).clone();
-    at::Tensor all = at::empty({count * world_size()}, at::TensorOptions().dtype(at::kDouble));
-    failure_->guarded("all-reduce",
-                      [&] { return group_->get()._allgather_base(all, mine)->wait(); });
+    const at::Tensor all = gathered("all-reduce", as_tensor(values.data(), count, at::kDouble));
     const auto* by_rank = all.const_data_ptr<double>();
     for (std::size_t i = 0; i < values.size(); ++i) {
       double result = by_rank[i];
@@ -117,7 +113,21 @@ class C10dCollectives final : public comm::Collectives {
   }
 
   std::vector<std::string> all_gather_text(const std::string& text) override {
-    return gather_text(text);
+    require_own_group();
+    const auto length = static_cast<std::int64_t>(text.size());
+    const at::Tensor lengths = gathered("exchange of texts", as_tensor(&length, 1, at::kLong));
+    const auto* by_rank = lengths.const_data_ptr<std::int64_t>();
+    const std::int64_t longest =
+        std::max<std::int64_t>(1, *std::max_element(by_rank, by_rank + world_size()));
+    std::string padded = text;
+    padded.resize(static_cast<std::size_t>(longest));
+    const at::Tensor all =
+        gathered("exchange of texts", as_tensor(padded.data(), longest, at::kByte));
+    std::vector<std::string> texts;
+    const auto* bytes = reinterpret_cast<const char*>(all.const_data_ptr<std::uint8_t>());
+    for (int r = 0; r < world_size(); ++r)
+      texts.emplace_back(bytes + r * longest, static_cast<std::size_t>(by_rank[r]));
+    return texts;
   }
 
   void barrier() override { require_same_operation("barrier"); }
@@ -143,48 +153,23 @@ class C10dCollectives final : public comm::Collectives {
     static_cast<void>(group_->get());
   }
 
-  std::vector<std::string> gather_text(const std::string& text) {
-    require_own_group();
-    const int world = world_size();
-    std::int64_t length = static_cast<std::int64_t>(text.size());
-    at::Tensor mine = as_tensor(&length, 1, at::kLong);
-    at::Tensor lengths = at::empty({world}, at::TensorOptions().dtype(at::kLong));
-    failure_->guarded("exchange of texts",
-                      [&] { return group_->get()._allgather_base(lengths, mine)->wait(); });
-    const auto* by_rank = lengths.const_data_ptr<std::int64_t>();
-    const std::int64_t longest =
-        std::max<std::int64_t>(1, *std::max_element(by_rank, by_rank + world));
-    std::string padded = text;
-    padded.resize(static_cast<std::size_t>(longest));
-    at::Tensor source = as_tensor(padded.data(), longest, at::kByte);
-    at::Tensor all = at::empty({longest * world}, at::TensorOptions().dtype(at::kByte));
-    failure_->guarded("exchange of texts",
-                      [&] { return group_->get()._allgather_base(all, source)->wait(); });
-    std::vector<std::string> texts;
-    const auto* bytes = reinterpret_cast<const char*>(all.const_data_ptr<std::uint8_t>());
-    for (int r = 0; r < world; ++r)
-      texts.emplace_back(bytes + r * longest, static_cast<std::size_t>(by_rank[r]));
-    return texts;
+  // The values of every rank, one after the other.
+  at::Tensor gathered(std::string_view what, at::Tensor mine) {
+    at::Tensor all = at::empty({mine.numel() * world_size()}, mine.options());
+    failure_->guarded(what, [&] { return group_->get()._allgather_base(all, mine)->wait(); });
+    return all;
   }
 
   // Exchanges a few bytes with every rank, before sizes and kinds must agree.
   void require_same_operation(const std::string& what) {
     require_own_group();
-    std::uint64_t hash = std::hash<std::string>{}(what);
-    at::Tensor mine = as_tensor(&hash, sizeof(hash), at::kByte);
-    at::Tensor all = at::empty({static_cast<std::int64_t>(sizeof(hash)) * world_size()},
-                               at::TensorOptions().dtype(at::kByte));
-    failure_->guarded(what, [&] { return group_->get()._allgather_base(all, mine)->wait(); });
-    const auto* bytes = all.const_data_ptr<std::uint8_t>();
-    bool same = true;
-    for (int r = 1; r < world_size(); ++r) {
-      same = same && std::memcmp(bytes, bytes + static_cast<std::size_t>(r) * sizeof(hash),
-                                 sizeof(hash)) == 0;
-    }
-    if (!same) {
-      const std::vector<std::string> whats = gather_text(comm::description_of(*this, what));
-      failure_->fail_with(comm::different_operations(whats, names_of_ranks_));
-    }
+    const std::size_t hash = std::hash<std::string>{}(what);
+    const at::Tensor all = gathered(what, as_tensor(&hash, 1, at::kLong));
+    const auto* hashes = all.const_data_ptr<std::int64_t>();
+    if (std::all_of(hashes, hashes + world_size(), [&](auto one) { return one == hashes[0]; }))
+      return;
+    const std::vector<std::string> whats = all_gather_text(comm::description_of(*this, what));
+    failure_->fail_with(comm::different_operations(whats, names_of_ranks_));
   }
 
   std::shared_ptr<GroupBackend> group_;

@@ -12,7 +12,6 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <utility>
-#include <vector>
 
 #include "strata/base/error.h"
 #include "strata/comm/collectives.h"
@@ -21,10 +20,9 @@
 namespace strata::torch {
 
 // The backend of a c10d process group, as collectives use it until let_go(). A backend's threads
-// release tensors, and may need Python's lock for that. So they must end before the interpreter
-// does, even if collectives, and an engine that holds them, live longer. The caller that ends the
-// interpreter calls let_go() before. The threads end with the last reference to the backend, which
-// the process group may hold.
+// may need Python's lock to release tensors, so they must end before the interpreter does, even if
+// collectives live longer. They end with the last reference to the backend, which the process group
+// may hold; the caller that ends the interpreter calls let_go() before.
 // Threads: one thread a rank; let_go() waits for the backend's, so without Python's lock.
 // Errors: get() throws CommError once the backend has gone.
 class GroupBackend {
@@ -44,31 +42,8 @@ class GroupBackend {
   c10::intrusive_ptr<c10d::Backend> backend_;  // null: let go
 };
 
-// The backends of one Collectives, which owns them.
-class UsedBackends {
- public:
-  void add(const std::shared_ptr<GroupBackend>& backend) { backends_.push_back(backend); }
-  // Whether living collectives use one of them.
-  bool in_use() const {
-    for (const auto& backend : backends_) {
-      if (!backend.expired()) return true;
-    }
-    return false;
-  }
-  void let_go() noexcept {
-    for (const auto& backend : std::exchange(backends_, {})) {
-      if (const auto used = backend.lock()) used->let_go();
-    }
-  }
-
- private:
-  std::vector<std::weak_ptr<GroupBackend>> backends_;
-};
-
 // For ranks on several hosts, and for processes of one host that may not read each other's memory.
-// `name`: the backend's, "gloo" or "nccl". `store` carries the reasons of failures. `id`
-// distinguishes groups that share a store, and is the same on every rank. `names`: the ranks' names
-// in errors.
+// Arguments: as in DeviceGroup.
 std::unique_ptr<comm::Collectives> make_c10d_collectives(std::shared_ptr<GroupBackend> group,
                                                          c10::intrusive_ptr<c10d::Store> store,
                                                          std::string id, std::string name,
@@ -79,13 +54,12 @@ std::unique_ptr<comm::Collectives> make_c10d_collectives(std::shared_ptr<GroupBa
 // operation the control plane also compares the operations of all ranks, and it knows which rank
 // died.
 //
-// Order. A bulk operation runs after the work that the calling thread's current stream held when it
-// was started, and wait() makes that stream wait for it; the host is not blocked. Work that reads a
-// result must go to Device::compute_stream(). A reduction overwrites its contribution. In a world
-// of one rank there is no backend: slices are copied, contributions scaled.
-// Memory: buffers come from the device, uncharged; freeing one waits for the current stream.
-// Threads, errors: see collectives.h; a failure of either plane ends both on this rank, and so does
-// letting the backend go.
+// Order. A bulk operation runs after the work that the calling thread's current stream holds, and
+// wait() makes that stream wait for it, not the host. Work that reads a result must go to
+// Device::compute_stream(). A reduction overwrites its contribution. In a world of one rank there
+// is no backend: slices are copied, contributions scaled. Memory: buffers come from the device,
+// uncharged; freeing one waits for the current stream. Threads, errors: see collectives.h; a
+// failure of either plane ends both on this rank, and so does letting the backend go.
 struct DeviceGroup {
   c10::Device place{c10::DeviceType::CPU};
   std::shared_ptr<device::Device> device;      // of `place`, made for this group alone

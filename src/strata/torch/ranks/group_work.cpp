@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "strata/base/error.h"
+#include "strata/comm/agreement.h"
 
 namespace strata::torch {
 namespace {
@@ -15,18 +16,19 @@ constexpr std::chrono::milliseconds kNoteWait{1000};
 }  // namespace
 
 GroupFailure::GroupFailure(c10::intrusive_ptr<c10d::Store> store, std::string id, int rank,
-                           int world_size, comm::RankNames names)
+                           int world_size, comm::RankNames names, Stop stop)
     : store_(std::move(store)),
       id_(std::move(id)),
       rank_(rank),
       world_size_(world_size),
-      names_(names) {}
+      names_(names),
+      stop_(std::move(stop)) {}
 
 std::string GroupFailure::key(int rank) const {
   return fmt::format("strata/notes/{}/{}", id_, rank);
 }
 
-void GroupFailure::post(Note::Kind kind, std::string_view text) noexcept {
+void GroupFailure::post(Kind kind, std::string_view text) noexcept {
   try {
     const std::string note = static_cast<char>(kind) + std::string(text);
     store_->set(key(rank_), std::vector<std::uint8_t>(note.begin(), note.end()));
@@ -41,9 +43,7 @@ GroupFailure::Notes GroupFailure::read() noexcept {
     for (int r = 0; r < world_size_; ++r) {
       if (!store_->check({key(r)})) continue;
       const std::vector<std::uint8_t> bytes = store_->get(key(r));
-      if (bytes.empty()) continue;
-      notes[static_cast<std::size_t>(r)] =
-          Note{static_cast<Note::Kind>(bytes[0]), std::string(bytes.begin() + 1, bytes.end())};
+      notes[static_cast<std::size_t>(r)].assign(bytes.begin(), bytes.end());
     }
   } catch (const std::exception&) {
     return notes;
@@ -55,15 +55,14 @@ GroupFailure::Notes GroupFailure::wait_for_all(std::chrono::milliseconds limit) 
   const auto end = std::chrono::steady_clock::now() + limit;
   for (;;) {
     auto notes = read();
-    const bool all =
-        std::all_of(notes.begin(), notes.end(), [](const auto& note) { return note.has_value(); });
+    const bool all = std::ranges::count(notes, std::string()) == 0;
     if (all || std::chrono::steady_clock::now() >= end) return notes;
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
 }
 
 void GroupFailure::destroyed() noexcept {
-  if (error_.empty() && !told_all_) post(Note::Kind::kLeft, "");
+  if (error_.empty() && !told_all_) post(kLeft, "");
 }
 
 void GroupFailure::rethrow() const {
@@ -72,35 +71,41 @@ void GroupFailure::rethrow() const {
 
 void GroupFailure::throw_if_a_peer_failed() {
   for (const auto& note : read()) {
-    if (!note.has_value() || note->kind == Note::Kind::kAt || note->kind == Note::Kind::kLeft)
-      continue;
-    error_ = note->text;
+    if (note.empty() || note[0] == kAt || note[0] == kLeft) continue;
+    error_ = note.substr(1);
     throw CommError(error_);
   }
 }
 
+void GroupFailure::stop(std::string_view reason) noexcept {
+  if (const Stop once = std::exchange(stop_, nullptr)) once(reason);
+}
+
 void GroupFailure::fail(std::string_view what, std::string_view error) {
+  if (!error_.empty()) stop(error_);
   rethrow();
-  post(Note::Kind::kAt, std::string(what));
+  post(kAt, std::string(what));
   const std::string cause = most_telling(wait_for_all(kNoteWait));
   fail_with(fmt::format("rank {}: {} failed: {} ({})", names_.of(rank_), what, cause, error));
 }
 
 void GroupFailure::fail_with(std::string message) {
   error_ = std::move(message);
-  post(Note::Kind::kFailed, error_);
+  post(kFailed, error_);
+  stop(error_);
   throw CommError(error_);
 }
 
 void GroupFailure::end(comm::Ending ending, std::string_view reason) noexcept {
-  if (!error_.empty()) return;
+  if (!error_.empty()) return stop(reason);
   try {
     error_ = fmt::format("rank {} {}: {}", names_.of(rank_),
                          ending == comm::Ending::kLeft ? "left" : "gave up", reason);
   } catch (const std::exception&) {  // no memory for the message
     error_ = "a rank gave up";
   }
-  post(Note::Kind::kGaveUp, error_);
+  post(kGaveUp, error_);
+  stop(reason);
 }
 
 // Prefers a reason that a rank gave, then a rank that is absent, then another rank's report of
@@ -111,14 +116,14 @@ std::string GroupFailure::most_telling(const Notes& notes) const {
   for (std::size_t r = 0; r < notes.size(); ++r) {
     const auto& note = notes[r];
     if (r == static_cast<std::size_t>(rank_)) continue;
-    if (!note.has_value()) {
+    if (note.empty()) {
       absent = fmt::format("rank {} did not come or is gone", names_.of(static_cast<int>(r)));
-    } else if (note->kind == Note::Kind::kGaveUp) {
-      return note->text;
-    } else if (note->kind == Note::Kind::kLeft) {
+    } else if (note[0] == kGaveUp) {
+      return note.substr(1);
+    } else if (note[0] == kLeft) {
       absent = fmt::format("rank {} has left", names_.of(static_cast<int>(r)));
-    } else if (note->kind == Note::Kind::kFailed) {
-      failed = note->text;
+    } else if (note[0] == kFailed) {
+      failed = note.substr(1);
     }
   }
   if (!absent.empty()) return absent;
@@ -141,12 +146,8 @@ void GroupWork::wait() {
     work->wait();
     if (finish_) finish_();
   } catch (const std::exception& error) {
-    try {
-      fail_(error.what());
-    } catch (const CommError& explained) {
-      failure_ = explained.what();
-      throw;
-    }
+    failure_ = comm::error_of([&] { fail_(error.what()); });
+    throw CommError(*failure_);
   }
 }
 

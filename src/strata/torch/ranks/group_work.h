@@ -23,14 +23,16 @@ namespace strata::torch {
 
 // The first failure of a process group. It is kept, so that every later call throws it again, and
 // posted as a note in the c10d Store, so that every other rank can name the failed rank and the
-// reason, although the backend only says that a connection closed. A rank has one note, the last
-// that it posted. A store that cannot be reached counts as one without notes. Shares the store.
+// reason: the backend only says that a connection closed. A rank has one note, its last. A store
+// that cannot be reached counts as one without notes. Shares the store.
 class GroupFailure {
  public:
+  // Ends what else belongs to the group, with the reason.
+  using Stop = std::function<void(std::string_view)>;
   // `id` distinguishes the groups that share a store; it is the same on every rank, and never used
-  // again.
+  // again. `stop`: called once, when this rank has failed or ended; may be null.
   GroupFailure(c10::intrusive_ptr<c10d::Store> store, std::string id, int rank, int world_size,
-               comm::RankNames names = {});
+               comm::RankNames names = {}, Stop stop = nullptr);
   GroupFailure(const GroupFailure&) = delete;
   GroupFailure& operator=(const GroupFailure&) = delete;
 
@@ -38,8 +40,8 @@ class GroupFailure {
   void rethrow() const;
   // Throws, and keeps, the failure that another rank has posted, if one has.
   void throw_if_a_peer_failed();
-  // Reads the other ranks' notes, because a backend only knows that a connection closed. Then
-  // keeps, posts and throws the resulting failure. `error`: the backend's message.
+  // Reads the other ranks' notes. Then keeps, posts and throws the resulting failure. `error`: the
+  // backend's message.
   [[noreturn]] void fail(std::string_view what, std::string_view error);
   // Keeps, posts and throws `message` unchanged.
   [[noreturn]] void fail_with(std::string message);
@@ -53,7 +55,7 @@ class GroupFailure {
   // Runs a call of the backend.
   template <typename Call>
   auto guarded(std::string_view what, Call&& call) -> decltype(call()) {
-    rethrow();
+    if (!error_.empty()) fail(what, "");
     try {
       return std::forward<Call>(call)();
     } catch (const std::exception& error) {
@@ -62,34 +64,32 @@ class GroupFailure {
   }
 
  private:
-  struct Note {
-    enum class Kind : char { kAt = 'w', kFailed = 'f', kGaveUp = 'a', kLeft = 'l' };
-    Kind kind;
-    std::string text;  // where it was, the error, the reason; empty for kLeft
-  };
-  using Notes = std::vector<std::optional<Note>>;  // by rank; nullopt: without a note
+  enum Kind : char { kAt = 'w', kFailed = 'f', kGaveUp = 'a', kLeft = 'l' };
+  // By rank: its kind, and where the rank was, the error or the reason; empty: without a note.
+  using Notes = std::vector<std::string>;
 
   std::string key(int rank) const;
-  void post(Note::Kind kind, std::string_view text) noexcept;
+  void post(Kind kind, std::string_view text) noexcept;
   Notes read() noexcept;
   // Like read(), but waits up to `limit` for a note of every rank.
   Notes wait_for_all(std::chrono::milliseconds limit) noexcept;
   std::string most_telling(const Notes& notes) const;
+  void stop(std::string_view reason) noexcept;
 
   c10::intrusive_ptr<c10d::Store> store_;
   std::string id_;
   int rank_;
   int world_size_;
   comm::RankNames names_;
+  Stop stop_;          // null: called already
   std::string error_;  // empty while all is well
   bool told_all_ = false;
 };
 
 // An operation of a c10d backend as a Work of the Collectives interface. wait() also runs the
-// function that finishes the result. On a GPU wait() makes the current stream wait, and queues that
-// function's work behind it; the host goes on. Threads: those of the Collectives that made it.
-// Errors: wait() calls `fail` with the backend's error and throws its exception, the same one at
-// each call; the destructor waits and drops errors.
+// function that finishes the result; on a GPU the current stream waits, not the host. Threads:
+// those of the Collectives that made it. Errors: wait() calls `fail` with the backend's error and
+// throws its exception, the same one at each call; the destructor waits and drops errors.
 class GroupWork final : public comm::Work {
  public:
   // Turns the backend's error into the group's own CommError, and throws it.

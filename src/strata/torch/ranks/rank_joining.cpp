@@ -14,23 +14,18 @@
 #include <utility>
 
 #include "strata/base/error.h"
-#include "strata/comm/collectives.h"
 #include "strata/comm/combined/combined_collectives.h"
 #include "strata/comm/host/host_collectives.h"
 #include "strata/comm/peer/peer_collectives.h"
+#include "strata/engine/unit/unit.h"
 #include "strata/torch/base/placement.h"
 
 namespace strata::torch {
 namespace {
 
-using comm::TransportKind;
 using Control = comm::TransportChoice::Control;
 
 constexpr std::string_view kFailed = "failed: ";
-
-std::chrono::milliseconds timeout_of(const engine::Config& config) {
-  return std::chrono::milliseconds(static_cast<std::int64_t>(config.strata.timeout_s * 1000.0));
-}
 
 // Ranks find each other through a c10d Store (torchrun's, or a TCPStore of one's own).
 // CommError names the ranks that did not come within the timeout.
@@ -143,101 +138,84 @@ bool may_share_devices(const comm::TransportSettings& settings) {
          std::ranges::all_of(named, [](auto name) { return name == "peer" || name == "auto"; });
 }
 
-// Ranks of the world that exchange bytes with each other.
-class Part {
- public:
-  Part(const engine::Config& config, const JoiningRank& me, comm::RankNames names, int size)
-      : config_(config), me_(me), size_(size) {
-    options_.timeout = timeout_of(config);
-    options_.names = names;
-    for (int r = 0; r < size; ++r) ranks_.push_back(names.of(r));
-    rank_ = (me.rank - names.first) / names.step;
-    store_ = c10::make_intrusive<c10d::PrefixStore>(
-        fmt::format("ranks-{}-{}-{}", names.first, size, names.step), me.store);
+// The result has moved some bytes when this returns.
+std::shared_ptr<comm::Collectives> make_nccl(const JoiningRank& me, DeviceGroup group) {
+  try {
+    std::vector<at::Tensor> zero{
+        at::zeros({1}, at::TensorOptions().dtype(at::kFloat).device(me.place))};
+    group.bulk->get().allreduce(zero)->wait();
+    group.device->compute_stream().synchronize();
+  } catch (const std::exception& error) {
+    std::array<char, 256> host{};
+    ::gethostname(host.data(), host.size() - 1);
+    throw CommError(fmt::format("rank {} on host {}: NCCL did not start on {}: {}", me.rank,
+                                host.data(), me.place.str(), error.what()));
   }
+  return make_device_collectives(std::move(group));
+}
 
-  comm::RankSet set(const std::vector<Lines>& world) const {
-    comm::RankSet set{size_, true};
-    for (const int r : ranks_) {
-      set.one_host = set.one_host && world[static_cast<std::size_t>(r)][kHost] ==
-                                         world[static_cast<std::size_t>(ranks_[0])][kHost];
-    }
-    return set;
-  }
+using Choose = comm::TransportChoice (*)(const comm::TransportSettings&, const comm::RankSet&,
+                                         bool on_gpus);
 
-  comm::JoinedTransports join(const comm::TransportChoice& choice, bool nccl_runs) {
-    if (choice.control == Control::kNone) return {single_rank(me_.place, me_.waits), std::nullopt};
-    const std::shared_ptr<comm::Collectives> control = make_control(choice.control);
-    if (!choice.bulk) return {control, std::nullopt};
-    comm::TransportFactories makers;
-    makers.peers = [&] {
-      comm::PeerOptions options{options_.timeout, options_.names};
-      return std::shared_ptr(
-          comm::make_peer_collectives(make_device(me_.place, 1, me_.waits), control, options));
-    };
-    if (me_.new_backend) makers.nccl = [&] { return make_nccl(control); };
-    makers.nccl_runs = nccl_runs;
-    makers.probe = [&](comm::Collectives& collectives) {
-      return comm::probe(collectives, *make_device(me_.place, 1, me_.waits),
-                         {config_.precision.param_dtype.value_or(DType::kFloat32),
-                          config_.precision.communication_dtype});
-    };
-    makers.say = [&](bool warning, const std::string& text) {
-      if (rank_ == 0 && me_.say) me_.say(warning, text);
-    };
-    return comm::join_transports(*choice.bulk, makers);
-  }
-
- private:
-  std::shared_ptr<comm::Collectives> make_control(Control control) {
-    if (control == Control::kSharedMemory) {
-      StoreBootstrap bootstrap(store_, rank_, size_, options_.timeout);
-      return comm::make_shm_collectives(bootstrap, options_);
-    }
-    return make_c10d_collectives(me_.new_backend("gloo", ranks_), store_, new_id(), "gloo",
-                                 options_.names);
-  }
-
+// Joins `size` ranks of the world, which `names` tells, by the transports that `choose` returns.
+comm::JoinedTransports join_some(const engine::Config& config, const JoiningRank& me,
+                                 const std::vector<Lines>& world, comm::RankNames names, int size,
+                                 Choose choose, bool nccl_runs) {
+  const int rank = (me.rank - names.first) / names.step;
+  std::vector<int> ranks;  // as the world numbers them
+  for (int r = 0; r < size; ++r) ranks.push_back(names.of(r));
+  const std::string& host = engine::nth(world, ranks[0])[kHost];
+  const bool one_host =
+      std::ranges::all_of(ranks, [&](int r) { return engine::nth(world, r)[kHost] == host; });
+  const auto store = c10::make_intrusive<c10d::PrefixStore>(
+      fmt::format("ranks-{}-{}-{}", names.first, size, names.step), me.store);
   // An id that is the same on all ranks and never used again.
-  std::string new_id() {
-    return fmt::format("group-{}", store_->add(fmt::format("strata/groups/{}", rank_), 1));
-  }
+  const auto new_id = [&] {
+    return fmt::format("group-{}", store->add(fmt::format("strata/groups/{}", rank), 1));
+  };
+  comm::CommOptions options;
+  options.timeout = timeout_of(config);
+  options.names = names;
 
-  // The result has moved some bytes when this returns.
-  std::shared_ptr<comm::Collectives> make_nccl(std::shared_ptr<comm::Collectives> control) {
-    DeviceGroup group;
-    group.place = me_.place;
-    group.device = make_device(me_.place, 1, me_.waits);
-    group.control = std::move(control);
-    group.bulk = me_.new_backend("nccl", ranks_);
-    group.store = store_;
-    group.id = new_id();
-    group.name = "nccl";
-    group.names = options_.names;
-    try {
-      std::vector<at::Tensor> zero{
-          at::zeros({1}, at::TensorOptions().dtype(at::kFloat).device(me_.place))};
-      group.bulk->get().allreduce(zero)->wait();
-      group.device->compute_stream().synchronize();
-    } catch (const std::exception& error) {
-      std::array<char, 256> host{};
-      ::gethostname(host.data(), host.size() - 1);
-      throw CommError(fmt::format("rank {} on host {}: NCCL did not start on {}: {}", me_.rank,
-                                  host.data(), me_.place.str(), error.what()));
-    }
-    return make_device_collectives(std::move(group));
+  const comm::TransportChoice choice =
+      choose(config.strata.transports, {size, one_host}, me.on_gpu);
+  if (choice.control == Control::kNone) return {single_rank(me.place, me.waits), std::nullopt};
+  std::shared_ptr<comm::Collectives> control;
+  if (choice.control == Control::kSharedMemory) {
+    StoreBootstrap bootstrap(store, rank, size, options.timeout);
+    control = comm::make_shm_collectives(bootstrap, options);
+  } else {
+    control = make_c10d_collectives(me.new_backend("gloo", ranks), store, new_id(), "gloo", names);
   }
-
-  const engine::Config& config_;
-  const JoiningRank& me_;
-  int size_;
-  int rank_;
-  comm::CommOptions options_;
-  std::vector<int> ranks_;  // as the world numbers them
-  c10::intrusive_ptr<c10d::Store> store_;
-};
+  if (!choice.bulk) return {control, std::nullopt};
+  comm::TransportFactories makers;
+  makers.peers = [&] {
+    comm::PeerOptions peers{options.timeout, names};
+    return std::shared_ptr(comm::make_peer_collectives(me.make_device(), control, peers));
+  };
+  if (me.new_backend) {
+    makers.nccl = [&] {
+      return make_nccl(me, {me.place, me.make_device(), control, me.new_backend("nccl", ranks),
+                            store, new_id(), "nccl", names});
+    };
+  }
+  makers.nccl_runs = nccl_runs;
+  makers.probe = [&](comm::Collectives& collectives) {
+    return comm::probe(collectives, *me.make_device(),
+                       {config.precision.param_dtype.value_or(DType::kFloat32),
+                        config.precision.communication_dtype});
+  };
+  makers.say = [&](bool warning, const std::string& text) {
+    if (rank == 0 && me.say) me.say(warning, text);
+  };
+  return comm::join_transports(*choice.bulk, makers);
+}
 
 }  // namespace
+
+std::chrono::milliseconds timeout_of(const engine::Config& config) {
+  return std::chrono::milliseconds(static_cast<std::int64_t>(config.strata.timeout_s * 1000.0));
+}
 
 std::string host_identity() {
   std::ifstream file("/proc/sys/kernel/random/boot_id");
@@ -264,23 +242,21 @@ comm::JoinedTransports join_ranks(const engine::Config& config, const JoiningRan
   require_same(world, kKinds, "strata.collectives, strata.gather and strata.reduce", "collectives");
   if (!may_share_devices(settings)) require_own_devices(world);
 
-  Part inside(config, me, groups.inside_of(me.rank), groups.size);
   const bool nccl_runs = groups.count == 1 && std::ranges::all_of(world, [](const Lines& lines) {
                            return !lines[kNcclRuns].empty();
                          });
-  comm::JoinedTransports joined =
-      inside.join(choose_inside(settings, inside.set(world), me.on_gpu), nccl_runs);
+  comm::JoinedTransports joined = join_some(config, me, world, groups.inside_of(me.rank),
+                                            groups.size, &comm::choose_inside, nccl_runs);
   if (settings.joint_gathers && me.world_size > 1 && joined.collectives->traits().one_sided) {
-    joined.collectives =
-        comm::make_joint_gathers(std::move(joined.collectives), make_device(me.place, 1, me.waits));
+    joined.collectives = comm::make_joint_gathers(std::move(joined.collectives), me.make_device());
   }
   if (groups.count == 1) return joined;
-  Part across(config, me, groups.across_of(me.rank), groups.count);
   std::shared_ptr<comm::Collectives> replicas =
-      across.join(choose_across(settings, across.set(world), me.on_gpu), false).collectives;
-  joined.collectives =
-      comm::make_grouped_collectives(std::move(joined.collectives), std::move(replicas),
-                                     make_device(me.place, 1, me.waits), config.slices());
+      join_some(config, me, world, groups.across_of(me.rank), groups.count, &comm::choose_across,
+                false)
+          .collectives;
+  joined.collectives = comm::make_grouped_collectives(
+      std::move(joined.collectives), std::move(replicas), me.make_device(), config.slices());
   return joined;
 }
 

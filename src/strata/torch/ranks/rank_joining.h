@@ -21,6 +21,7 @@
 #include "strata/comm/combined/transport_join.h"
 #include "strata/device/device.h"
 #include "strata/engine/config/config.h"
+#include "strata/torch/base/placement.h"
 #include "strata/torch/ranks/c10d_collectives.h"
 
 namespace strata::torch {
@@ -42,7 +43,14 @@ struct JoiningRank {
                                               const std::vector<int>& ranks)>
       new_backend;
   std::function<void(bool warning, const std::string& text)> say;  // logs, on rank 0; may be null
+
+  std::shared_ptr<device::Device> make_device() const {
+    return torch::make_device(place, 1, waits);
+  }
 };
+
+// The time that ranks wait for each other.
+std::chrono::milliseconds timeout_of(const engine::Config& config);
 
 // Equal for processes that can map each other's memory: same boot of one kernel, same PID
 // namespace, same user.

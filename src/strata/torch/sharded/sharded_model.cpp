@@ -1,10 +1,18 @@
 #include "strata/torch/sharded/sharded_model.h"
 
+#include <ATen/autocast_mode.h>
+#include <ATen/ops/empty.h>
+#include <fmt/core.h>
+
+#include <algorithm>
 #include <system_error>
 
 #include "strata/base/error.h"
+#include "strata/engine/checkpoint/shard_states.h"
+#include "strata/format/manifest.h"
+#include "strata/torch/base/placement.h"
+#include "strata/torch/base/tensors.h"
 #include "strata/torch/start/adoption.h"
-#include "strata/torch/start/init_choice.h"
 #include "strata/torch/start/lending.h"
 #include "strata/torch/start/model_start.h"
 
@@ -19,6 +27,27 @@ std::vector<at::Tensor> variables_of(const ModelInput& input) {
 
 forecast::Trainers trainers_with(engine::UpdateRule rule, const ModelRuntime& runtime) {
   return {rule, runtime.collectives->traits(), runtime.device->runs_ahead()};
+}
+
+std::int64_t count_of(const std::pair<Numel, Numel>& range) {
+  return (range.second - range.first).value;
+}
+
+// As the engine's stores and checkpoints name it.
+std::string_view kind_of(std::string_view kind) {
+  return kind == kMaster ? format::kValue : kind;
+}
+
+bool has(const engine::ShardStates& states, int unit, std::string_view kind) {
+  return std::ranges::count(states.kinds_of(unit), kind) > 0;
+}
+
+void require_numel(const at::Tensor& values, std::int64_t wanted, const std::string& name) {
+  if (values.scalar_type() == at::kFloat && values.is_contiguous() && values.numel() == wanted)
+    return;
+  throw UsageError(
+      fmt::format("a state of parameter '{}' has {} elements in fp32; give as many; found {} in {}",
+                  name, wanted, values.numel(), c10::toString(values.scalar_type())));
 }
 
 }  // namespace
@@ -58,26 +87,6 @@ void ShardedModel::free_originals() {
   }
 }
 
-void ShardedModel::require_alive() const {
-  if (!alive())
-    throw UsageError("the engine was destroyed; call initialize() again to go on with this model");
-}
-
-engine::Engine& ShardedModel::engine() {
-  require_alive();
-  return *engine_;
-}
-
-TrainingPasses& ShardedModel::passes() {
-  require_alive();
-  return *passes_;
-}
-
-ValueAccess& ShardedModel::values() {
-  require_alive();
-  return *values_;
-}
-
 forecast::MemoryForecast ShardedModel::memory_forecast() {
   forecast::Training training;
   training.options = engine().options();
@@ -86,13 +95,14 @@ forecast::MemoryForecast ShardedModel::memory_forecast() {
   training.micro_steps = static_cast<int>(control().accumulation_steps());
   training.runs_ahead = runtime_.device->runs_ahead();
   training.saves_beside = config().async_checkpoints;
-  return forecast::forecast_memory(engine_->weights().params(),
-                                   plan_now(model_, engine_->weights()), model_.tree, training);
+  plan::ModelPlan plan = model_.plan;
+  for (const engine::Unit& unit : engine_->weights().units())  // some were unfrozen since
+    engine::nth(plan.units, unit.id).trainable = unit.trainable();
+  return forecast::forecast_memory(engine_->weights().params(), plan, model_.tree, training);
 }
 
 void ShardedModel::begin_forward() {
-  require_alive();
-  engine_->state_offload().require_weights("a forward");
+  engine().state_offload().require_weights("a forward");
   passes_->begin_forward();
 }
 
@@ -102,33 +112,9 @@ void ShardedModel::enter_root() {
   passes_->enter_root();
 }
 
-void ShardedModel::leave_root(std::span<const at::Tensor> outputs) {
-  if (alive()) passes_->leave_root(outputs);
-}
-
-at::Tensor ShardedModel::scale(const at::Tensor& loss) {
-  require_alive();
-  return passes_->scale(loss);
-}
-
-at::Tensor ShardedModel::factored(const at::Tensor& loss, bool by_accumulation) {
-  require_alive();
-  return passes_->factored(loss, by_accumulation);
-}
-
 void ShardedModel::begin_backward() {
-  require_alive();
-  values_->gather_what_was_saved();
+  values().gather_what_was_saved();
   passes_->begin_backward();
-}
-
-void ShardedModel::end_backward() {
-  require_alive();
-  passes_->end_backward();
-}
-
-void ShardedModel::abandon_backward() noexcept {
-  if (alive()) passes_->abandon_backward();
 }
 
 std::optional<engine::StepResult> ShardedModel::step(std::span<const engine::GroupScalars> groups) {
@@ -138,11 +124,10 @@ std::optional<engine::StepResult> ShardedModel::step(std::span<const engine::Gro
 }
 
 bool ShardedModel::offload_states(const engine::StateSet& states, bool pinned) {
-  require_alive();
-  engine_->state_offload().require_no_pass();
+  engine().state_offload().require_no_pass();
   passes_->let_go();
   passes_->shown_gradients().take_back();  // until all is back
-  const Scopes::Claim claim(passes_->scopes());
+  const std::shared_ptr<void> claim = passes_->scopes().claim();
   try {
     return engine_->state_offload().offload_states(states, pinned);
   } catch (...) {
@@ -152,43 +137,13 @@ bool ShardedModel::offload_states(const engine::StateSet& states, bool pinned) {
 }
 
 void ShardedModel::reload_states() {
-  require_alive();
-  engine_->state_offload().reload_states();
+  engine().state_offload().reload_states();
   passes_->show_gradients();
-}
-
-void ShardedModel::gather(std::span<const int> params) {
-  require_alive();
-  values_->gather(params);
-}
-
-void ShardedModel::release(std::span<const int> params, bool discard) {
-  if (alive()) values_->release(params, discard);
-}
-
-bool ShardedModel::read(int param) {
-  return alive() && values_->read(param);
-}
-
-bool ShardedModel::gathered(int param) const {
-  return alive() && values_->gathered(param);
-}
-
-void ShardedModel::put_back(std::span<const int> params) {
-  for (const int param : params) parameters_.put_back(param);
-}
-
-std::pair<Numel, Numel> ShardedModel::owned_range(int param) const {
-  require_alive();
-  return engine_->weights().owned_range(param);
 }
 
 void ShardedModel::lend_values(int param, const Borrowing& borrowing) {
   values().require_own_memory();
-  if (lends_pieces(*engine_) && (borrowing.own_part || !borrowing.may_be_whole)) {
-    lend_pieces(*engine_, runtime_.place, param, borrowing);
-    return;
-  }
+  if (lend_pieces(*engine_, runtime_.place, param, borrowing)) return;
   const int params[] = {param};
   gather(params);
   FirstError first;
@@ -206,8 +161,7 @@ void ShardedModel::wait_for_all() {
 }
 
 void ShardedModel::destroy(bool keep_values) {
-  require_alive();
-  if (engine_->state_offload().away().weights)
+  if (engine().state_offload().away().weights)
     engine_->state_offload().reload_states();  // parameters keep values
   passes_->scopes().end_micro_step();
   engine_->gatherer().complete_all();
@@ -222,8 +176,7 @@ void ShardedModel::destroy(bool keep_values) {
 }
 
 void ShardedModel::retire() {
-  require_alive();
-  passes_->scopes().end_backward();
+  scopes().end_backward();
   wait_for_all();
   let_go({});
 }
@@ -236,7 +189,7 @@ std::vector<at::Tensor> ShardedModel::own_copies(bool of_sharded) {
     FirstError first;
     first.attempt([&] {
       for (const int param : unit.spec.params)
-        full[static_cast<std::size_t>(param)] = parameters_.variable(param).detach().clone();
+        engine::nth(full, param) = parameters_.variable(param).detach().clone();
     });
     release(unit.spec.params, true);
     first.rethrow();
@@ -251,6 +204,142 @@ void ShardedModel::let_go(std::span<const at::Tensor> full) {
   passes_.reset();
   engine_.reset();
   parameters_.unbind(full);
+}
+
+AutocastGuard::AutocastGuard(const ShardedModel& model) : type_(model.place().type()) {
+  const std::optional<DType> dtype = model.config().precision.autocast;
+  if (!dtype) return;
+  was_enabled_ = at::autocast::is_autocast_enabled(type_);
+  dtype_before_ = at::autocast::get_autocast_dtype(type_);
+  kept_casts_ = at::autocast::is_autocast_cache_enabled();
+  at::autocast::set_autocast_enabled(type_, true);
+  at::autocast::set_autocast_dtype(type_, to_scalar_type(*dtype));
+  at::autocast::set_autocast_cache_enabled(false);
+  at::autocast::increment_nesting();
+}
+
+AutocastGuard::~AutocastGuard() {
+  if (!dtype_before_) return;
+  if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
+  at::autocast::set_autocast_enabled(type_, was_enabled_);
+  at::autocast::set_autocast_dtype(type_, *dtype_before_);
+  at::autocast::set_autocast_cache_enabled(kept_casts_);
+}
+
+StateValues::StateValues(ShardedModel& model, int param)
+    : model_(model),
+      engine_(model.engine()),
+      param_(param),
+      unit_(engine_.weights().unit_of(param)),
+      mine_(range_in_shard(engine_.weights(), param, engine_.collectives().shard_position().index)),
+      at_(count_of(mine_) == 0 ? Numel() : offset_in_shard(engine_, param, mine_.first)) {}
+
+std::pair<std::int64_t, std::int64_t> StateValues::range() const {
+  return {mine_.first.value, mine_.second.value};
+}
+
+void StateValues::finish_queued() {
+  engine_.state_offload().require_all("reading or setting a state of a parameter");
+  engine_.finish_step();
+  engine_.device().compute_stream().synchronize();
+}
+
+// A view of this rank's part of the gradient, which must be filled.
+at::Tensor StateValues::gradient_view() {
+  float* const values = engine_.shards().gradients().values(unit_.id).data();
+  return tensor_over(values + at_.size(), count_of(mine_), at::kFloat, model_.place());
+}
+
+std::optional<at::Tensor> StateValues::part(std::string_view kind) {
+  finish_queued();
+  if (!unit_.trainable()) return std::nullopt;
+  if (kind == kGradient) {
+    model_.passes().shown_gradients().apply();
+    if (!engine_.shards().gradients().filled(unit_.id)) return std::nullopt;
+    at::Tensor copy = gradient_view().clone();
+    current_stream(model_.place()).synchronize();
+    return copy;
+  }
+  engine::ShardStates states(engine_);
+  if (!has(states, unit_.id, kind_of(kind))) return std::nullopt;
+  const auto dtype = to_scalar_type(states.dtype_of(unit_.id, kind_of(kind)));
+  const at::Tensor copy = at::empty({count_of(mine_)}, dtype);
+  states.enqueue_read(unit_.id, kind_of(kind), at_, Numel(count_of(mine_)), mutable_bytes(copy));
+  states.settle();
+  return copy.to(at::TensorOptions(at::kFloat).device(model_.place()));
+}
+
+std::optional<at::Tensor> StateValues::whole(std::string_view kind) {
+  const std::optional<at::Tensor> mine = part(kind);
+  if (!mine) return std::nullopt;
+  return join(*mine);
+}
+
+std::optional<at::Tensor> StateValues::joined(const std::optional<at::Tensor>& mine) {
+  if (mine) require_numel(*mine, count_of(mine_), engine_.weights().param(param_).name);
+  finish_queued();
+  double missing = mine || count_of(mine_) == 0 ? 0.0 : 1.0;
+  engine_.collectives().all_reduce({&missing, 1}, comm::ReduceOp::kMax);
+  if (missing > 0.0) return std::nullopt;
+  const auto options = at::TensorOptions(at::kFloat).device(model_.place());
+  return join(mine ? *mine : at::empty({0}, options));
+}
+
+at::Tensor StateValues::join(const at::Tensor& mine) {
+  const engine::Weights& weights = engine_.weights();
+  at::Tensor all = at::empty({weights.slot_of(param_).numel.value},
+                             at::TensorOptions(at::kFloat).device(model_.place()));
+  all.narrow(0, mine_.first.value, count_of(mine_)).copy_(mine);
+  current_stream(model_.place()).synchronize();
+  // If every shard group holds all shards, those of the first group count.
+  for (int index = 0; index < unit_.layout.world_size(); ++index) {
+    const std::pair<Numel, Numel> range = range_in_shard(weights, param_, index);
+    if (count_of(range) == 0) continue;
+    engine_.collectives().broadcast(
+        mutable_bytes(all.narrow(0, range.first.value, count_of(range))), index);
+  }
+  engine_.device().compute_stream().synchronize();
+  return all;
+}
+
+void StateValues::set_masters(const at::Tensor& values) {
+  engine_.require_intact_weights();
+  engine_.gatherer().invalidate(engine::Changed::kAll);
+  engine_.collectives().barrier();  // now no rank reads this rank's shard
+  engine_.weights().store(param_, mine_.first, Numel(count_of(mine_)), mutable_bytes(values).data(),
+                          DType::kFloat32);
+  engine_.weights_changed();
+}
+
+bool StateValues::set_part(std::string_view kind, const at::Tensor& values) {
+  require_numel(values, count_of(mine_), engine_.weights().param(param_).name);
+  if (!unit_.trainable()) return false;
+  finish_queued();
+  if (kind == kMaster) {
+    set_masters(values);
+    return true;
+  }
+  if (kind == kGradient) {
+    if (!engine_.shards().gradients().filled(unit_.id)) return false;
+    model_.passes().shown_gradients().take_back();
+    engine_.reducer().edits().store(unit_.id, engine_.weights().slot_index_of(param_),
+                                    values.const_data_ptr<float>());
+    current_stream(model_.place()).synchronize();
+    model_.passes().shown_gradients().show();
+    return true;
+  }
+  engine::ShardStates states(engine_);
+  if (!has(states, unit_.id, kind_of(kind))) return false;
+  states.enqueue_store(param_, kind_of(kind), mine_.first, Numel(count_of(mine_)),
+                       mutable_bytes(values).data(), DType::kFloat32);
+  states.settle();
+  return true;
+}
+
+bool StateValues::set_whole(std::string_view kind, const at::Tensor& values) {
+  require_numel(values, engine_.weights().slot_of(param_).numel.value,
+                engine_.weights().param(param_).name);
+  return set_part(kind, values.narrow(0, mine_.first.value, count_of(mine_)).to(model_.place()));
 }
 
 }  // namespace strata::torch

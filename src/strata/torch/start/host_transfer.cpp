@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstring>
 #include <memory>
+#include <string_view>
 #include <thread>
 
 #include "strata/base/error.h"
@@ -19,19 +20,115 @@ namespace {
 
 constexpr Bytes kValueAlignment = 256_B;  // at which values of a parameter begin in a buffer
 
+// Targets of an export are new memory, whose pages the system allocates at the first write. Parts
+// and buffers are larger than for other copies, so that many threads touch new pages at once and
+// few of them the same huge page.
+constexpr checkpoint::RingOptions kExportRing{4, 16_MiB};
+constexpr std::int64_t kExported = (1_MiB).value;  // bytes that one thread copies at once
+
 }  // namespace
+
+static_assert(sizeof(kernels::Fingerprint) == kFingerprintBytes);
+
+std::size_t block_count(Bytes bytes) {
+  return static_cast<std::size_t>((bytes.value + kBlock.value - 1) / kBlock.value);
+}
+
+void Fingerprints::add(std::span<const std::byte> bytes, bool on_host, std::span<char> target) {
+  STRATA_ASSERT(target.size() == block_count(Bytes(bytes.size())) * kFingerprintBytes);
+  if (bytes.empty()) return;
+  if (!on_host) {
+    on_device_.push_back({bytes, target.data()});
+    return;
+  }
+  char* next = target.data();
+  for (std::size_t at = 0; at < bytes.size(); at += kBlock.size()) {
+    on_host_.push_back({bytes.subspan(at, std::min(kBlock.size(), bytes.size() - at)), next});
+    next += kFingerprintBytes;
+  }
+}
+
+void Fingerprints::flush() {
+  threads_.parallel_for(
+      static_cast<std::int64_t>(on_host_.size()), 1, [&](std::int64_t begin, std::int64_t end) {
+        for (auto i = static_cast<std::size_t>(begin); i < static_cast<std::size_t>(end); ++i) {
+          const kernels::Fingerprint sums = kernels::fingerprint(on_host_[i].bytes, nullptr);
+          std::memcpy(on_host_[i].target, &sums, kFingerprintBytes);
+        }
+      });
+  on_host_.clear();
+  if (on_device_.empty()) return;
+  std::vector<std::span<const std::byte>> runs;
+  for (const Added& each : on_device_) runs.push_back(each.bytes);
+  const auto sums = device_.fingerprints(runs, kBlock, device_.compute_stream());
+  auto next = sums.begin();
+  for (std::size_t i = 0; i < runs.size(); ++i) {
+    const std::size_t blocks = block_count(Bytes(runs[i].size()));
+    std::memcpy(on_device_[i].target, &*next, blocks * kFingerprintBytes);
+    next += static_cast<std::ptrdiff_t>(blocks);
+  }
+  on_device_.clear();
+}
+
+Comparison::Comparison(comm::Collectives& collectives,
+                       const std::vector<ModelParameter>& parameters)
+    : collectives_(collectives) {
+  first_.push_back(0);
+  for (const ModelParameter& parameter : parameters) {
+    const Bytes bytes(parameter.variable.nbytes());
+    first_.push_back(first_.back() + (parameter.has_own_values() ? block_count(bytes) : 0));
+  }
+  differs_.resize(first_.back());
+  if (!wanted()) return;
+  found_.resize(first_.back() * kFingerprintBytes);
+  given_.assign(first_.back(), '0');
+}
+
+std::span<char> Comparison::place_for(int param, std::size_t first, std::size_t count) {
+  STRATA_ASSERT(wanted() && first_block(param) + first + count <= first_block(param + 1));
+  const std::size_t begin = first_block(param) + first;
+  std::fill_n(given_.begin() + static_cast<std::ptrdiff_t>(begin), count, '1');
+  return std::span(found_).subspan(begin * kFingerprintBytes, count * kFingerprintBytes);
+}
+
+void Comparison::exchange() {
+  if (!wanted()) return;
+  const std::vector<std::string> all = collectives_.all_gather_text(found_ + given_);
+  for (std::size_t i = 0; i < differs_.size(); ++i) {
+    const auto at = [&](std::size_t rank) {
+      return std::string_view(all[rank]).substr(i * kFingerprintBytes, kFingerprintBytes);
+    };
+    const auto given = [&](std::size_t rank) { return all[rank][found_.size() + i] == '1'; };
+    for (std::size_t r = 1; r < all.size(); ++r)
+      differs_[i] = differs_[i] || (given(0) && given(r) && at(r) != at(0));
+    any_ = any_ || differs_[i];
+  }
+}
+
+std::vector<Comparison::Run> Comparison::runs(int param, std::size_t most) const {
+  std::vector<Run> runs;
+  const std::size_t first = first_block(param);
+  for (std::size_t i = first; i < first_block(param + 1); ++i) {
+    const bool differs = differs_[i];
+    const bool goes_on = !runs.empty() && runs.back().differs == differs &&
+                         (!differs || runs.back().end - runs.back().begin < most);
+    if (!goes_on) runs.push_back({i - first, i - first, differs});
+    ++runs.back().end;
+  }
+  return runs;
+}
 
 // Threads that fill buffers in the order of turns, as the ring opens them.
 class HostIntake::Filling final : public checkpoint::Source {
  public:
-  Filling(HostIntake& intake, ThreadPool& threads)
+  explicit Filling(HostIntake& intake)
       : turns_(intake.turns_),
         blocks_(intake.blocks_),
         looks_(intake.looks_),
         buffers_(intake.turns_.size()),
         left_(std::make_unique<std::atomic<std::int64_t>[]>(intake.turns_.size())) {
     for (std::size_t i = 0; i < intake.turns_.size(); ++i) left_[i] = intake.turns_[i].blocks;
-    leader_ = std::jthread([this, &threads] {
+    leader_ = std::jthread([this, &threads = intake.threads_] {
       // After the blocks, one turn for each thread to help with the remaining fingerprints.
       const auto kept = static_cast<std::int64_t>(blocks_.size());
       threads.parallel_for(kept + threads.threads(), 1, [this](std::int64_t i, std::int64_t) {
@@ -57,29 +154,19 @@ class HostIntake::Filling final : public checkpoint::Source {
     piece.bytes = Bytes(turns_[next_++].used);
     return true;
   }
-  std::unique_ptr<io::Transfer> fill(checkpoint::Piece& piece,
+  std::unique_ptr<io::Transfer> fill(checkpoint::Piece& /*piece*/,
                                      std::span<std::byte> buffer) override {
     buffers_[opened_] = buffer.data();
     ++opened_;
     opened_.notify_all();
-    return std::make_unique<Turnful>(left_[piece.index]);
+    return nullptr;  // filled() waits; the buffers outlive the threads, which this object joins
+  }
+  void filled(const checkpoint::Piece& piece) override {
+    std::atomic<std::int64_t>& left = left_[piece.index];
+    for (std::int64_t blocks = left; blocks > 0; blocks = left) left.wait(blocks);
   }
 
  private:
-  // Ends when a turn's buffer is full.
-  class Turnful final : public io::Transfer {
-   public:
-    explicit Turnful(std::atomic<std::int64_t>& left) : left_(left) {}
-    ~Turnful() override { Turnful::wait(); }
-    bool done() override { return left_ == 0; }
-    void wait() override {
-      for (std::int64_t left = left_; left > 0; left = left_) left_.wait(left);
-    }
-
-   private:
-    std::atomic<std::int64_t>& left_;  // blocks
-  };
-
   bool look() {
     const std::size_t next = next_look_.fetch_add(1);
     if (next >= looks_.size() || stopped_) return false;
@@ -213,7 +300,7 @@ class HostIntake::TurnSink final : public checkpoint::Sink {
 
 void HostIntake::flush(const std::function<void()>& stored) {
   {
-    Filling filling(*this, threads_);  // looks, until there are buffers
+    Filling filling(*this);  // looks, until there are buffers
     if (!turns_.empty()) {
       if (!ring_) ring_.emplace(ring_options_, engine_.device());
       TurnSink sink(*this);
@@ -228,17 +315,6 @@ void HostIntake::flush(const std::function<void()>& stored) {
   looks_.clear();
 }
 
-namespace {
-
-// Targets are new memory, whose pages the system allocates at the first write. Parts and buffers
-// are larger than for other copies, so that many threads touch new pages at once and few of them
-// the same huge page.
-constexpr checkpoint::RingOptions kRing{4, 16_MiB};
-constexpr Bytes kPart = 1_MiB;             // that one thread copies
-constexpr Bytes kSourceAlignment = 256_B;  // of a source in a buffer
-
-}  // namespace
-
 at::Tensor empty_on_host(const at::Tensor& like) {
   const auto options = at::TensorOptions().dtype(like.scalar_type());
   const Bytes bytes(like.nbytes());
@@ -251,23 +327,13 @@ at::Tensor empty_on_host(const at::Tensor& like) {
 
 HostExport::HostExport(engine::Engine& engine, ThreadPool& threads,
                        engine::InitReport::Phase& phase)
-    : engine_(engine), threads_(threads), phase_(phase), ring_(kRing, engine.device()) {}
+    : engine_(engine), threads_(threads), phase_(phase), ring_(kExportRing, engine.device()) {}
 
 void HostExport::add(std::span<std::byte> target, std::span<const std::byte> source) {
   STRATA_ASSERT(target.size() == source.size());
-  const std::size_t room = ring_.buffer_bytes().size();
   while (!source.empty()) {
-    std::size_t at = room;  // no buffer is open
-    if (!turns_.empty()) {
-      const Part& last = turns_.back().back();
-      at = align_up(Bytes(last.at + last.source.size()), kSourceAlignment).size();
-    }
-    if (at >= room) {
-      turns_.emplace_back();
-      at = 0;
-    }
-    const std::size_t count = std::min(source.size(), room - at);
-    turns_.back().push_back({target.first(count), source.first(count), at});
+    const std::size_t count = std::min(source.size(), ring_.buffer_bytes().size());
+    parts_.push_back({target.first(count), source.first(count)});
     target = target.subspan(count);
     source = source.subspan(count);
   }
@@ -278,16 +344,13 @@ class HostExport::PartSource final : public checkpoint::Source {
   explicit PartSource(HostExport& way) : way_(way) {}
 
   bool next(checkpoint::Piece& piece) override {
-    if (next_ == way_.turns_.size()) return false;
-    const Part& last = way_.turns_[next_++].back();
-    piece.bytes = Bytes(last.at + last.source.size());
+    if (next_ == way_.parts_.size()) return false;
+    piece.bytes = Bytes(way_.parts_[next_++].source.size());
     return true;
   }
   device::Stream* stream() override { return &way_.engine_.device().compute_stream(); }
   std::unique_ptr<io::Transfer> fill(checkpoint::Piece& piece, std::span<std::byte>) override {
-    for (const Part& part : way_.turns_[piece.index])
-      way_.engine_.device().copy(piece.content.subspan(part.at, part.source.size()), part.source,
-                                 *stream());
+    way_.engine_.device().copy(piece.content, way_.parts_[piece.index].source, *stream());
     return nullptr;
   }
 
@@ -301,26 +364,13 @@ class HostExport::PartSink final : public checkpoint::Sink {
   explicit PartSink(HostExport& way) : way_(way) {}
 
   std::unique_ptr<io::Transfer> take(const checkpoint::Piece& piece) override {
-    struct Copy {
-      std::byte* target;
-      const std::byte* source;
-      std::size_t bytes;
-    };
-    std::vector<Copy> copies;
-    for (const Part& part : way_.turns_[piece.index]) {
-      const std::size_t all = part.target.size();
-      for (std::size_t done = 0; done < all; done += kPart.size())
-        copies.push_back({part.target.data() + done, piece.content.data() + part.at + done,
-                          std::min(kPart.size(), all - done)});
-      way_.phase_.moved(Bytes(all));
-    }
-    way_.threads_.parallel_for(static_cast<std::int64_t>(copies.size()), 1,
+    std::byte* const target = way_.parts_[piece.index].target.data();
+    way_.threads_.parallel_for(piece.bytes.value, kExported,
                                [&](std::int64_t begin, std::int64_t end) {
-                                 for (auto i = begin; i < end; ++i) {
-                                   const Copy& each = copies[static_cast<std::size_t>(i)];
-                                   std::memcpy(each.target, each.source, each.bytes);
-                                 }
+                                 std::memcpy(target + begin, piece.content.data() + begin,
+                                             static_cast<std::size_t>(end - begin));
                                });
+    way_.phase_.moved(piece.bytes);
     return nullptr;
   }
 
@@ -332,7 +382,7 @@ void HostExport::flush() {
   PartSource source(*this);
   PartSink sink(*this);
   copy(source, sink, ring_);
-  turns_.clear();
+  parts_.clear();
 }
 
 }  // namespace strata::torch

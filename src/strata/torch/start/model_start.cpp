@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <optional>
 #include <span>
+#include <sstream>
 #include <utility>
 
 #include "strata/base/error.h"
@@ -13,13 +14,74 @@
 #include "strata/engine/unit/engine_options.h"
 #include "strata/memory/system_memory.h"
 #include "strata/plan/param_spec.h"
-#include "strata/torch/base/host_threads.h"
 #include "strata/torch/base/placement.h"
 #include "strata/torch/start/adoption.h"
-#include "strata/torch/start/init_choice.h"
 
 namespace strata::torch {
 namespace {
+
+bool can_grow(device::Device& device) {
+  try {
+    device.reserve(Bytes(1), memory::Kind::kWeights);
+    return true;
+  } catch (const DeviceError&) {
+    return false;
+  }
+}
+
+// The bytes of values that lie on `place`, or elsewhere.
+Bytes values_at(const ModelInput& input, c10::Device place, bool there) {
+  Bytes bytes;
+  for (const ModelParameter& parameter : input.parameters) {
+    if (parameter.has_own_values() && (parameter.variable.device() == place) == there)
+      bytes += Bytes(static_cast<std::int64_t>(parameter.variable.nbytes()));
+  }
+  return bytes;
+}
+
+// This rank's part of what is available on its host.
+Bytes host_memory_of(const ModelRuntime& runtime) {
+  return memory::available_memory() / ranks_of_host(runtime.collectives->world_size());
+}
+
+plan::InitFacts facts_of(const ModelInput& input, const ModelRuntime& runtime) {
+  release_cached_memory(runtime.place);
+  plan::InitFacts facts;
+  facts.device_free = runtime.device->free_bytes();
+  facts.host_free = host_memory_of(runtime);
+  // Ranks on the host share its free memory; each GPU belongs to one rank.
+  if (runtime.place.is_cpu()) facts.device_free = std::min(facts.device_free, facts.host_free);
+  facts.can_grow = can_grow(*runtime.device);
+  facts.device_values = values_at(input, runtime.place, true);
+  facts.host_values = values_at(input, runtime.place, false);
+  return facts;
+}
+
+std::string text_of(const plan::InitFacts& facts) {
+  return fmt::format("{} {} {} {} {}", facts.device_free.value, facts.host_free.value,
+                     facts.device_values.value, facts.host_values.value, facts.can_grow ? 1 : 0);
+}
+
+plan::InitFacts facts_from(const std::string& text) {
+  plan::InitFacts facts;
+  std::istringstream stream(text);
+  stream >> facts.device_free.value >> facts.host_free.value >> facts.device_values.value >>
+      facts.host_values.value >> facts.can_grow;
+  STRATA_ASSERT(!stream.fail());
+  return facts;
+}
+
+plan::OptimizerNeeds needs_of(engine::UpdateRule rule, const engine::EngineOptions& options) {
+  plan::OptimizerNeeds needs;
+  needs.masters = engine::masters_for(rule, options);
+  needs.state_dtype = options.moment_dtype;
+  needs.states_tier = options.states.tier;
+  needs.weights_tier = options.weights.tier;
+  // An external optimizer keeps its states itself.
+  const bool adam = rule == engine::UpdateRule::kAdam || rule == engine::UpdateRule::kAdamW;
+  needs.states_per_master = adam ? 2 : 0;
+  return needs;
+}
 
 // A parameter without values yet is on the meta device, or of the shape [0].
 bool is_permuted(const ModelParameter& parameter, const plan::ParamSpec& spec) {
@@ -29,17 +91,13 @@ bool is_permuted(const ModelParameter& parameter, const plan::ParamSpec& spec) {
          !tensor.is_contiguous() && tensor.is_non_overlapping_and_dense();
 }
 
-std::optional<at::MemoryFormat> channels_last_format(const at::Tensor& tensor) {
-  for (const at::MemoryFormat format :
-       {at::MemoryFormat::ChannelsLast, at::MemoryFormat::ChannelsLast3d}) {
-    const bool fits = tensor.dim() == (format == at::MemoryFormat::ChannelsLast ? 4 : 5);
-    if (fits && tensor.is_contiguous(format)) return format;
-  }
-  return std::nullopt;
-}
-
-std::string name_of_format(at::MemoryFormat format) {
-  return format == at::MemoryFormat::ChannelsLast ? "channels_last" : "channels_last_3d";
+// The format of a convolution's weight; empty: it has none.
+std::string_view channels_last_format(const at::Tensor& tensor) {
+  if (tensor.dim() == 4 && tensor.is_contiguous(at::MemoryFormat::ChannelsLast))
+    return "channels_last";
+  if (tensor.dim() == 5 && tensor.is_contiguous(at::MemoryFormat::ChannelsLast3d))
+    return "channels_last_3d";
+  return "";
 }
 
 // A warning that names the first parameter whose strides are permuted (channels_last, say), counts
@@ -47,16 +105,16 @@ std::string name_of_format(at::MemoryFormat format) {
 std::string lost_memory_formats(std::span<const ModelParameter> parameters,
                                 std::span<const plan::ParamSpec> specs) {
   const ModelParameter* first = nullptr;
-  std::optional<at::MemoryFormat> format;  // the first of convolutions'
+  std::string_view format;  // the first of convolutions'
   std::size_t count = 0;
   Bytes copied;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     if (!is_permuted(parameters[i], specs[i])) continue;
-    const auto found = channels_last_format(parameters[i].variable);
+    const std::string_view found = channels_last_format(parameters[i].variable);
     ++count;
-    if (first == nullptr || (found && !format)) first = &parameters[i];
-    if (!found) continue;
-    if (!format) format = found;
+    if (first == nullptr || (!found.empty() && format.empty())) first = &parameters[i];
+    if (found.empty()) continue;
+    if (format.empty()) format = found;
     copied += bytes_of(specs[i].numel(), specs[i].dtype);
   }
   if (first == nullptr) return "";
@@ -66,31 +124,25 @@ std::string lost_memory_formats(std::span<const ModelParameter> parameters,
       "parameter '{}' has permuted strides ({}){}; the engine keeps the values, but lays all "
       "parameters out contiguous",
       first->name, fmt::join(first->variable.strides(), ", "), others);
-  if (!format) return text;
+  if (format.empty()) return text;
   return text + fmt::format(
                     ". Convolutions run {0} kernels where their input is {0}, so convert the "
                     "input: x.to(memory_format=torch.{0}). torch then copies each such weight at "
                     "each use, in forward and in backward; these weights have {1} together",
-                    name_of_format(*format), to_string(copied));
+                    format, to_string(copied));
 }
 
 // Threads that take the values of a live model in.
 int intake_threads(const ModelInput& input, const engine::Config& config,
                    const ModelRuntime& runtime) {
-  bool any = false;
-  bool on_host = false;
-  for (const ModelParameter& parameter : input.parameters) {
-    any = any || parameter.has_own_values();
-    on_host = on_host || (parameter.has_own_values() && parameter.variable.is_cpu());
-  }
+  const bool any = std::ranges::any_of(input.parameters, &ModelParameter::has_own_values);
+  const bool on_host = std::ranges::any_of(input.parameters, [](const ModelParameter& parameter) {
+    return parameter.has_own_values() && parameter.variable.is_cpu();
+  });
   const comm::Collectives& collectives = *runtime.collectives;
   if (on_host && collectives.world_size() > 1 && collectives.rank() == 0)
     return reference_threads(config.strata.threads, collectives.world_size());
   return any ? runtime.threads : 1;
-}
-
-bool comes_from_files(const ModelInput& input) {
-  return std::ranges::none_of(input.parameters, &ModelParameter::has_values);
 }
 
 // Compares the ranks' models and settings, before the first collective question.
@@ -112,58 +164,83 @@ std::string raised_budget(const offload::StatePlacement& place, const char* what
   if (place.budget <= place.asked) return "";
   return fmt::format(
       "{} on a drive are staged through {}, although buffer_count times buffer_size is {}: one "
-      "part "
-      "is read, one is worked on and one is written at once",
+      "part is read, one is worked on and one is written at once",
       what, to_string(place.budget), to_string(place.asked));
 }
 
-class ModelStart {
- public:
-  ModelStart(const ModelInput& input, const PlannedModel& model, const engine::Config& config,
-             const ModelRuntime& runtime, ParameterSet& parameters)
-      : input_(input),
-        model_(model),
-        config_(config),
-        runtime_(runtime),
-        parameters_(parameters),
-        originals_(input.parameters, model.specs) {}
+// Calls plan::choose_init for a torch model, with the places of its values and the free memory of
+// every rank. Collective; returns the same choice on every rank. Moves nothing, but returns unused
+// memory of torch's allocator to the system.
+plan::InitChoice choose_init(const ModelInput& input, const PlannedModel& model,
+                             const engine::Config& config, engine::UpdateRule rule,
+                             const ModelRuntime& runtime) {
+  const int world = runtime.collectives->world_size();
+  const comm::ShardPosition place = runtime.collectives->shard_position();
+  const int shards = place.count;
+  std::vector<plan::InitFacts> by_rank;
+  for (const std::string& text :
+       runtime.collectives->all_gather_text(text_of(facts_of(input, runtime)))) {
+    by_rank.push_back(facts_from(text));
+  }
+  const int stage = config.zero.stage;
+  const plan::OptimizerNeeds needs =
+      needs_of(rule, forecast::engine_options_of(model.specs, config));
+  const auto demand = [&](int with_stage, int ranks) {
+    return plan::init_demand(model.specs, model.plan, with_stage, ranks, needs);
+  };
+  std::vector<plan::InitAlternative> alternatives;
+  if (stage < 3 && shards > 1) alternatives.push_back({"stage 3", demand(3, shards).total()});
+  for (const int more : {2, 4, 8, 16}) {
+    const int wanted = shards * more;
+    alternatives.push_back({shards < world && wanted <= world
+                                ? fmt::format("groups of {} ranks (mics_shard_size)", wanted)
+                                : fmt::format("{} ranks at stage 3", wanted),
+                            demand(3, wanted).total()});
+  }
+  return plan::choose_init(
+      plan::init_demand(model.specs, model.plan, stage, shards, needs, place.parts), by_rank,
+      plan::init_tier_from(config.strata.init_tier), alternatives);
+}
 
-  StartedModel run(StartOptions options);
+// Throws OutOfMemoryError if the ranks of a host together need more than the host has for staging,
+// before any is taken, for drive-resident states or weights.
+void require_staging_room(const engine::EngineOptions& options, int ranks_of_host) {
+  const Bytes available = memory::available_memory() / ranks_of_host;
+  Bytes wanted;
+  std::string parts;
+  const auto add = [&](const offload::StatePlacement& place, std::string_view section) {
+    if (!place.uses(memory::Tier::kNvme)) return;
+    wanted += place.budget;
+    parts += fmt::format("{}{} of offload_{}", parts.empty() ? "" : ", ", to_string(place.budget),
+                         section);
+  };
+  add(options.states, "optimizer");
+  add(options.weights, "param");
+  if (wanted <= available) return;
+  throw OutOfMemoryError(fmt::format(
+      "the host has less memory than what drives are to be staged through (buffer_count times "
+      "buffer_size, and max_in_cpu); lower one of them: some megabytes suffice. Wanted by each of "
+      "{} ranks of this host: {} ({}); available for each: {}",
+      ranks_of_host, to_string(wanted), parts, to_string(available)));
+}
 
- private:
-  void warn(const std::string& told) const;
-  engine::Stores make_stores(const engine::EngineOptions& options);
-  void require_room(const engine::EngineOptions& options) const;
-  void make_engine(StartOptions options, const plan::InitChoice& choice);
-  void bring_values(const plan::InitChoice& choice);
-  void undo() noexcept;
-
-  const ModelInput& input_;
-  const PlannedModel& model_;
-  const engine::Config& config_;
-  const ModelRuntime& runtime_;
-  ParameterSet& parameters_;
-  OriginalValues originals_;
-  StartedModel started_;
-};
-
-void ModelStart::warn(const std::string& told) const {
-  if (told.empty() || runtime_.collectives->rank() != 0) return;
-  if (runtime_.warn) {
-    runtime_.warn(told);
+void warn(const ModelRuntime& runtime, const std::string& told) {
+  if (told.empty() || runtime.collectives->rank() != 0) return;
+  if (runtime.warn) {
+    runtime.warn(told);
   } else {
     TORCH_WARN(told);
   }
 }
 
 // Makes the stores. A path may be unusable on one rank only, so all ranks learn of an error.
-engine::Stores ModelStart::make_stores(const engine::EngineOptions& options) {
-  if (runtime_.states != nullptr) return {runtime_.states, runtime_.states};
-  comm::Collectives& collectives = *runtime_.collectives;
+engine::Stores make_stores(const engine::EngineOptions& options, const ModelRuntime& runtime) {
+  if (runtime.states != nullptr) return {runtime.states, runtime.states};
+  comm::Collectives& collectives = *runtime.collectives;
   offload::MadeStores made;
   const auto make = [&] {
     made =
-        offload::make_stores(options.states, options.weights, *runtime_.device, collectives.rank());
+        offload::make_stores(options.states, options.weights, *runtime.device, collectives.rank());
   };
   if (!uses_drives(options)) {
     make();
@@ -173,88 +250,96 @@ engine::Stores ModelStart::make_stores(const engine::EngineOptions& options) {
   for (const std::string& told :
        {made.warning, raised_budget(options.states, "the optimizer's states"),
         raised_budget(options.weights, "the weights")}) {
-    warn(told);
+    warn(runtime, told);
   }
   return {std::move(made.states), std::move(made.weights)};
 }
 
-void ModelStart::require_room(const engine::EngineOptions& options) const {
-  if (!uses_drives(options)) return;
-  comm::Collectives& collectives = *runtime_.collectives;
-  engine::agree_after(collectives, "looking for staging memory", [&] {
-    require_staging_room(options, ranks_of_host(collectives.world_size()),
-                         memory::available_memory());
-  });
-}
-
-void ModelStart::make_engine(StartOptions options, const plan::InitChoice& choice) {
-  engine::EngineOptions engine_options = engine_options_of(model_, config_);
-  engine_options.name = std::move(options.name);
-  engine::cap_staging(engine_options, model_.specs, model_.plan, options.rule,
-                      runtime_.collectives->shard_position().count);
-  require_room(engine_options);
-  started_.engine = std::make_unique<engine::Engine>(
-      model_.specs, model_.plan, engine_options, options.rule, config_.digest(),
-      runtime_.collectives, runtime_.device, make_stores(engine_options), parameters_);
-  engine::InitReport& report = started_.engine->init_report();
-  report.progress = std::move(options.progress);
+std::unique_ptr<engine::Engine> make_engine(const PlannedModel& model, const engine::Config& config,
+                                            const ModelRuntime& runtime, ParameterSet& parameters,
+                                            StartOptions start, const plan::InitChoice& choice) {
+  comm::Collectives& collectives = *runtime.collectives;
+  engine::EngineOptions options = forecast::engine_options_of(model.specs, config);
+  options.name = std::move(start.name);
+  engine::cap_staging(options, model.specs, model.plan, start.rule,
+                      collectives.shard_position().count);
+  if (uses_drives(options)) {
+    engine::agree_after(collectives, "looking for staging memory", [&] {
+      require_staging_room(options, ranks_of_host(collectives.world_size()));
+    });
+  }
+  auto engine = std::make_unique<engine::Engine>(
+      model.specs, model.plan, options, start.rule, config.digest(), runtime.collectives,
+      runtime.device, make_stores(options, runtime), parameters);
+  engine::InitReport& report = engine->init_report();
+  report.progress = std::move(start.progress);
   report.tier = name_of(choice.tier);
   report.reason = choice.reason;
-}
-
-void ModelStart::bring_values(const plan::InitChoice& choice) {
-  engine::Engine& engine = *started_.engine;
-  ThreadPool threads(intake_threads(input_, config_, runtime_));
-  if (comes_from_files(input_)) engine.prepare();  // no old values must be freed first
-  const bool complete = adopt_values(engine, runtime_.place, input_.parameters, choice.tier,
-                                     threads, originals_, config_.zero.partition_stream_chunk);
-  parameters_.bind(engine.weights());
-  started_.passes = std::make_unique<TrainingPasses>(engine, parameters_, model_, config_);
-  parameters_.settle();
-  engine.weights_changed(complete);
-  engine.prepare();
-}
-
-// Drops its own errors: the caller gets the error that ended the start.
-void ModelStart::undo() noexcept {
-  FirstError untold;
-  started_.passes.reset();
-  started_.engine.reset();
-  untold.attempt([this] { parameters_.unbind(); });
-  untold.attempt([this] { release_cached_memory(runtime_.place); });
-  originals_.restore();
-}
-
-StartedModel ModelStart::run(StartOptions options) {
-  try {
-    warn(lost_memory_formats(input_.parameters, model_.specs));  // while they have them
-    const plan::InitChoice choice = choose_init(input_, model_, config_, options.rule,
-                                                runtime_);  // before anything is moved
-    make_engine(std::move(options), choice);
-    bring_values(choice);
-  } catch (const OutOfMemoryError& error) {
-    undo();
-    if (originals_.given_up() == 0) throw;
-    throw OutOfMemoryError(
-        fmt::format("{}. The memory of {} of {} parameters had been given up for the engine's by "
-                    "then: build the model again",
-                    error.what(), originals_.given_up(), originals_.size()));
-  } catch (...) {
-    undo();
-    throw;
-  }
-  started_.replaced = originals_.release();
-  release_cached_memory(runtime_.place);  // so that nothing is mapped while much is unmapped
-  return std::move(started_);
+  return engine;
 }
 
 }  // namespace
+
+forecast::Room agreed_room(const ModelInput& input, const engine::Config& config,
+                           const ModelRuntime& runtime) {
+  if (!config.offload.automatic) return {};
+  comm::Collectives& collectives = *runtime.collectives;
+  engine::agree_on_text(collectives, "configuration", config.digest());
+  release_cached_memory(runtime.place);
+  const Bytes device = runtime.device->free_bytes() + values_at(input, runtime.place, true);
+  double least[] = {static_cast<double>(device.value),
+                    static_cast<double>(host_memory_of(runtime).value)};
+  collectives.all_reduce(least, comm::ReduceOp::kMin);
+  const forecast::FreeMemory free{Bytes(static_cast<std::int64_t>(least[0])),
+                                  Bytes(static_cast<std::int64_t>(least[1])),
+                                  runtime.place.is_cpu()};
+  return forecast::room_for(config.offload, free);
+}
 
 StartedModel start_model(const ModelInput& input, const PlannedModel& model,
                          const engine::Config& config, const ModelRuntime& runtime,
                          ParameterSet& parameters, StartOptions options) {
   compare_ranks(input, model, config, *runtime.collectives);
-  return ModelStart(input, model, config, runtime, parameters).run(std::move(options));
+  OriginalValues originals(input.parameters, model.specs);
+  StartedModel started;
+  const auto undo = [&]() noexcept {
+    FirstError untold;  // dropped: the caller gets the error that ended the start
+    started.passes.reset();
+    started.engine.reset();
+    untold.attempt([&] { parameters.unbind(); });
+    untold.attempt([&] { release_cached_memory(runtime.place); });
+    originals.restore();
+  };
+  try {
+    warn(runtime, lost_memory_formats(input.parameters, model.specs));  // while they have them
+    const plan::InitChoice choice =
+        choose_init(input, model, config, options.rule, runtime);  // before anything is moved
+    started.engine = make_engine(model, config, runtime, parameters, std::move(options), choice);
+    engine::Engine& engine = *started.engine;
+    ThreadPool threads(intake_threads(input, config, runtime));
+    if (std::ranges::none_of(input.parameters, &ModelParameter::has_values))
+      engine.prepare();  // values come from files: no old ones must be freed first
+    const bool complete = adopt_values(engine, runtime.place, input.parameters, choice.tier,
+                                       threads, originals, config.zero.partition_stream_chunk);
+    parameters.bind(engine.weights());
+    started.passes = std::make_unique<TrainingPasses>(engine, parameters, model, config);
+    parameters.settle();
+    engine.weights_changed(complete);
+    engine.prepare();
+  } catch (const OutOfMemoryError& error) {
+    undo();
+    if (originals.given_up() == 0) throw;
+    throw OutOfMemoryError(
+        fmt::format("{}. The memory of {} of {} parameters had been given up for the engine's by "
+                    "then: build the model again",
+                    error.what(), originals.given_up(), originals.size()));
+  } catch (...) {
+    undo();
+    throw;
+  }
+  started.replaced = originals.release();
+  release_cached_memory(runtime.place);  // so that nothing is mapped while much is unmapped
+  return started;
 }
 
 }  // namespace strata::torch

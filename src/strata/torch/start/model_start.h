@@ -15,12 +15,17 @@
 #include <string>
 #include <vector>
 
-#include "strata/engine/engine.h"
-#include "strata/torch/model/model_plan.h"
-#include "strata/torch/model/parameter_set.h"
+#include "strata/plan/init_plan.h"
 #include "strata/torch/model/training_passes.h"
 
 namespace strata::torch {
+
+// The memory that the ranks of a job have for a model. Automatic placement must be the same on
+// every rank, so the rank with the least memory decides. Collective if the configuration's
+// placement is automatic; else the result has no bounds. Memory of the model's values on the device
+// counts as free, because the engine takes them over.
+forecast::Room agreed_room(const ModelInput& input, const engine::Config& config,
+                           const ModelRuntime& runtime);
 
 struct StartOptions {
   engine::UpdateRule rule;
@@ -39,14 +44,5 @@ struct StartedModel {
 StartedModel start_model(const ModelInput& input, const PlannedModel& model,
                          const engine::Config& config, const ModelRuntime& runtime,
                          ParameterSet& parameters, StartOptions options);
-
-// Loads the libraries and kernels that torch would load when a model first computes: those of a
-// transformer's forward and backward pass. On a GPU loading takes most of the first step, so it
-// runs beside a start, which leaves the GPU idle. Threads: any, without Python's lock; work goes to
-// the place's default stream. Memory: some megabytes of torch's cache, and memory that its
-// libraries keep for themselves. Errors: torch's own; the first step would fail with them, too.
-// Runs one pass of a tiny block in this floating dtype, and returns when it is over. Draws no
-// random numbers.
-void warm_up(c10::Device place, c10::ScalarType dtype);
 
 }  // namespace strata::torch
