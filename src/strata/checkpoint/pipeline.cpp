@@ -14,12 +14,11 @@ Pipeline::~Pipeline() {
   if (!idle_) ring_.abandon();
 }
 
-template <typename Begin>
-void Pipeline::use(std::size_t turn, device::Stream* stream, Begin&& begin) {
-  StreamUse queued(ring_, turn, stream);
-  if (std::unique_ptr<io::Transfer> transfer = std::forward<Begin>(begin)())
-    ring_.started(turn, std::move(transfer));
-  queued.end();
+void Pipeline::use(std::size_t turn, device::Stream* stream,
+                   const std::function<std::unique_ptr<io::Transfer>()>& begin) {
+  ring_.queue(turn, stream, [&] {
+    if (auto transfer = begin()) ring_.started(turn, std::move(transfer));
+  });
 }
 
 void Pipeline::begin(Piece piece) {

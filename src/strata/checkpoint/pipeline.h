@@ -1,12 +1,11 @@
 // The one loop that keeps several buffers in flight. A source begins to fill a buffer of a ring,
-// and when the buffer is full a sink begins to take its bytes: both may go on by themselves (a
-// transfer of files, work of a stream, threads), so that pieces are filled and taken at once.
+// and when it is full a sink begins to take its bytes; both may go on by themselves (a transfer of
+// files, work of a stream, threads).
 //
 //   source.next() -> fill(buffer) ... full -> source.filled() -> sink.take() ... ring: used again
 //
-// The use of a buffer ends with a transfer or an event on every path: where fill() or take()
-// throws after it has queued a part of its work, an event behind that part is recorded, and the
-// ring waits for it before the buffer is used again or freed.
+// The use of a buffer ends with a transfer or an event on every path: where fill() or take() throws
+// after it has queued work, an event behind that work is recorded, and the ring waits for it.
 //
 // Threads: one thread. Ownership: borrows source, sink and ring. Errors: those of source, sink and
 // transfers; what is in flight has ended when they leave.
@@ -16,7 +15,6 @@
 #include <deque>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <span>
 #include <vector>
 
@@ -41,8 +39,8 @@ class Source {
   virtual ~Source() = default;
   // Sets `file`, `offset` and `bytes` of the next piece. False: there is none (yet).
   virtual bool next(Piece& piece) = 0;
-  // Begins to fill the buffer. Sets `content`; by default it begins where the buffer does. Returns
-  // the transfer that ends the filling; null: work on stream() does, or it has ended.
+  // Begins to fill `content`, which begins where the buffer does unless fill() sets it. Returns the
+  // transfer that ends the filling; null: work on stream() does, or it has ended.
   virtual std::unique_ptr<io::Transfer> fill(Piece& piece, std::span<std::byte> buffer) = 0;
   // The stream on which fill() queues work; null: it queues none.
   virtual device::Stream* stream() { return nullptr; }
@@ -62,13 +60,13 @@ class Sink {
   virtual void settle() {}
 };
 
-// Takes nothing: to time a source, or to look at what it verifies.
+// Takes nothing.
 class Discard final : public Sink {
  public:
   std::unique_ptr<io::Transfer> take(const Piece& /*piece*/) override { return nullptr; }
 };
 
-// Places of the source, ascending, at which ranks meet: reached(i) is called when the sink has
+// Offsets of the source, ascending, at which ranks meet: reached(i) is called when the sink has
 // begun to take all pieces before places[i]. Filling goes on meanwhile.
 struct SyncPoints {
   std::vector<format::FileOffset> places;
@@ -79,8 +77,8 @@ struct SyncPoints {
 };
 
 struct CopyOptions {
-  // Buffers that are left to what the sink has begun, while the others are filled. Less than the
-  // ring has.
+  // Buffers, less than the ring's, that are left to what the sink has begun while others are
+  // filled.
   std::size_t taking = 0;
   const SyncPoints* sync_points = nullptr;  // null: none
 };
@@ -88,7 +86,7 @@ struct CopyOptions {
 class Pipeline {
  public:
   Pipeline(Source& source, Sink& sink, TransferRing& ring, const CopyOptions& options = {});
-  // Waits for what is in flight, unless take_all() has returned.
+  // Waits for what is in flight, unless take_all() or drain() has returned.
   ~Pipeline();
   Pipeline(const Pipeline&) = delete;
   Pipeline& operator=(const Pipeline&) = delete;
@@ -109,8 +107,8 @@ class Pipeline {
   void take_one();
   void reach(const format::FileOffset* next);  // null: the end
   void tell_begun();
-  template <typename Begin>
-  void use(std::size_t turn, device::Stream* stream, Begin&& begin);
+  void use(std::size_t turn, device::Stream* stream,
+           const std::function<std::unique_ptr<io::Transfer>()>& begin);
 
   Source& source_;
   Sink& sink_;

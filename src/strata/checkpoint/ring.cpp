@@ -75,6 +75,21 @@ void TransferRing::used_until(std::size_t turn, std::unique_ptr<device::Event> e
   use(turn).event = std::move(event);
 }
 
+void TransferRing::queue(std::size_t turn, device::Stream* stream,
+                         const std::function<void()>& work) {
+  try {
+    work();
+  } catch (...) {
+    try {
+      if (stream != nullptr) used_until(turn, stream->record());
+    } catch (const std::exception&) {
+      // The device has failed, and does no more work.
+    }
+    throw;
+  }
+  if (stream != nullptr) used_until(turn, stream->record());
+}
+
 void TransferRing::wait(std::size_t turn) {
   const std::unique_ptr<device::Event> event = std::exchange(use(turn).event, nullptr);
   const std::unique_ptr<io::Transfer> transfer = std::exchange(use(turn).transfer, nullptr);
@@ -94,19 +109,6 @@ void TransferRing::abandon() noexcept {
       continue;  // the use has ended; its error was told or is dropped with the ring
     }
   }
-}
-
-StreamUse::~StreamUse() {
-  try {
-    end();
-  } catch (const std::exception&) {
-    return;  // the device has failed, and does no more work
-  }
-}
-
-void StreamUse::end() {
-  if (device::Stream* const stream = std::exchange(stream_, nullptr))
-    ring_.used_until(turn_, stream->record());
 }
 
 }  // namespace strata::checkpoint

@@ -1,8 +1,7 @@
-// A ring of equal buffers through which bytes travel between files, the host and a device. Reading
-// or writing one buffer runs while another is cast or copied. A buffer is neither handed out again
-// nor freed before its last use has ended: a transfer, work queued on a stream (an event), or both.
-// Each buffer begins at a block of direct transfers (io::File::kDirectBlock), unless it is smaller
-// than one.
+// A ring of equal buffers through which bytes travel between files, the host and a device. A buffer
+// is neither handed out again nor freed before its last use has ended: a transfer, work queued on a
+// stream (an event), or both. Each begins at a block of direct transfers (io::File::kDirectBlock),
+// unless it is smaller than one.
 //
 // Threads: one thread. Ownership: owns the buffers, charged to the ledger as staging, and the
 // transfers and events of their uses. Errors: OutOfMemoryError; UsageError for options that make no
@@ -10,6 +9,7 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <span>
 #include <vector>
@@ -20,10 +20,9 @@
 
 namespace strata::checkpoint {
 
-// The default keeps several reads and copies in flight, in buffers large enough for the speed of a
-// link. The rings of all ranks of a host fit the last-level cache of its processors: bytes that
-// are read from the page cache into larger rings cross the memory bus three times instead of once,
-// and take twice as long.
+// By default the rings of all ranks of a host fit the last-level cache of its processors: bytes
+// that are read from the page cache into larger rings cross the memory bus three times instead of
+// once, and take twice as long. The buffers are large enough for the speed of a link.
 struct RingOptions {
   int buffers = 12;
   Bytes buffer_bytes = 4_MiB;
@@ -45,8 +44,6 @@ class TransferRing {
   TransferRing(std::span<std::byte> memory, Bytes buffer_bytes);
   // Waits for all uses and drops their errors.
   ~TransferRing();
-  TransferRing(const TransferRing&) = delete;
-  TransferRing& operator=(const TransferRing&) = delete;
 
   std::size_t size() const { return uses_.size(); }
   Bytes buffer_bytes() const { return buffer_bytes_; }
@@ -59,6 +56,9 @@ class TransferRing {
   void started(std::size_t turn, std::unique_ptr<io::Transfer> transfer);
   // Work that was queued on a stream uses the buffer until `event`.
   void used_until(std::size_t turn, std::unique_ptr<device::Event> event);
+  // Runs `work`, which queues uses of the buffer on a stream, and records the event behind them,
+  // also where it throws. `stream`: null records none.
+  void queue(std::size_t turn, device::Stream* stream, const std::function<void()>& work);
   // Waits for the use of a buffer, or of all.
   void wait(std::size_t turn);
   void drain();
@@ -79,25 +79,6 @@ class TransferRing {
   std::span<std::byte> memory_;  // of one of the two, or the caller's
   std::vector<Use> uses_;
   std::size_t turns_ = 0;
-};
-
-// Work that is about to be queued on a stream uses a buffer: end() records the event behind it. The
-// destructor does where queueing ended with an error.
-class StreamUse {
- public:
-  // `stream`: null does nothing.
-  StreamUse(TransferRing& ring, std::size_t turn, device::Stream* stream)
-      : ring_(ring), turn_(turn), stream_(stream) {}
-  ~StreamUse();
-  StreamUse(const StreamUse&) = delete;
-  StreamUse& operator=(const StreamUse&) = delete;
-
-  void end();
-
- private:
-  TransferRing& ring_;
-  std::size_t turn_;
-  device::Stream* stream_;
 };
 
 }  // namespace strata::checkpoint
