@@ -11,7 +11,7 @@
 #include <system_error>
 
 #include "strata/base/error.h"
-#include "strata/checkpoint/chosen_checkpoint.h"
+#include "strata/checkpoint/folder.h"
 #include "strata/checkpoint/reader.h"
 #include "strata/cli/console.h"
 #include "strata/cli/inspection.h"

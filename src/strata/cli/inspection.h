@@ -1,7 +1,7 @@
 // The content of a training checkpoint, as `strata inspect` shows it: where it comes from, what was
 // saved of how many tensors, in which files, and what is wrong with them: everything that is wrong
 // is found, not only the first. Values; pure but for inspect(), which reads the manifest and, if
-// asked to, everything, through a TransferRing. Errors: of chosen_checkpoint.h.
+// asked to, everything, through a TransferRing. Errors: of folder.h.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "strata/checkpoint/chosen_checkpoint.h"
+#include "strata/checkpoint/folder.h"
 #include "strata/cli/console.h"
 #include "strata/cli/tensor_source.h"
 #include "strata/format/manifest.h"

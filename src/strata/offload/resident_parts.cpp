@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "strata/base/error.h"
-#include "strata/format/block_checksums.h"
+#include "strata/format/manifest.h"
 
 namespace strata::offload {
 namespace {
