@@ -63,36 +63,31 @@ void make_folder(const std::string& folder) {
 std::optional<Span1d> RangeCover::claim(Span1d span) {
   STRATA_ASSERT(0 <= span.begin && span.begin <= span.end && span.end <= size_);
   if (span.begin == span.end) return std::nullopt;
-  auto after = parts_.upper_bound(span.begin);
-  if (after != parts_.begin()) {
-    const auto before = std::prev(after);
-    if (before->second > span.begin) {
-      return Span1d{span.begin, std::min(before->second, span.end)};
-    }
-  }
-  if (after != parts_.end() && after->first < span.end) {
+  const auto after = parts_.upper_bound(span.begin);
+  const auto before = after == parts_.begin() ? parts_.end() : std::prev(after);
+  if (before != parts_.end() && before->second > span.begin)
+    return Span1d{span.begin, std::min(before->second, span.end)};
+  if (after != parts_.end() && after->first < span.end)
     return Span1d{after->first, std::min(after->second, span.end)};
-  }
   claimed_ += span.end - span.begin;
   if (after != parts_.end() && after->first == span.end) {
     span.end = after->second;
-    after = parts_.erase(after);
+    parts_.erase(after);
   }
-  if (after != parts_.begin() && std::prev(after)->second == span.begin) {
-    std::prev(after)->second = span.end;
+  if (before != parts_.end() && before->second == span.begin) {
+    before->second = span.end;
   } else {
-    parts_.emplace_hint(after, span.begin, span.end);
+    parts_.emplace(span.begin, span.end);
   }
   return std::nullopt;
 }
 
 std::optional<Span1d> RangeCover::first_gap() const {
   if (complete()) return std::nullopt;
-  const auto first = parts_.begin();
-  if (first == parts_.end()) return Span1d{0, size_};
-  if (first->first > 0) return Span1d{0, first->first};
-  const auto second = std::next(first);
-  return Span1d{first->second, second == parts_.end() ? size_ : second->first};
+  auto next = parts_.begin();
+  const bool begun = next != parts_.end() && next->first == 0;
+  const std::int64_t begin = begun ? next++->second : 0;
+  return Span1d{begin, next == parts_.end() ? size_ : next->first};
 }
 
 struct ShardedWriter::File {

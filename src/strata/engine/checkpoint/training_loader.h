@@ -15,7 +15,7 @@
 #include <string_view>
 #include <vector>
 
-#include "strata/checkpoint/ring.h"
+#include "strata/checkpoint/pipeline.h"
 #include "strata/engine/checkpoint/training_checkpoint.h"
 #include "strata/engine/engine.h"
 #include "strata/engine/step_control.h"

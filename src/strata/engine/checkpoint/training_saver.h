@@ -21,7 +21,7 @@
 #include <vector>
 
 #include "strata/checkpoint/folder.h"
-#include "strata/checkpoint/ring.h"
+#include "strata/checkpoint/pipeline.h"
 #include "strata/engine/checkpoint/saved_shards.h"
 #include "strata/engine/engine.h"
 #include "strata/io/folder_calls.h"

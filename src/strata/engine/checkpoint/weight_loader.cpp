@@ -9,7 +9,6 @@
 #include <utility>
 
 #include "strata/base/error.h"
-#include "strata/checkpoint/ring.h"
 #include "strata/engine/unit/agreement.h"
 
 namespace strata::engine {
