@@ -17,7 +17,7 @@
 
 #include "strata/base/dtype.h"
 #include "strata/base/units.h"
-#include "strata/checkpoint/ring.h"
+#include "strata/checkpoint/pipeline.h"
 #include "strata/cli/console.h"
 #include "strata/cli/tensor_source.h"
 #include "strata/memory/ledger.h"

@@ -15,7 +15,7 @@
 #include <string>
 #include <vector>
 
-#include "strata/checkpoint/ring.h"
+#include "strata/checkpoint/pipeline.h"
 #include "strata/cli/console.h"
 #include "strata/format/manifest.h"
 #include "strata/format/sharded_writer.h"

@@ -7,7 +7,7 @@
 #include <memory>
 
 #include "strata/base/error.h"
-#include "strata/checkpoint/ring.h"
+#include "strata/checkpoint/pipeline.h"
 #include "strata/comm/transports.h"
 #include "strata/engine/checkpoint/training_saver.h"
 #include "strata/engine/optimize/external_optimizer.h"
