@@ -24,8 +24,7 @@ void check(const format::Manifest& manifest) {
     STRATA_ASSERT(extent.begin.value >= 0 && extent.begin < extent.end);
     STRATA_ASSERT(extent.offset.value >= 0 && extent.offset <= file.bytes - bytes);
     STRATA_ASSERT(file.checksums.fits(file.bytes) && format::is_plain_file_name(file.name));
-    STRATA_ASSERT(
-        format::owner_of_byte(manifest, extent.file, extent.offset).starts_with("tensor"));
+    STRATA_ASSERT(!owners_of(manifest, extent.file, extent.offset, end_of(extent)).empty());
   }
   const std::string text = to_text(manifest);
   STRATA_ASSERT(to_text(format::parse_manifest(text, "fuzz")) == text);

@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "bindings.h"
-#include "strata/checkpoint/ring.h"
+#include "strata/checkpoint/pipeline.h"
 #include "strata/engine/step_control.h"
 #include "strata/io/folder_calls.h"
 #include "strata/offload/make_store.h"

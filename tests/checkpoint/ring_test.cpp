@@ -1,9 +1,8 @@
-#include "strata/checkpoint/ring.h"
-
 #include <gmock/gmock.h>
 
 #include "io/temporary_folder.h"
 #include "strata/base/error.h"
+#include "strata/checkpoint/pipeline.h"
 #include "strata/device/cpu_device.h"
 #include "strata/io/thread_engine.h"
 

@@ -74,7 +74,7 @@ TEST_F(Checkpoint, AnIndexMayNameTensorsInAnyOrderBesideOtherThings) {
   for (const char* name : {"a", "b", "c", "d"}) {
     const auto* tensor = index.find(name);
     ASSERT_NE(tensor, nullptr) << name;
-    EXPECT_EQ(index.files()[tensor->file].find(name)->offset, tensor->info.offset) << name;
+    EXPECT_EQ(find(index.files()[tensor->file], name)->offset, tensor->info.offset) << name;
   }
 }
 

@@ -30,15 +30,15 @@ TEST(SafetensorsFile, GivesTensorsInTheOrderOfTheirData) {
   EXPECT_EQ(file.tensors()[0].name, "a");
   EXPECT_EQ(file.tensors()[0].numel, Numel(1));
   EXPECT_EQ(file.tensors()[0].dtype, DType::kFloat64);
-  const format::TensorInfo* b = file.find("b");
+  const format::TensorInfo* b = find(file, "b");
   ASSERT_NE(b, nullptr);
   EXPECT_THAT(b->shape, ElementsAre(2, 3));
   EXPECT_EQ(b->dtype, DType::kBFloat16);
   EXPECT_EQ(b->numel, Numel(6));
   EXPECT_EQ(b->bytes, 12_B);
   EXPECT_EQ(b->offset, Bytes(8 + json.size() + 8));
-  EXPECT_EQ(file.find("c"), nullptr);
-  EXPECT_EQ(file.find(""), nullptr);
+  EXPECT_EQ(find(file, "c"), nullptr);
+  EXPECT_EQ(find(file, ""), nullptr);
   EXPECT_EQ(file.metadata().at("format"), "pt");
   EXPECT_EQ(file.file().size(), Bytes(8 + json.size() + 20));
 }

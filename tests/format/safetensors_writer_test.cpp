@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <random>
 
+#include "format/raw_safetensors.h"
 #include "io/faulty_calls.h"
 #include "io/temporary_folder.h"
 #include "strata/format/checkpoint_index.h"
@@ -15,7 +16,7 @@
 namespace strata::testing {
 namespace {
 
-using format::SafetensorsWriter;
+using format::ShardedWriter;
 using format::TensorSpec;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
@@ -23,7 +24,10 @@ using ::testing::UnorderedElementsAre;
 
 class Writer : public ::testing::Test {
  protected:
-  std::string path() const { return folder_ / "m.safetensors"; }
+  std::string path() const { return folder_ / "model.safetensors"; }
+  ShardedWriter begin(const format::Metadata& metadata = {}) {
+    return {folder_.path(), specs_, engine_, {.metadata = metadata}};
+  }
 
   TemporaryFolder folder_;
   std::shared_ptr<FaultyCalls> calls_ = std::make_shared<FaultyCalls>(5U);
@@ -35,7 +39,7 @@ class Writer : public ::testing::Test {
 };
 
 TEST_F(Writer, WritesWhatTheReaderReads) {
-  SafetensorsWriter writer(path(), specs_, {{"format", "pt"}}, engine_);
+  auto writer = begin({{"format", "pt"}});
   writer.write(1, 0_B, std::span(data_).first(24))->wait();
   writer.write(0, 0_B, std::span(data_).subspan(30, 5))->wait();
   writer.finish();
@@ -43,13 +47,14 @@ TEST_F(Writer, WritesWhatTheReaderReads) {
   EXPECT_EQ(file.metadata(), (format::Metadata{{"format", "pt"}}));
   ASSERT_EQ(file.tensors().size(), 3U);
   std::vector<std::byte> read(24);
-  io::read_fully(file.file(), file.find("matrix")->offset, read);
+  io::read_fully(file.file(), find(file, "matrix")->offset, read);
   EXPECT_TRUE(std::equal(read.begin(), read.end(), data_.begin()));
   read.resize(5);
-  io::read_fully(file.file(), file.find("bytes")->offset, read);
+  io::read_fully(file.file(), find(file, "bytes")->offset, read);
   EXPECT_TRUE(std::equal(read.begin(), read.end(), data_.begin() + 30));
-  EXPECT_EQ(file.find("empty")->numel, Numel(0));
-  EXPECT_EQ(writer.tensors()[1].offset, file.find("matrix")->offset);
+  EXPECT_EQ(find(file, "empty")->numel, Numel(0));
+  EXPECT_EQ(format::lay_out_safetensors(specs_, file.metadata()).tensors[1].offset,
+            find(file, "matrix")->offset);
 }
 
 TEST_F(Writer, AlignsTheDataAndPutsWiderElementsFirst) {
@@ -62,23 +67,23 @@ TEST_F(Writer, AlignsTheDataAndPutsWiderElementsFirst) {
 }
 
 TEST_F(Writer, AFileWithoutTensorsIsValid) {
-  SafetensorsWriter(path(), {}, {}, engine_).finish();
+  ShardedWriter(folder_.path(), {}, engine_).finish();
   EXPECT_THAT(format::SafetensorsFile(path()).tensors(), IsEmpty());
 }
 
 TEST_F(Writer, NothingIsVisibleBeforeTheEndAndNothingStaysWhenDropped) {
-  folder_.write("m.safetensors", "old");
+  folder_.write("model.safetensors", "old");
   {
-    SafetensorsWriter writer(path(), specs_, {}, engine_);
+    auto writer = begin();
     writer.write(1, 0_B, std::span(data_).first(24))->wait();
     EXPECT_EQ(content_of(path()), "old");
   }
-  EXPECT_THAT(folder_.names(), UnorderedElementsAre("m.safetensors"));
+  EXPECT_THAT(folder_.names(), UnorderedElementsAre("model.safetensors"));
   EXPECT_EQ(content_of(path()), "old");
 }
 
 TEST_F(Writer, FinishingTooEarlyNamesTheFirstMissingBytes) {
-  SafetensorsWriter writer(path(), specs_, {}, engine_);
+  auto writer = begin();
   writer.write(0, 0_B, std::span(data_).first(5))->wait();
   writer.write(1, 0_B, std::span(data_).first(8))->wait();
   writer.write(1, 12_B, std::span(data_).first(12))->wait();
@@ -89,7 +94,7 @@ TEST_F(Writer, FinishingTooEarlyNamesTheFirstMissingBytes) {
 }
 
 TEST_F(Writer, RefusesBytesThatAreWrittenTwiceOrDoNotFit) {
-  SafetensorsWriter writer(path(), specs_, {}, engine_);
+  auto writer = begin();
   writer.write(1, 4_B, std::span(data_).first(8))->wait();
   EXPECT_THAT(message_of<UsageError>([&] { writer.write(1, 8_B, std::span(data_).first(8)); }),
               HasSubstr("written twice: path=" + path() + " tensor='matrix' begin=8 end=12"));
@@ -101,8 +106,8 @@ TEST_F(Writer, RefusesBytesThatAreWrittenTwiceOrDoNotFit) {
 }
 
 TEST_F(Writer, AFailedWriteThatNobodyWaitedForStillStopsTheFile) {
-  SafetensorsWriter writer(path(), specs_, {}, engine_);
-  calls_->fail_at(writer.tensors()[0].offset + 3_B, -ENOSPC);
+  auto writer = begin();
+  calls_->fail_at(format::lay_out_safetensors(specs_, {}).tensors[0].offset + 3_B, -ENOSPC);
   writer.write(1, 0_B, std::span(data_).first(24)).reset();
   writer.write(0, 0_B, std::span(data_).first(5)).reset();
   const std::string message = message_of<IoError>([&] { writer.finish(); });
@@ -112,13 +117,12 @@ TEST_F(Writer, AFailedWriteThatNobodyWaitedForStillStopsTheFile) {
 
 TEST_F(Writer, AFullDiskAtTheHeaderLeavesNoRest) {
   calls_->fail_at(Bytes(3), -ENOSPC);
-  EXPECT_THAT(message_of<IoError>([&] { SafetensorsWriter writer(path(), specs_, {}, engine_); }),
-              HasSubstr("errno=28"));
+  EXPECT_THAT(message_of<IoError>([&] { begin(); }), HasSubstr("errno=28"));
   EXPECT_THAT(folder_.names(), IsEmpty());
 }
 
 TEST_F(Writer, FinishingWithWritesUnderWayIsRefused) {
-  SafetensorsWriter writer(path(), specs_, {}, engine_);
+  auto writer = begin();
   const auto transfer = writer.write(1, 0_B, std::span(data_).first(24));
   EXPECT_THAT(message_of<UsageError>([&] { writer.finish(); }), HasSubstr("writes=1"));
   transfer->wait();
@@ -153,15 +157,16 @@ TEST_F(Writer, RoundTripsWhateverItIsGiven) {
         specs[i].shape.push_back(static_cast<std::int64_t>(below(6)));
       }
     }
-    SafetensorsWriter writer(path(), specs, {{"k\n", "\"v\""}}, engine_);
+    const format::Metadata metadata{{"k\n", "\"v\""}};
+    ShardedWriter writer(folder_.path(), specs, engine_, {.metadata = metadata});
+    const auto layout = format::lay_out_safetensors(specs, metadata);
     struct Part {
       std::size_t tensor, begin, bytes;
     };
     std::vector<Part> parts;
     std::vector<std::vector<std::byte>> contents;
     for (std::size_t i = 0; i < specs.size(); ++i) {
-      contents.push_back(
-          patterned_bytes(writer.tensors()[i].bytes.size(), static_cast<unsigned>(i)));
+      contents.push_back(patterned_bytes(layout.tensors[i].bytes.size(), static_cast<unsigned>(i)));
       for (std::size_t at = 0; at < contents[i].size();) {
         const std::size_t bytes = std::min(contents[i].size() - at, 1 + below(50));
         parts.push_back({i, at, bytes});
@@ -181,7 +186,7 @@ TEST_F(Writer, RoundTripsWhateverItIsGiven) {
     ASSERT_EQ(file.tensors().size(), specs.size());
     EXPECT_EQ(file.metadata().at("k\n"), "\"v\"");
     for (std::size_t i = 0; i < specs.size(); ++i) {
-      const format::TensorInfo* info = file.find(specs[i].name);
+      const format::TensorInfo* info = find(file, specs[i].name);
       ASSERT_NE(info, nullptr);
       ASSERT_EQ(info->shape, specs[i].shape);
       ASSERT_EQ(info->dtype, specs[i].dtype);

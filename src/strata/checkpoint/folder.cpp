@@ -1,19 +1,18 @@
 #include "strata/checkpoint/folder.h"
 
 #include <fcntl.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <filesystem>
+#include <set>
 #include <span>
 #include <system_error>
 #include <utility>
 
 #include "strata/base/error.h"
 #include "strata/format/safetensors.h"
-#include "strata/io/folder_calls.h"
 #include "strata/io/pending_range.h"
 
 namespace strata::checkpoint {
@@ -29,7 +28,6 @@ using format::kManifestName;
 constexpr std::string_view kLatest = "latest";
 constexpr std::string_view kLock = ".strata.lock";
 constexpr std::string_view kReplaced = ".replaced";
-constexpr std::string_view kPartial = ".partial";
 
 std::string joined(const std::string& folder, std::string_view name) {
   return fmt::format("{}/{}", folder, name);
@@ -40,16 +38,20 @@ std::string replaced_path(const std::string& folder, std::string_view tag) {
   return fmt::format("{}/.{}{}", folder, tag, kReplaced);
 }
 
-bool is_own_folder(const std::string& path) {
+std::string temporary_path(const std::string& folder, std::string_view name) {
+  return io::temporary_name(fmt::format("{}/.{}", folder, name));
+}
+
+// Follows no link.
+fs::file_status status_of(const std::string& path) {
   std::error_code error;
-  return fs::symlink_status(path, error).type() == fs::file_type::directory;
+  return fs::symlink_status(path, error);
 }
 
 // Whether a folder is a checkpoint; a link to one is not.
 bool is_checkpoint(const std::string& path) {
-  std::error_code error;
-  return is_own_folder(path) &&
-         fs::symlink_status(joined(path, kManifestName), error).type() == fs::file_type::regular;
+  return fs::is_directory(status_of(path)) &&
+         fs::is_regular_file(status_of(joined(path, kManifestName)));
 }
 
 std::vector<std::string> names_in(const std::string& folder) {
@@ -66,9 +68,7 @@ std::vector<std::string> names_in(const std::string& folder) {
 // Whatever has the tag's name is replaced; only a checkpoint may be.
 void require_replaceable(const std::string& folder, const std::string& tag) {
   const std::string path = joined(folder, tag);
-  std::error_code error;
-  const bool taken = fs::exists(fs::symlink_status(path, error));
-  if (!taken || is_checkpoint(path)) return;
+  if (!fs::exists(status_of(path)) || is_checkpoint(path)) return;
   throw UsageError(
       fmt::format("something else has the name of the checkpoint's folder, and saving would remove "
                   "it: it has no {}. Give another tag, or move it away: path={}",
@@ -94,15 +94,38 @@ void make_with_parents(const std::string& folder, io::FolderCalls& calls) {
       "checkpoints are saved into a folder; a file has the name, give another: path={}", folder));
 }
 
+io::FileLock lock_of(const std::string& folder) {
+  const std::string path = joined(folder, kLock);
+  FileDescriptor file(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0666));
+  if (!file.valid()) {
+    const int code = errno;
+    throw IoError(fmt::format("cannot write into the folder of the checkpoints: path={} {}", path,
+                              errno_text(code)));
+  }
+  io::FileLock lock(std::move(file));
+  const io::FileLock::Outcome outcome = lock.take();
+  const int code = errno;
+  if (outcome == io::FileLock::Outcome::kHeldElsewhere) {
+    throw IoError(
+        fmt::format("another process is saving a checkpoint into this folder; give each job a "
+                    "folder of its own: path={}",
+                    folder));
+  }
+  if (outcome == io::FileLock::Outcome::kFailed) {
+    throw IoError(fmt::format("cannot lock the folder of the checkpoints: path={} {}", path,
+                              errno_text(code)));
+  }
+  return lock;
+}
+
 }  // namespace
 
 void require_tag(std::string_view tag) {
   if (is_plain_file_name(tag) && tag != kLatest) return;
-  throw UsageError(
-      fmt::format("the tag of a checkpoint is the name of a folder: give one without '/' and '\\', "
-                  "that does not "
-                  "begin with '.', is not 'latest' and has 1 to 200 characters; found {}",
-                  in_quotes(tag)));
+  throw UsageError(fmt::format(
+      "the tag of a checkpoint is the name of a folder: give one without '/' and '\\', that does "
+      "not begin with '.', is not 'latest' and has 1 to 200 characters; found {}",
+      in_quotes(tag)));
 }
 
 std::optional<std::string> latest_tag(const std::string& folder) {
@@ -114,10 +137,9 @@ std::optional<std::string> latest_tag(const std::string& folder) {
   io::read_fully(file, Bytes(), std::as_writable_bytes(std::span(text)));
   while (!text.empty() && (text.back() == '\n' || text.back() == ' ')) text.pop_back();
   if (is_plain_file_name(text)) return text;
-  throw FormatError(
-      fmt::format("the file '{}' names no checkpoint of its folder; found {}; give the "
-                  "tag of one: path={}",
-                  kLatest, in_quotes(text), path));
+  throw FormatError(fmt::format(
+      "the file '{}' names no checkpoint of its folder; found {}; give the tag of one: path={}",
+      kLatest, in_quotes(text), path));
 }
 
 std::optional<std::string> find_checkpoint(const std::string& folder, const std::string& tag) {
@@ -129,28 +151,67 @@ std::optional<std::string> find_checkpoint(const std::string& folder, const std:
 }
 
 std::vector<std::string> whole_checkpoints(const std::string& folder) {
-  std::vector<std::pair<fs::file_time_type, std::string>> found;
-  for (std::string& name : names_in(folder)) {
+  std::set<std::pair<fs::file_time_type, std::string>> found;
+  for (const std::string& name : names_in(folder)) {
     const std::string path = joined(folder, name);
     if (!is_plain_file_name(name) || !is_checkpoint(path)) continue;
     std::error_code error;
-    found.emplace_back(fs::last_write_time(joined(path, kManifestName), error), std::move(name));
+    found.emplace(fs::last_write_time(joined(path, kManifestName), error), name);
   }
-  std::ranges::sort(found);
   std::vector<std::string> tags;
-  for (auto& [time, name] : found) tags.push_back(std::move(name));
+  for (const auto& [time, name] : found) tags.push_back(name);
   return tags;
+}
+
+bool has_manifest(const std::string& folder) {
+  return status_of(joined(folder, kManifestName)).type() != fs::file_type::not_found;
+}
+
+bool holds_checkpoints(const std::string& path) {
+  std::error_code error;
+  return fs::is_directory(path, error) &&
+         (has_manifest(path) || latest_tag(path) || !whole_checkpoints(path).empty());
+}
+
+ChosenCheckpoint choose_checkpoint(const std::string& path) {
+  std::error_code error;
+  if (!fs::is_directory(path, error)) {
+    throw UsageError(
+        fmt::format("there is no such folder; give that of a training checkpoint: path={} ({})",
+                    path, fs::exists(path, error) ? "is a file" : "is not there"));
+  }
+  if (has_manifest(path)) return {path, {}, ""};
+  ChosenCheckpoint chosen{"", whole_checkpoints(path), latest_tag(path).value_or("")};
+  const std::string listed = chosen.tags.empty() ? "none" : first_ten(chosen.tags);
+  if (chosen.latest.empty()) {
+    throw FormatError(fmt::format(
+        "a folder is no training checkpoint of Strata: there is neither {} nor 'latest' in it (a "
+        "save that did not end has neither); checkpoints in it: {}: path={}",
+        kManifestName, listed, path));
+  }
+  const auto found = find_checkpoint(path, chosen.latest);
+  if (!found) {
+    throw FormatError(
+        fmt::format("'latest' names {}, which holds no {}: it was not saved by Strata, or is gone; "
+                    "whole checkpoints beside it: {}: path={}",
+                    in_quotes(chosen.latest), kManifestName, listed, path));
+  }
+  chosen.path = *found;
+  return chosen;
 }
 
 NewCheckpoint::NewCheckpoint(std::string folder, std::string tag, io::FolderCalls& calls)
     : folder_(std::move(folder)), tag_(std::move(tag)), calls_(calls), owner_(::getpid()) {
   require_tag(tag_);
   make_with_parents(folder_, calls_);
-  lock();
+  lock_ = lock_of(folder_);
   recover_replaced();
   require_replaceable(folder_, tag_);
-  remove_leftovers();
-  const std::string made = io::temporary_name(joined(folder_, fmt::format(".{}", tag_)));
+  for (const std::string& name : names_in(folder_)) {
+    const bool leftover = name.starts_with('.') && io::AtomicFile::target_of(name) != name;
+    if (leftover) calls_.remove_tree(joined(folder_, name));
+  }
+  const std::string made = temporary_path(folder_, tag_);
   calls_.make_folder(made);
   staging_ = made;
 }
@@ -164,30 +225,6 @@ NewCheckpoint::~NewCheckpoint() {
   }
 }
 
-void NewCheckpoint::lock() {
-  const std::string path = joined(folder_, kLock);
-  FileDescriptor file(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0666));
-  if (!file.valid()) {
-    const int code = errno;
-    throw IoError(fmt::format("cannot write into the folder of the checkpoints: path={} {}", path,
-                              errno_text(code)));
-  }
-  lock_ = io::FileLock(std::move(file));
-  const io::FileLock::Outcome outcome = lock_.take();
-  const int code = errno;
-  if (outcome == io::FileLock::Outcome::kHeldElsewhere) {
-    throw IoError(
-        fmt::format("another process is saving a checkpoint into this folder; give each job a "
-                    "folder of its own: "
-                    "path={}",
-                    folder_));
-  }
-  if (outcome == io::FileLock::Outcome::kFailed) {
-    throw IoError(fmt::format("cannot lock the folder of the checkpoints: path={} {}", path,
-                              errno_text(code)));
-  }
-}
-
 // A save was killed between the two renames of a file system that cannot exchange names.
 void NewCheckpoint::recover_replaced() {
   bool changed = false;
@@ -195,11 +232,10 @@ void NewCheckpoint::recover_replaced() {
     if (!name.starts_with('.') || !name.ends_with(kReplaced)) continue;
     const std::string tag = name.substr(1, name.size() - 1 - kReplaced.size());
     const std::string path = joined(folder_, name);
-    if (!is_plain_file_name(tag) || !is_own_folder(path)) continue;
-    std::error_code error;
+    if (!is_plain_file_name(tag) || !fs::is_directory(status_of(path))) continue;
     if (is_checkpoint(joined(folder_, tag))) {
       calls_.remove_tree(path);
-    } else if (!fs::exists(fs::symlink_status(joined(folder_, tag), error))) {
+    } else if (!fs::exists(status_of(joined(folder_, tag)))) {
       calls_.rename(path, joined(folder_, tag));
     } else {
       continue;  // another program's; a save under this tag is an error
@@ -207,13 +243,6 @@ void NewCheckpoint::recover_replaced() {
     changed = true;
   }
   if (changed) calls_.sync_folder(folder_);
-}
-
-void NewCheckpoint::remove_leftovers() {
-  for (const std::string& name : names_in(folder_)) {
-    const bool temporary = name.starts_with('.') && io::AtomicFile::target_of(name) != name;
-    if (temporary) calls_.remove_tree(joined(folder_, name));
-  }
 }
 
 void NewCheckpoint::put_text(const std::string& path, std::string_view text, io::IoEngine& io) {
@@ -236,17 +265,40 @@ void NewCheckpoint::publish(const format::Manifest& manifest, const NewCheckpoin
   take_place();
   calls_.sync_folder(folder_);
   if (options.latest) {
-    name_latest(io);
+    const std::string written = temporary_path(folder_, kLatest);
+    try {
+      put_text(written, tag_, io);
+      calls_.rename(written, joined(folder_, kLatest));
+    } catch (const Error&) {
+      calls_.remove_tree(written);
+      throw;
+    }
     calls_.sync_folder(folder_);
   }
-  remove_old(options.keep);
+  try {
+    if (!staging_.empty()) calls_.remove_tree(std::exchange(staging_, {}));
+    if (options.keep <= 0) return;
+    std::vector<std::string> tags = whole_checkpoints(folder_);
+    const std::optional<std::string> latest = latest_tag(folder_);
+    auto left = static_cast<std::ptrdiff_t>(tags.size());
+    for (const std::string& tag : tags) {
+      if (left <= options.keep) break;
+      if (tag == tag_ || tag == latest) continue;
+      // Not its manifest first: a folder half removed must not look whole.
+      const std::string going = temporary_path(folder_, tag);
+      calls_.rename(joined(folder_, tag), going);
+      calls_.remove_tree(going);
+      --left;
+    }
+  } catch (const std::exception&) {
+    // Old checkpoints cost space and nothing else.
+  }
 }
 
 void NewCheckpoint::take_place() {
   const std::string path = joined(folder_, tag_);
   require_replaceable(folder_, tag_);  // it may have come while files were written
-  std::error_code error;
-  if (!fs::exists(fs::symlink_status(path, error))) {
+  if (!fs::exists(status_of(path))) {
     calls_.rename(staging_, path);
     staging_.clear();
     return;
@@ -256,40 +308,6 @@ void NewCheckpoint::take_place() {
   calls_.rename(path, replaced);
   calls_.rename(staging_, path);
   staging_ = replaced;
-}
-
-void NewCheckpoint::name_latest(io::IoEngine& io) {
-  const std::string path = joined(folder_, kLatest);
-  const std::string written = io::temporary_name(joined(folder_, fmt::format(".{}", kLatest)));
-  try {
-    put_text(written, tag_, io);
-    calls_.rename(written, path);
-  } catch (const Error&) {
-    calls_.remove_tree(written);
-    throw;
-  }
-}
-
-void NewCheckpoint::remove_old(int keep) noexcept {
-  try {
-    if (!staging_.empty()) calls_.remove_tree(std::exchange(staging_, {}));
-    if (keep <= 0) return;
-    std::vector<std::string> tags = whole_checkpoints(folder_);
-    const std::optional<std::string> latest = latest_tag(folder_);
-    auto left = static_cast<std::ptrdiff_t>(tags.size());
-    for (const std::string& tag : tags) {
-      if (left <= keep) break;
-      if (tag == tag_ || tag == latest) continue;
-      // Not its manifest first: a folder half removed must not look whole.
-      const std::string path = joined(folder_, tag);
-      const std::string going = io::temporary_name(joined(folder_, fmt::format(".{}", tag)));
-      calls_.rename(path, going);
-      calls_.remove_tree(going);
-      --left;
-    }
-  } catch (const std::exception&) {
-    // Old checkpoints cost space and nothing else.
-  }
 }
 
 }  // namespace strata::checkpoint

@@ -1,10 +1,116 @@
 #include "strata/checkpoint/pipeline.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "strata/base/error.h"
 
 namespace strata::checkpoint {
+namespace {
+
+constexpr Bytes kSmallAlignment = 256_B;  // of buffers smaller than a block
+
+Bytes stride_of(const RingOptions& options) {
+  if (options.buffers <= 0 || options.buffer_bytes < 16_B) {
+    throw UsageError(
+        fmt::format("staging needs at least one buffer of 16 bytes; got {} buffers of {} bytes",
+                    options.buffers, options.buffer_bytes.value));
+  }
+  const bool small = options.buffer_bytes < io::File::kDirectBlock;
+  return align_up(options.buffer_bytes, small ? kSmallAlignment : io::File::kDirectBlock);
+}
+
+}  // namespace
+
+Bytes TransferRing::room(const RingOptions& options) {
+  return stride_of(options) * options.buffers;
+}
+
+void TransferRing::expect(const RingOptions& options, device::Device& device) {
+  device.expect_host(room(options), memory::Kind::kStaging);
+}
+
+TransferRing::TransferRing(const RingOptions& options, device::Device& device)
+    : buffer_bytes_(options.buffer_bytes),
+      stride_(stride_of(options)),
+      // At once, which costs less than in parts.
+      pinned_(device.allocate_host(room(options), memory::Kind::kStaging)),
+      memory_(pinned_->bytes()),
+      uses_(static_cast<std::size_t>(options.buffers)) {}
+
+TransferRing::TransferRing(const RingOptions& options,
+                           const std::shared_ptr<memory::Ledger>& ledger)
+    : buffer_bytes_(options.buffer_bytes),
+      stride_(stride_of(options)),
+      pageable_(room(options), {.ledger = ledger}),
+      memory_(pageable_.bytes()),
+      uses_(static_cast<std::size_t>(options.buffers)) {}
+
+TransferRing::TransferRing(std::span<std::byte> memory, Bytes buffer_bytes)
+    : buffer_bytes_(buffer_bytes),
+      stride_(buffer_bytes),
+      memory_(memory),
+      uses_((memory.size() + buffer_bytes.size() - 1) / buffer_bytes.size()) {}
+
+TransferRing::~TransferRing() {
+  abandon();
+}
+
+std::size_t TransferRing::next() {
+  wait(turns_);
+  return turns_++;
+}
+
+std::span<std::byte> TransferRing::buffer(std::size_t turn) {
+  const std::size_t begin = turn % size() * stride_.size();
+  return memory_.subspan(begin, std::min(buffer_bytes_.size(), memory_.size() - begin));
+}
+
+void TransferRing::started(std::size_t turn, std::unique_ptr<io::Transfer> transfer) {
+  STRATA_ASSERT(use(turn).transfer == nullptr);
+  use(turn).transfer = std::move(transfer);
+}
+
+void TransferRing::used_until(std::size_t turn, std::unique_ptr<device::Event> event) {
+  use(turn).event = std::move(event);
+}
+
+void TransferRing::queue(std::size_t turn, device::Stream* stream,
+                         const std::function<void()>& work) {
+  try {
+    work();
+  } catch (...) {
+    try {
+      if (stream != nullptr) used_until(turn, stream->record());
+    } catch (const std::exception&) {
+      // The device has failed, and does no more work.
+    }
+    throw;
+  }
+  if (stream != nullptr) used_until(turn, stream->record());
+}
+
+void TransferRing::wait(std::size_t turn) {
+  const std::unique_ptr<device::Event> event = std::exchange(use(turn).event, nullptr);
+  const std::unique_ptr<io::Transfer> transfer = std::exchange(use(turn).transfer, nullptr);
+  if (event) event->wait();
+  if (transfer) transfer->wait();
+}
+
+void TransferRing::drain() {
+  for (std::size_t turn = 0; turn < size(); ++turn) wait(turn);
+}
+
+void TransferRing::abandon() noexcept {
+  for (std::size_t turn = 0; turn < size(); ++turn) {
+    try {
+      wait(turn);
+    } catch (const std::exception&) {
+      continue;  // the use has ended; its error was told or is dropped with the ring
+    }
+  }
+}
+
 Pipeline::Pipeline(Source& source, Sink& sink, TransferRing& ring, const CopyOptions& options)
     : source_(source), sink_(sink), ring_(ring), options_(options) {
   STRATA_ASSERT(options.taking < ring.size());
@@ -14,12 +120,11 @@ Pipeline::~Pipeline() {
   if (!idle_) ring_.abandon();
 }
 
-template <typename Begin>
-void Pipeline::use(std::size_t turn, device::Stream* stream, Begin&& begin) {
-  StreamUse queued(ring_, turn, stream);
-  if (std::unique_ptr<io::Transfer> transfer = std::forward<Begin>(begin)())
-    ring_.started(turn, std::move(transfer));
-  queued.end();
+void Pipeline::use(std::size_t turn, device::Stream* stream,
+                   const std::function<std::unique_ptr<io::Transfer>()>& begin) {
+  ring_.queue(turn, stream, [&] {
+    if (auto transfer = begin()) ring_.started(turn, std::move(transfer));
+  });
 }
 
 void Pipeline::begin(Piece piece) {

@@ -1,29 +1,96 @@
-// The one loop that keeps several buffers in flight. A source begins to fill a buffer of a ring,
-// and when the buffer is full a sink begins to take its bytes: both may go on by themselves (a
-// transfer of files, work of a stream, threads), so that pieces are filled and taken at once.
+// A ring of buffers, and the one loop that keeps several of them in flight. A source begins to fill
+// a buffer, and when it is full a sink begins to take its bytes; both may go on by themselves (a
+// transfer of files, work of a stream, threads).
 //
 //   source.next() -> fill(buffer) ... full -> source.filled() -> sink.take() ... ring: used again
 //
-// The use of a buffer ends with a transfer or an event on every path: where fill() or take()
-// throws after it has queued a part of its work, an event behind that part is recorded, and the
-// ring waits for it before the buffer is used again or freed.
+// The use of a buffer ends with a transfer or an event on every path: where fill() or take() throws
+// after it has queued work, an event behind that work is recorded, and the ring waits for it.
 //
-// Threads: one thread. Ownership: borrows source, sink and ring. Errors: those of source, sink and
-// transfers; what is in flight has ended when they leave.
+// Threads: one thread. Ownership: a ring owns its buffers, charged to the ledger as staging, and the
+// transfers and events of their uses; a pipeline borrows source, sink and ring. Errors:
+// OutOfMemoryError; UsageError for options that make no ring; those of source, sink and transfers,
+// from the call that waits; what is in flight has ended when they leave a pipeline.
 #pragma once
 
 #include <cstddef>
 #include <deque>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <span>
 #include <vector>
 
-#include "strata/checkpoint/ring.h"
+#include "strata/device/device.h"
 #include "strata/format/weight_map.h"
+#include "strata/io/io_engine.h"
+#include "strata/memory/host_buffer.h"
 
 namespace strata::checkpoint {
+
+// By default the rings of all ranks of a host fit the last-level cache of its processors: bytes
+// that are read from the page cache into larger rings cross the memory bus three times instead of
+// once, and take twice as long. The buffers are large enough for the speed of a link.
+struct RingOptions {
+  int buffers = 12;
+  Bytes buffer_bytes = 4_MiB;
+};
+
+// A ring of equal buffers through which bytes travel between files, the host and a device. A buffer
+// is neither handed out again nor freed before its last use has ended: a transfer, work queued on a
+// stream (an event), or both. Each begins at a block of direct transfers (io::File::kDirectBlock),
+// unless it is smaller than one.
+class TransferRing {
+ public:
+  // The memory that a ring with these options takes.
+  static Bytes room(const RingOptions& options);
+  // Announces such a ring to a device, which then makes its memory beside the caller.
+  static void expect(const RingOptions& options, device::Device& device);
+
+  // Pinned host memory of a device.
+  TransferRing(const RingOptions& options, device::Device& device);
+  // Pageable host memory. `ledger`: null charges nothing.
+  TransferRing(const RingOptions& options, const std::shared_ptr<memory::Ledger>& ledger);
+  // Memory of the caller's, which outlives the ring: its pieces of `buffer_bytes`, the last one
+  // smaller. It begins at a block.
+  TransferRing(std::span<std::byte> memory, Bytes buffer_bytes);
+  // Waits for all uses and drops their errors.
+  ~TransferRing();
+
+  std::size_t size() const { return uses_.size(); }
+  Bytes buffer_bytes() const { return buffer_bytes_; }
+
+  // Takes the next turn (0, 1, 2, ...), and waits until the earlier use of its buffer has ended.
+  std::size_t next();
+  // The buffer of a turn; turns go round.
+  std::span<std::byte> buffer(std::size_t turn);
+  // The transfer that uses the buffer from now on.
+  void started(std::size_t turn, std::unique_ptr<io::Transfer> transfer);
+  // Work that was queued on a stream uses the buffer until `event`.
+  void used_until(std::size_t turn, std::unique_ptr<device::Event> event);
+  // Runs `work`, which queues uses of the buffer on a stream, and records the event behind them,
+  // also where it throws. `stream`: null records none.
+  void queue(std::size_t turn, device::Stream* stream, const std::function<void()>& work);
+  // Waits for the use of a buffer, or of all.
+  void wait(std::size_t turn);
+  void drain();
+  // As drain(), and drops errors.
+  void abandon() noexcept;
+
+ private:
+  struct Use {
+    std::unique_ptr<io::Transfer> transfer;  // null: none
+    std::unique_ptr<device::Event> event;    // null: nothing queued uses the buffer
+  };
+  Use& use(std::size_t turn) { return uses_[turn % uses_.size()]; }
+
+  Bytes buffer_bytes_;
+  Bytes stride_;
+  std::unique_ptr<device::HostMemory> pinned_;
+  memory::HostBuffer pageable_;
+  std::span<std::byte> memory_;  // of one of the two, or the caller's
+  std::vector<Use> uses_;
+  std::size_t turns_ = 0;
+};
 
 // The bytes that one buffer carries.
 struct Piece {
@@ -41,8 +108,8 @@ class Source {
   virtual ~Source() = default;
   // Sets `file`, `offset` and `bytes` of the next piece. False: there is none (yet).
   virtual bool next(Piece& piece) = 0;
-  // Begins to fill the buffer. Sets `content`; by default it begins where the buffer does. Returns
-  // the transfer that ends the filling; null: work on stream() does, or it has ended.
+  // Begins to fill `content`, which begins where the buffer does unless fill() sets it. Returns the
+  // transfer that ends the filling; null: work on stream() does, or it has ended.
   virtual std::unique_ptr<io::Transfer> fill(Piece& piece, std::span<std::byte> buffer) = 0;
   // The stream on which fill() queues work; null: it queues none.
   virtual device::Stream* stream() { return nullptr; }
@@ -62,13 +129,13 @@ class Sink {
   virtual void settle() {}
 };
 
-// Takes nothing: to time a source, or to look at what it verifies.
+// Takes nothing.
 class Discard final : public Sink {
  public:
   std::unique_ptr<io::Transfer> take(const Piece& /*piece*/) override { return nullptr; }
 };
 
-// Places of the source, ascending, at which ranks meet: reached(i) is called when the sink has
+// Offsets of the source, ascending, at which ranks meet: reached(i) is called when the sink has
 // begun to take all pieces before places[i]. Filling goes on meanwhile.
 struct SyncPoints {
   std::vector<format::FileOffset> places;
@@ -79,8 +146,8 @@ struct SyncPoints {
 };
 
 struct CopyOptions {
-  // Buffers that are left to what the sink has begun, while the others are filled. Less than the
-  // ring has.
+  // Buffers, less than the ring's, that are left to what the sink has begun while others are
+  // filled.
   std::size_t taking = 0;
   const SyncPoints* sync_points = nullptr;  // null: none
 };
@@ -88,7 +155,7 @@ struct CopyOptions {
 class Pipeline {
  public:
   Pipeline(Source& source, Sink& sink, TransferRing& ring, const CopyOptions& options = {});
-  // Waits for what is in flight, unless take_all() has returned.
+  // Waits for what is in flight, unless take_all() or drain() has returned.
   ~Pipeline();
   Pipeline(const Pipeline&) = delete;
   Pipeline& operator=(const Pipeline&) = delete;
@@ -109,8 +176,8 @@ class Pipeline {
   void take_one();
   void reach(const format::FileOffset* next);  // null: the end
   void tell_begun();
-  template <typename Begin>
-  void use(std::size_t turn, device::Stream* stream, Begin&& begin);
+  void use(std::size_t turn, device::Stream* stream,
+           const std::function<std::unique_ptr<io::Transfer>()>& begin);
 
   Source& source_;
   Sink& sink_;

@@ -1,14 +1,15 @@
 #include "strata/checkpoint/reader.h"
 
 #include <fmt/core.h>
+#include <xxhash.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <filesystem>
 #include <system_error>
 
 #include "strata/base/error.h"
-#include "strata/format/manifest.h"
 #include "strata/format/safetensors.h"
 #include "strata/io/file.h"
 
@@ -23,10 +24,10 @@ std::string share_of(const ReadFigures& figures) {
 }  // namespace
 
 std::optional<ReadWay> read_way_from(std::string_view name) {
-  if (name == "auto") return ReadWay::kAuto;
-  if (name == "buffered") return ReadWay::kBuffered;
-  if (name == "direct") return ReadWay::kDirect;
-  return std::nullopt;
+  constexpr std::array<std::string_view, 3> kNames{"auto", "buffered", "direct"};
+  const auto found = std::ranges::find(kNames, name);
+  if (found == kNames.end()) return std::nullopt;
+  return static_cast<ReadWay>(found - kNames.begin());
 }
 
 bool wants_probe(ReadWay asked, const ReadFigures& figures) {
@@ -56,8 +57,9 @@ RangeSource::RangeSource(std::span<const ReadableFile> files, std::span<const Fi
       ranges_(ranges),
       io_(io),
       most_(options.aligned == 1_B ? buffer : buffer - options.aligned),
-      options_(options) {
-  STRATA_ASSERT(most_ >= options.aligned);
+      options_(options),
+      sum_(XXH3_createState(), XXH3_freeState) {
+  STRATA_ASSERT(most_ >= options.aligned && sum_ != nullptr);
 }
 
 bool RangeSource::next(Piece& piece) {
@@ -102,9 +104,12 @@ void RangeSource::filled(const Piece& piece) {
     const Bytes stop = std::min(end, piece_end);
     if (at == begin) {
       whole_ = true;
-      sum_.restart();
+      XXH3_64bits_reset(sum_.get());
     }
-    if (whole_) sum_.add(piece.content.subspan((at - piece.offset).size(), (stop - at).size()));
+    if (whole_) {
+      const std::byte* const first = piece.content.data() + (at - piece.offset).size();
+      XXH3_64bits_update(sum_.get(), first, (stop - at).size());
+    }
     if (whole_ && stop == end) compare(piece.file, begin, end);
     at = stop;
   }
@@ -113,7 +118,8 @@ void RangeSource::filled(const Piece& piece) {
 void RangeSource::compare(std::size_t file, Bytes begin, Bytes end) {
   whole_ = false;
   const format::BlockChecksums& sums = options_.verify->files[file].checksums;
-  if (sums.sums()[static_cast<std::size_t>(begin / sums.block())] == sum_.value()) return;
+  const std::uint64_t found = XXH3_64bits_digest(sum_.get());
+  if (sums.sums()[static_cast<std::size_t>(begin / sums.block())] == found) return;
   options_.verify->wrong({file, begin, end, "is not what was written"});
 }
 
@@ -170,21 +176,6 @@ io::File open_file(const std::string& folder, const format::ManifestFile& file) 
   return opened;
 }
 
-std::vector<std::string> owners_of(const format::Manifest& manifest, std::size_t file, Bytes begin,
-                                   Bytes end) {
-  const auto& extents = manifest.extents;
-  // Extents lie one behind the other, so their ends are in order, too.
-  auto extent = std::ranges::partition_point(extents, [&](const format::ManifestRange& e) {
-    return e.file < file || (e.file == file && end_of(e) <= begin);
-  });
-  std::vector<std::string> owners;
-  for (; extent != extents.end() && extent->file == file && extent->offset < end; ++extent)
-    owners.push_back(fmt::format("tensor {} ({})",
-                                 format::in_quotes(manifest.tensors[extent->tensor].name),
-                                 manifest.kinds[extent->kind]));
-  return owners;
-}
-
 CheckpointFiles::CheckpointFiles(const std::string& folder, const format::Manifest& manifest,
                                  const std::optional<std::set<std::size_t>>& wanted)
     : manifest_(manifest), files_(manifest.files.size()) {
@@ -206,10 +197,14 @@ std::vector<ReadableFile> CheckpointFiles::readable() const {
   return all;
 }
 
+Verification CheckpointFiles::verification() const {
+  return {manifest_.files, true, [this](const WrongRange& wrong) { fail(wrong); }};
+}
+
 Bytes CheckpointFiles::block() const {
   Bytes largest = 1_B;
-  for (const format::ManifestFile& entry : manifest_.files)
-    largest = std::max(largest, entry.checksums.block());
+  for (const format::ManifestFile& file : manifest_.files)
+    largest = std::max(largest, file.checksums.block());
   return largest;
 }
 
@@ -232,8 +227,8 @@ ReadProbe::ReadProbe(std::span<const ReadableFile> files, std::span<const FileRa
 }
 
 // Evenly over the bytes to be read.
-std::vector<ReadProbe::Place> ReadProbe::samples() const {
-  std::vector<Place> places;
+std::vector<format::FileOffset> ReadProbe::samples() const {
+  std::vector<format::FileOffset> places;
   Bytes before;  // bytes of the ranges that lie before this one
   for (const FileRange& range : ranges_) {
     while (static_cast<int>(places.size()) < options_.samples) {
@@ -249,12 +244,11 @@ std::vector<ReadProbe::Place> ReadProbe::samples() const {
 
 ReadFigures ReadProbe::look() const {
   ReadFigures figures;
-  for (const FileRange& range : ranges_) {
-    figures.direct_offered = figures.direct_offered || files_[range.file].direct->direct_fd() >= 0;
-  }
+  figures.direct_offered = std::ranges::any_of(
+      ranges_, [&](const FileRange& range) { return files_[range.file].direct->direct_fd() >= 0; });
   double known = 0.0;
   double cached = 0.0;
-  for (const Place& place : samples()) {
+  for (const format::FileOffset& place : samples()) {
     const std::optional<bool> here = io::in_page_cache(*files_[place.file].buffered, place.offset);
     if (here) known += 1.0;
     if (here.value_or(false)) cached += 1.0;
@@ -265,15 +259,15 @@ ReadFigures ReadProbe::look() const {
 
 // Pieces about samples that are not cached, spread over all of them; none where there are not
 // enough that lie apart.
-std::vector<ReadProbe::Place> ReadProbe::cold_pieces() const {
-  std::vector<Place> apart;
-  for (const Place& sample : samples()) {
+std::vector<format::FileOffset> ReadProbe::cold_pieces() const {
+  std::vector<format::FileOffset> apart;
+  for (const format::FileOffset& sample : samples()) {
     const io::File& file = *files_[sample.file].direct;
     const Bytes room = file.size() - options_.piece;
     if (room < Bytes() || file.direct_fd() < 0) continue;
     if (io::in_page_cache(file, sample.offset).value_or(false)) continue;
     const Bytes wanted = std::min(sample.offset, room);
-    const Place piece{sample.file, wanted - wanted % io::File::kDirectBlock};
+    const format::FileOffset piece{sample.file, wanted - wanted % io::File::kDirectBlock};
     if (!apart.empty() && apart.back().file == piece.file &&
         piece.offset - apart.back().offset < options_.piece) {
       continue;
@@ -282,13 +276,13 @@ std::vector<ReadProbe::Place> ReadProbe::cold_pieces() const {
   }
   const std::size_t wanted = 2 * static_cast<std::size_t>(options_.pieces);
   if (apart.size() < wanted) return {};
-  std::vector<Place> chosen;
+  std::vector<format::FileOffset> chosen;
   for (std::size_t i = 0; i < wanted; ++i) chosen.push_back(apart[i * apart.size() / wanted]);
   return chosen;
 }
 
 void ReadProbe::time_reads(ReadFigures& figures, io::IoEngine& io, TransferRing& ring) const {
-  const std::vector<Place> pieces = cold_pieces();
+  const std::vector<format::FileOffset> pieces = cold_pieces();
   if (pieces.empty()) return;
   double buffered_s = 0.0;
   double direct_s = 0.0;

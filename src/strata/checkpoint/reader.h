@@ -1,6 +1,6 @@
-// Reads files of a checkpoint through a ring, from front to back, several reads ahead, and checks
-// on the way that what arrives is what was written: each block of a file against the checksum that
-// the manifest has of it. RangeSource is the Source of all pipelines that read files.
+// Reads files of a checkpoint through a ring, from front to back, several reads ahead, and compares
+// each block with its checksum in the manifest. RangeSource is the Source of all pipelines that
+// read files.
 //
 // Threads: one thread; CheckpointFiles is immutable. Ownership: sources borrow files, ranges and
 // the I/O engine; CheckpointFiles borrows the manifest. Errors: IoError for files that are missing
@@ -19,17 +19,20 @@
 #include <vector>
 
 #include "strata/checkpoint/pipeline.h"
-#include "strata/format/block_checksums.h"
 #include "strata/format/manifest.h"
 #include "strata/io/io_engine.h"
 
+struct XXH3_state_s;  // of xxhash.h
+
 namespace strata::checkpoint {
 
-// Whether files are read through the page cache or past it: what is known of them, and the rule.
-// Pages that are cached come at the speed of memory. Others are read faster past the cache where
-// the drive is faster than the copies through it, and slower where the cache's reading ahead helps,
-// so that a probe has to tell (ReadProbe, reader.h). Pure. Threads: values; safe everywhere.
+using format::end_of;
+using format::owners_of;
 
+// Whether files are read through the page cache or past it. Cached pages come at the speed of
+// memory. Others are read faster past the cache where the drive is faster than the copies through
+// it, and slower where the cache's reading ahead helps; ReadProbe measures which. Pure; safe
+// everywhere.
 enum class ReadWay { kAuto, kBuffered, kDirect };
 
 // "auto", "buffered", "direct"; absent for any other name.
@@ -91,7 +94,7 @@ struct Verification {
 
 struct ReadOptions {
   bool direct = false;  // past the page cache
-  // Content begins in memory where it does in the file, and pieces are cut, modulo this.
+  // Modulo this, content begins in memory where it does in the file, and pieces are cut there.
   Bytes aligned = 1_B;
   // Reads go on to the end of a block, or of the file, where the buffer has room.
   Bytes block = 1_B;
@@ -121,7 +124,7 @@ class RangeSource : public Source {
   std::size_t range_ = 0;
   Bytes done_;  // of the range
   // The block that is being verified:
-  format::RunningChecksum sum_;
+  std::shared_ptr<XXH3_state_s> sum_;
   bool whole_ = false;      // all of it came up to `reached_`
   std::size_t summed_ = 0;  // its file
   Bytes reached_{-1};
@@ -131,14 +134,8 @@ class RangeSource : public Source {
 std::vector<FileRange> whole_blocks(std::span<const FileRange> ranges,
                                     std::span<const format::ManifestFile> files);
 
-// A file of a checkpoint in `folder`, of the size that it was written with. FormatError for a link
-// that leads out of the folder.
+// A file of a checkpoint in `folder`, of the size that it was written with, and no link out of it.
 io::File open_file(const std::string& folder, const format::ManifestFile& file);
-
-// The tensors in the bytes [begin, end) of a file: "tensor 'w' (value)". None where these lie
-// between tensors.
-std::vector<std::string> owners_of(const format::Manifest& manifest, std::size_t file, Bytes begin,
-                                   Bytes end);
 
 // Open files of a checkpoint: those that are read, since the limit of descriptors is near where
 // many ranks have saved.
@@ -152,6 +149,8 @@ class CheckpointFiles {
   std::vector<const io::File*> pointers() const;
   // The same, for sources that read through the page cache.
   std::vector<ReadableFile> readable() const;
+  // Compares all checksums; calls fail().
+  Verification verification() const;
   // The largest block of checksums: whole blocks of every file lie in it.
   Bytes block() const;
   // The cause, or a FormatError that names the file, the bytes and their tensors.
@@ -162,11 +161,10 @@ class CheckpointFiles {
   std::vector<std::optional<io::File>> files_;
 };
 
-// Finds the figures by which choose_read() decides how ranges are read: samples which of their
-// pages are cached, and where that can decide times pieces that are not, each in another place,
-// half of them buffered and half direct, through the ring that the reading itself will use. Each
-// process probes for itself: its ranges, and how much of them is cached, are its own, and ranks of
-// a host that probe at once share the drive as they do when they read at once.
+// Finds the figures for choose_read(): samples which pages of the ranges are cached, and where that
+// can decide times pieces that are not, half of them buffered and half direct, through the ring
+// that the reading itself will use. Each process probes for itself: its ranges are its own, and
+// ranks of a host that probe at once share the drive as they do when they read at once.
 struct ReadProbeOptions {
   int samples = 64;      // pages
   Bytes piece = 16_MiB;  // a multiple of io::File::kDirectBlock
@@ -181,8 +179,8 @@ class ReadProbe {
   ReadProbe(std::span<const ReadableFile> files, std::span<const FileRange> ranges,
             const ReadProbeOptions& options = {});
 
-  // Looks at the page cache at once; times reads only where the choice depends on it. The ring's
-  // buffers are whole blocks of direct transfers.
+  // Times reads only where the choice depends on it. The ring's buffers are whole blocks of direct
+  // transfers.
   ReadChoice choose(ReadWay asked, io::IoEngine& io, TransferRing& ring) const;
 
   // The steps of it.
@@ -190,12 +188,8 @@ class ReadProbe {
   void time_reads(ReadFigures& figures, io::IoEngine& io, TransferRing& ring) const;
 
  private:
-  struct Place {
-    std::size_t file;
-    Bytes offset;
-  };
-  std::vector<Place> samples() const;
-  std::vector<Place> cold_pieces() const;
+  std::vector<format::FileOffset> samples() const;
+  std::vector<format::FileOffset> cold_pieces() const;
 
   std::span<const ReadableFile> files_;
   std::span<const FileRange> ranges_;
@@ -219,10 +213,5 @@ class ExtentSink : public Sink {
   std::span<const format::ManifestRange> extents_;
   std::size_t next_ = 0;
 };
-
-// Where an extent ends in its file.
-inline Bytes end_of(const format::ManifestRange& extent) {
-  return extent.offset + bytes_of(extent.end - extent.begin, extent.dtype);
-}
 
 }  // namespace strata::checkpoint

@@ -9,12 +9,6 @@
 #include "strata/format/safetensors.h"
 
 namespace strata::checkpoint {
-namespace {
-
-constexpr RingOptions kWholeRing{2, 4_MiB};
-
-}  // namespace
-
 FileLayout::FileLayout(std::string name, std::vector<TensorRange> parts) : name_(std::move(name)) {
   std::vector<format::TensorSpec> specs;
   for (const TensorRange& part : parts) {
@@ -108,11 +102,11 @@ struct FileWriter::File final : public Sink {
   io::File file;
 };
 
-FileWriter::FileWriter(const std::string& folder, std::span<const FileLayout* const> layouts,
+FileWriter::FileWriter(const std::string& folder, std::span<const FileLayout> layouts,
                        io::IoEngine& io, io::FolderCalls& calls)
-    : calls_(calls), layouts_(layouts.begin(), layouts.end()) {
-  for (const FileLayout* layout : layouts_)
-    files_.push_back(std::make_unique<File>(folder, *layout, io, calls));
+    : calls_(calls), layouts_(layouts) {
+  for (const FileLayout& layout : layouts_)
+    files_.push_back(std::make_unique<File>(folder, layout, io, calls));
 }
 
 FileWriter::~FileWriter() = default;
@@ -129,59 +123,34 @@ void FileWriter::write(Source& source, TransferRing& ring) {
 format::RankManifest FileWriter::finish(std::span<const std::string> kinds) {
   STRATA_ASSERT(part_.files.size() == layouts_.size());
   for (std::size_t i = 0; i < layouts_.size(); ++i) {
-    for (const format::ManifestRange& extent : layouts_[i]->extents(kinds, i))
+    for (const format::ManifestRange& extent : layouts_[i].extents(kinds, i))
       part_.extents.push_back(extent);
   }
   return std::move(part_);
 }
 
-Bytes blocks_of(Bytes buffer, std::span<const FileLayout* const> layouts) {
-  for (const FileLayout* layout : layouts)
-    buffer = align_up(buffer, format::BlockChecksums::block_for(layout->bytes()));
+Bytes blocks_of(Bytes buffer, std::span<const FileLayout> layouts) {
+  for (const FileLayout& layout : layouts)
+    buffer = align_up(buffer, format::BlockChecksums::block_for(layout.bytes()));
   return buffer;
 }
 
 namespace {
 
-// The parts of a file, each whole on the host while it is asked for.
-class HostFile final : public WholeFile {
- public:
-  HostFile(const FileLayout& layout, std::span<const WholeTensor> tensors, const ReadWhole& read,
-           Bytes piece)
-      : WholeFile(layout.bytes(), piece), layout_(layout), tensors_(tensors), read_(read) {}
+constexpr RingOptions kWholeRing{2, 4_MiB};
 
-  std::unique_ptr<io::Transfer> fill(Piece& piece, std::span<std::byte>) override {
-    layout_.fill(piece.offset, piece.content,
-                 [&](std::size_t part, Bytes at, std::span<std::byte> target) {
-                   if (part != part_) open(part);
-                   const auto bytes = bytes_.subspan(at.size(), target.size());
-                   std::ranges::copy(bytes, target.begin());
-                 });
-    return nullptr;
-  }
-
- private:
-  void open(std::size_t part) {
-    const TensorRange& entry = layout_.parts()[part];
-    const WholeTensor& tensor = tensors_[entry.tensor];
-    const auto kind = std::ranges::find(
-        tensor.kinds, entry.kind, [](const auto& k) -> const auto& { return k.first; });
-    bytes_ = read_(entry.tensor, static_cast<std::size_t>(kind - tensor.kinds.begin()));
-    const Bytes wanted = bytes_of(entry.end - entry.begin, entry.dtype);
-    if (Bytes(bytes_.size()) != wanted) {
-      throw UsageError(fmt::format(
-          "a tensor has another size than was declared: tensor={} ({}) wanted={} found={}",
-          format::in_quotes(tensor.tensor.name), entry.kind, wanted.value, bytes_.size()));
-    }
-    part_ = part;
-  }
-
-  const FileLayout& layout_;
-  std::span<const WholeTensor> tensors_;
-  const ReadWhole& read_;
-  std::size_t part_ = static_cast<std::size_t>(-1);
-  std::span<const std::byte> bytes_;  // of the part
-};
+std::span<const std::byte> read_part(const TensorRange& part, std::span<const WholeTensor> tensors,
+                                     const ReadWhole& read) {
+  const WholeTensor& tensor = tensors[part.tensor];
+  const auto kind =
+      std::ranges::find(tensor.kinds, part.kind, &std::pair<std::string, DType>::first);
+  const auto bytes = read(part.tensor, static_cast<std::size_t>(kind - tensor.kinds.begin()));
+  const Bytes wanted = bytes_of(part.end - part.begin, part.dtype);
+  if (Bytes(bytes.size()) == wanted) return bytes;
+  throw UsageError(
+      fmt::format("a tensor has another size than was declared: tensor={} ({}) wanted={} found={}",
+                  format::in_quotes(tensor.tensor.name), part.kind, wanted.value, bytes.size()));
+}
 
 // The layouts of values, and of what is kept beside them.
 std::vector<FileLayout> layouts_of(std::span<const WholeTensor> tensors) {
@@ -210,7 +179,7 @@ std::vector<FileLayout> layouts_of(std::span<const WholeTensor> tensors) {
 
 void write_whole(const WholeCheckpoint& checkpoint, const ReadWhole& read, io::IoEngine& io,
                  io::FolderCalls& calls) {
-  checkpoint::require_tag(checkpoint.tag);
+  require_tag(checkpoint.tag);
   format::Manifest manifest;
   manifest.tag = checkpoint.tag;
   manifest.training = checkpoint.training;
@@ -225,14 +194,20 @@ void write_whole(const WholeCheckpoint& checkpoint, const ReadWhole& read, io::I
         manifest.kinds.push_back(kind);
     }
   }
-  checkpoint::NewCheckpoint made(checkpoint.folder, checkpoint.tag, calls);
+  NewCheckpoint made(checkpoint.folder, checkpoint.tag, calls);
   const std::vector<FileLayout> layouts = layouts_of(checkpoint.tensors);
-  std::vector<const FileLayout*> files;
-  for (const FileLayout& layout : layouts) files.push_back(&layout);
-  FileWriter writer(made.staging(), files, io, calls);
-  TransferRing ring({kWholeRing.buffers, blocks_of(kWholeRing.buffer_bytes, files)}, nullptr);
+  FileWriter writer(made.staging(), layouts, io, calls);
+  TransferRing ring({kWholeRing.buffers, blocks_of(kWholeRing.buffer_bytes, layouts)}, nullptr);
   for (const FileLayout& layout : layouts) {
-    HostFile source(layout, checkpoint.tensors, read, ring.buffer_bytes());
+    std::optional<std::size_t> open;  // the part whose bytes are there
+    std::span<const std::byte> bytes;
+    const auto fill_part = [&](std::size_t part, Bytes at, std::span<std::byte> target) {
+      if (open != part) bytes = read_part(layout.parts()[part], checkpoint.tensors, read);
+      open = part;
+      std::ranges::copy(bytes.subspan(at.size(), target.size()), target.begin());
+    };
+    WholeFile source(layout.bytes(), ring.buffer_bytes(),
+                     [&](Bytes at, auto target) { layout.fill(at, target, fill_part); });
     writer.write(source, ring);
   }
   append(manifest, writer.finish(manifest.kinds));

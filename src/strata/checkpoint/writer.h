@@ -1,14 +1,12 @@
-// Writes the files of a training checkpoint. A FileLayout says which bytes lie where; a Source
-// brings them, piece by piece, through a ring; a FileWriter computes the checksums on the way and
-// writes past the page cache what lies at blocks of direct transfers: no one reads a checkpoint
-// soon, and a copy in the cache costs memory and a core's time. Saves of sharded training
-// (engine/checkpoint) and importers of other libraries' checkpoints write through this.
+// Writes the files of a training checkpoint, for saves of sharded training (engine/checkpoint) and
+// importers. A FileLayout says which bytes lie where; a Source brings them through a ring; a
+// FileWriter computes the checksums on the way and writes whole blocks past the page cache: no
+// program reads a checkpoint soon, and a copy in the cache costs memory and a core's time.
 //
 // Threads: one. Ownership: borrows layouts, sources, the I/O engine and the calls; owns the files.
 // Errors: UsageError for names that no safetensors file can hold; IoError.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -34,7 +32,10 @@ struct TensorRange {
   Numel begin;
   Numel end;
   std::vector<std::int64_t> shape = {};  // in the file
-  std::size_t source = 0;                // as the caller counts
+  // Where the caller has the first element: in its memory, or else in a shard of its own.
+  const std::byte* memory = nullptr;
+  int shard = 0;
+  Numel shard_offset = {};
 };
 
 // A safetensors file as it will be. Immutable.
@@ -52,8 +53,7 @@ class FileLayout {
 
   // Brings bytes [at, at + target.size()) of a part, or begins to.
   using FillPart = std::function<void(std::size_t part, Bytes at, std::span<std::byte> target)>;
-  // Fills `target` with the file's bytes from `offset` on. The header, which the host writes, is
-  // there at once.
+  // Fills `target` with the file's bytes from `offset` on. The host writes the header at once.
   void fill(Bytes offset, std::span<std::byte> target, const FillPart& fill_part) const;
 
  private:
@@ -64,24 +64,34 @@ class FileLayout {
   std::vector<Bytes> offsets_;      // of the parts
 };
 
-// A whole file, in pieces of one size. Subclasses bring the bytes.
-class WholeFile : public Source {
+// A whole file, in pieces of one size. `fill` brings the bytes from an offset on, at once or on the
+// stream.
+class WholeFile final : public Source {
  public:
-  WholeFile(Bytes file, Bytes piece) : file_(file), most_(piece) {}
+  using Fill = std::function<void(Bytes offset, std::span<std::byte> target)>;
+  WholeFile(Bytes file, Bytes piece, Fill fill, device::Stream* stream = nullptr)
+      : file_(file), most_(piece), fill_(std::move(fill)), stream_(stream) {}
   bool next(Piece& piece) override;
+  device::Stream* stream() override { return stream_; }
+  std::unique_ptr<io::Transfer> fill(Piece& piece, std::span<std::byte>) override {
+    fill_(piece.offset, piece.content);
+    return nullptr;
+  }
 
  private:
   Bytes file_;
   Bytes most_;
+  Fill fill_;
+  device::Stream* stream_;
   Bytes at_;
 };
 
-// The files of one rank. All are made, and their space is taken, before the first byte of any: a
-// full disk is an error at once.
+// The files of one rank. The constructor makes all and takes their space: a full disk is an error
+// before the first byte.
 class FileWriter {
  public:
-  FileWriter(const std::string& folder, std::span<const FileLayout* const> layouts,
-             io::IoEngine& io, io::FolderCalls& calls);
+  FileWriter(const std::string& folder, std::span<const FileLayout> layouts, io::IoEngine& io,
+             io::FolderCalls& calls);
   ~FileWriter();
   FileWriter(const FileWriter&) = delete;
   FileWriter& operator=(const FileWriter&) = delete;
@@ -95,13 +105,13 @@ class FileWriter {
  private:
   struct File;
   io::FolderCalls& calls_;
-  std::vector<const FileLayout*> layouts_;
+  std::span<const FileLayout> layouts_;
   std::vector<std::unique_ptr<File>> files_;  // null: written
   format::RankManifest part_;
 };
 
 // The smallest multiple of `buffer` that is whole blocks of checksums of all the files.
-Bytes blocks_of(Bytes buffer, std::span<const FileLayout* const> layouts);
+Bytes blocks_of(Bytes buffer, std::span<const FileLayout> layouts);
 
 // A tensor that is written whole, and as what it is stored: format::kValue first.
 struct WholeTensor {
@@ -116,17 +126,16 @@ struct WholeCheckpoint {
   std::string training = "{}";  // JSON, as Manifest has it
   int world_size = 1;           // of the run that the tensors come from, and its stage
   int stage = 0;
-  checkpoint::NewCheckpointOptions publish;
+  NewCheckpointOptions publish;
 };
 
 // All bytes of tensors[tensor].kinds[kind], on the host; they stay until the next call.
 using ReadWhole = std::function<std::span<const std::byte>(std::size_t tensor, std::size_t kind)>;
 
 // Writes a checkpoint of tensors that are whole, as importers have them: asks for one after the
-// other, in the order of the files. As of one rank's shards there are two:
-// model-00000-of-00001.safetensors and, where something is kept beside values,
-// optimizer-00000-of-00001.safetensors. An error leaves the folder as it was. UsageError for a
-// tag that is no name, and for bytes of another size than was declared.
+// other, in the order of the files, model-00000-of-00001.safetensors and, where something is kept
+// beside values, optimizer-00000-of-00001.safetensors. An error leaves the folder as it was.
+// UsageError for a tag that is no name, and for bytes of another size than was declared.
 void write_whole(const WholeCheckpoint& checkpoint, const ReadWhole& read, io::IoEngine& io,
                  io::FolderCalls& calls);
 

@@ -14,7 +14,7 @@
 #include <utility>
 
 #include "strata/base/error.h"
-#include "strata/checkpoint/ring.h"
+#include "strata/checkpoint/pipeline.h"
 #include "strata/format/safetensors.h"
 #include "strata/io/folder_calls.h"
 #include "strata/io/io_engine.h"

@@ -9,7 +9,7 @@
 #include <system_error>
 
 #include "strata/base/error.h"
-#include "strata/checkpoint/chosen_checkpoint.h"
+#include "strata/checkpoint/folder.h"
 #include "strata/checkpoint/reader.h"
 #include "strata/cli/inspection.h"
 #include "strata/format/safetensors.h"

@@ -14,7 +14,7 @@
 #include <string>
 
 #include "strata/base/dtype.h"
-#include "strata/checkpoint/ring.h"
+#include "strata/checkpoint/pipeline.h"
 #include "strata/cli/console.h"
 #include "strata/memory/ledger.h"
 

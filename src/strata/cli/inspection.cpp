@@ -8,7 +8,7 @@
 #include <map>
 
 #include "strata/base/error.h"
-#include "strata/checkpoint/chosen_checkpoint.h"
+#include "strata/checkpoint/folder.h"
 #include "strata/format/safetensors.h"
 #include "strata/io/thread_engine.h"
 

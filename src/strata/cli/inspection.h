@@ -1,12 +1,13 @@
 // The content of a training checkpoint, as `strata inspect` shows it: where it comes from, what was
 // saved of how many tensors, in which files, and what is wrong with them: everything that is wrong
 // is found, not only the first. Threads: one, beside those that read. Memory: the manifest, and
-// where every byte is read a TransferRing. Errors: of chosen_checkpoint.h.
+// where every byte is read a TransferRing. Errors: of folder.h.
 #pragma once
 
 #include <memory>
 #include <string>
 
+#include "strata/checkpoint/folder.h"
 #include "strata/checkpoint/reader.h"
 #include "strata/cli/console.h"
 #include "strata/memory/ledger.h"

@@ -10,7 +10,7 @@
 #include <string_view>
 
 #include "strata/base/error.h"
-#include "strata/checkpoint/chosen_checkpoint.h"
+#include "strata/checkpoint/folder.h"
 #include "strata/cli/console.h"
 #include "strata/cli/tensor_source.h"
 #include "strata/format/checkpoint_index.h"

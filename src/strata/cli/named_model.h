@@ -7,7 +7,7 @@
 // assumptions.
 //
 // Values. Errors: UsageError for a folder without safetensors that says what to do instead; those
-// of format::CheckpointIndex and chosen_checkpoint.h.
+// of format::CheckpointIndex and folder.h.
 #pragma once
 
 #include <string>

@@ -6,7 +6,7 @@
 #include <tuple>
 
 #include "strata/base/error.h"
-#include "strata/checkpoint/chosen_checkpoint.h"
+#include "strata/checkpoint/folder.h"
 #include "strata/checkpoint/reader.h"
 #include "strata/cli/console.h"
 #include "strata/format/safetensors.h"

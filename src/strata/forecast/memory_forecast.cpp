@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "strata/base/error.h"
-#include "strata/checkpoint/ring.h"
+#include "strata/checkpoint/pipeline.h"
 #include "strata/comm/collectives.h"
 #include "strata/comm/transports.h"
 #include "strata/device/cpu_device.h"

@@ -2,23 +2,18 @@
 
 #include <algorithm>
 #include <array>
-#include <cstddef>
 #include <filesystem>
 #include <map>
-#include <nlohmann/json.hpp>
 #include <numeric>
 #include <optional>
 #include <span>
 #include <thread>
 #include <utility>
-#include <vector>
 
 #include "strata/base/error.h"
 #include "strata/base/thread_pool.h"
 #include "strata/format/json.h"
-#include "strata/format/safetensors.h"
 #include "strata/format/sharded_writer.h"
-#include "strata/io/file.h"
 #include "strata/io/pending_range.h"
 
 namespace strata::format {
@@ -29,61 +24,42 @@ namespace fs = std::filesystem;
 constexpr Bytes kIndexBytesMax = 100'000'000_B;
 
 struct WeightFiles {
+  using Files = std::map<std::string, std::size_t>;
   struct Entry {
     std::string tensor;
-    std::size_t file = 0;  // of `files`
+    Files::const_iterator file;
   };
-  std::vector<std::string> files;  // names, each once, in order
-  std::vector<Entry> tensors;      // each once, in the order of their names
+  Files files;                 // names, and their numbers in this order
+  std::vector<Entry> tensors;  // each once, in the order of their names
 };
 
-constexpr JsonSubject kIndex{"an index of a checkpoint", "is not valid JSON", "index"};
-
-std::string read_text(const std::string& path) {
-  const io::File file(path, io::File::Mode::kRead);
-  const Bytes bytes = file.size();
-  if (bytes > kIndexBytesMax) {
-    throw FormatError(
-        fmt::format("an index of a checkpoint is larger than any may be: path={} found={} max={}",
-                    path, bytes.value, kIndexBytesMax.value));
-  }
-  std::string text(bytes.size(), '\0');
-  io::read_fully(file, Bytes(0), std::as_writable_bytes(std::span(text)));
-  return text;
-}
+constexpr std::string_view kIndexName = "an index of a checkpoint";
+constexpr JsonSubject kIndex{kIndexName, "is not valid JSON", "index"};
 
 bool stays_in_folder(const std::string& file) {
   if (file.empty() || file.find('\0') != std::string::npos) return false;
-  const std::filesystem::path path(file);
-  if (path.is_absolute() || !path.has_filename()) return false;
-  for (const auto& component : path) {
-    if (component == ".." || component == ".") return false;
-  }
-  return true;
+  const fs::path path(file);
+  return !path.is_absolute() && path.has_filename() &&
+         std::ranges::none_of(path, [](const fs::path& p) { return p == ".." || p == "."; });
 }
 
-[[noreturn]] void fail_without_map(const std::string& path) {
-  throw FormatError(
-      fmt::format("an index of a checkpoint has no object 'weight_map' that names each tensor's "
-                  "file: path={}",
-                  path));
-}
-
-// Takes the map out of the text while it is read: with tens of thousands of tensors a tree, and a
-// set of its keys, would take longer than all headers of the files.
-WeightFiles take_map(std::string_view text, const std::string& path) {
+// Reads model.safetensors.index.json: the name of the file that holds each tensor. Bounded and
+// checked: the file's size, the kinds of its values, keys that are there twice, names of files that
+// lead out of the folder. Takes the map out of the text while it is read: with tens of thousands of
+// tensors a tree, and a set of its keys, would take longer than all headers of the files.
+WeightFiles read_weight_map(const std::string& path) {
+  const std::string text = read_text(path, kIndexName, kIndexBytesMax);
   WeightFiles files;
-  std::map<std::string, std::size_t> number_of_file;  // in the order of their first tensors
   JsonPlace file_of_tensor{.what = "a file"};
   file_of_tensor.text = [&](const std::string& file) {
     WeightFiles::Entry& entry = files.tensors.back();
-    const auto [known, is_new] = number_of_file.emplace(file, number_of_file.size());
+    const auto [known, is_new] = files.files.emplace(file, 0);
     if (is_new && !stays_in_folder(file)) {
       throw FormatError(fmt::format(
           "an index of a checkpoint names a file outside of its folder: path={} tensor={} file={}",
           path, in_quotes(entry.tensor), in_quotes(file)));
     }
-    entry.file = known->second;
+    entry.file = known;
   };
   file_of_tensor.other = [&](std::string_view kind) {
     throw FormatError(
@@ -94,7 +70,7 @@ WeightFiles take_map(std::string_view text, const std::string& path) {
   bool found = false;
   JsonPlace map{.what = "an object"};
   map.member = [&](std::string& tensor) -> const JsonPlace& {
-    files.tensors.push_back({std::move(tensor)});
+    files.tensors.push_back({std::move(tensor), {}});
     return file_of_tensor;
   };
   map.end = [&] { found = true; };
@@ -105,7 +81,12 @@ WeightFiles take_map(std::string_view text, const std::string& path) {
   };
   JsonReader reader(text, path, kIndex);
   reader.read(top);
-  if (!found) fail_without_map(path);
+  if (!found) {
+    throw FormatError(
+        fmt::format("an index of a checkpoint has no object 'weight_map' that names each tensor's "
+                    "file: path={}",
+                    path));
+  }
   if (files.tensors.empty()) {
     throw FormatError(fmt::format(
         "an index of a checkpoint is empty: its 'weight_map' names no tensor: path={}", path));
@@ -114,12 +95,8 @@ WeightFiles take_map(std::string_view text, const std::string& path) {
     std::ranges::sort(files.tensors, {}, &WeightFiles::Entry::tensor);
   const auto twice = std::ranges::adjacent_find(files.tensors, {}, &WeightFiles::Entry::tensor);
   if (twice != files.tensors.end()) reader.fail_twice(twice->tensor);
-  std::vector<std::size_t> place(number_of_file.size());
-  for (const auto& [file, number] : number_of_file) {
-    place[number] = files.files.size();
-    files.files.push_back(file);
-  }
-  for (WeightFiles::Entry& entry : files.tensors) entry.file = place[entry.file];
+  std::size_t count = 0;
+  for (auto& [file, number] : files.files) number = count++;
   return files;
 }
 
@@ -146,43 +123,10 @@ bool is_there(const std::string& path) {
 
 constexpr Bytes kPiece = 1_MiB;
 
-const CheckpointTensor& find_or_throw(const CheckpointIndex& checkpoint, std::string_view name) {
-  const CheckpointTensor* tensor = checkpoint.find(name);
-  if (tensor == nullptr) {
-    throw FormatError(fmt::format("{}: there is no tensor {}", checkpoint.path(), in_quotes(name)));
-  }
-  return *tensor;
-}
-
-// Reads model.safetensors.index.json: the name of the file that holds each tensor. Bounded and
-// checked: the file's size, the kinds of its values, keys that are there twice, names of files that
-// lead out of the folder.
-WeightFiles read_weight_map_json(const std::string& path) {
-  const std::string text = read_text(path);
-  return take_map(text, path);
-}
-
 }  // namespace
 
 SafetensorsFile::SafetensorsFile(std::string path)
-    : file_(std::move(path), io::File::Mode::kRead),
-      header_(read_header(file_)),
-      by_name_(header_.tensors.size()) {
-  std::iota(by_name_.begin(), by_name_.end(), std::size_t{0});
-  const auto before = [this](std::size_t a, std::size_t b) {
-    return header_.tensors[a].name < header_.tensors[b].name;
-  };
-  if (!std::is_sorted(by_name_.begin(), by_name_.end(), before))
-    std::sort(by_name_.begin(), by_name_.end(), before);
-}
-
-const TensorInfo* SafetensorsFile::find(std::string_view name) const {
-  const auto found = std::lower_bound(
-      by_name_.begin(), by_name_.end(), name,
-      [this](std::size_t i, std::string_view wanted) { return header_.tensors[i].name < wanted; });
-  if (found == by_name_.end() || header_.tensors[*found].name != name) return nullptr;
-  return &header_.tensors[*found];
-}
+    : file_(std::move(path), io::File::Mode::kRead), header_(read_header(file_)) {}
 
 CheckpointIndex::CheckpointIndex(const std::string& path) : path_(path) {
   std::error_code error;
@@ -199,8 +143,7 @@ CheckpointIndex::CheckpointIndex(const std::string& path) : path_(path) {
   } else {
     throw FormatError(
         fmt::format("a folder holds no checkpoint; wanted {} or {} in it (weights of another "
-                    "format are not read; save "
-                    "them as safetensors first): path={}",
+                    "format are not read; save them as safetensors first): path={}",
                     kSingleFileName, kIndexFileName, path));
   }
 }
@@ -222,18 +165,17 @@ void CheckpointIndex::read_files(const std::vector<std::string>& paths) {
 }
 
 void CheckpointIndex::open_indexed(const std::string& index_path) {
-  const WeightFiles wanted = read_weight_map_json(index_path);
+  const WeightFiles wanted = read_weight_map(index_path);
   std::vector<std::string> paths;
   std::vector<std::string> missing;
-  for (const std::string& file : wanted.files) {
+  for (const auto& [file, number] : wanted.files) {
     paths.push_back(path_ + "/" + file);
     if (!is_there(paths.back())) missing.push_back(in_quotes(file));
   }
   if (!missing.empty()) {
     throw FormatError(
         fmt::format("a checkpoint lacks files that its index names; is the download complete?: "
-                    "path={} missing={} "
-                    "files={}",
+                    "path={} missing={} files={}",
                     index_path, missing.size(), first_ten(missing)));
   }
   read_files(paths);  // refuses a tensor in two files, before those not named are dropped
@@ -241,14 +183,11 @@ void CheckpointIndex::open_indexed(const std::string& index_path) {
   std::vector<bool> named(tensors_.size());
   auto next = by_name_.begin();
   for (const auto& [tensor, file] : wanted.tensors) {  // both are in the order of names
-    const auto name_of = [this](std::size_t i) -> const std::string& {
-      return tensors_[i].info.name;
-    };
-    while (next != by_name_.end() && name_of(*next) < tensor) ++next;
-    if (next != by_name_.end() && name_of(*next) == tensor && tensors_[*next].file == file) {
+    while (next != by_name_.end() && name(*next) < tensor) ++next;
+    if (next != by_name_.end() && name(*next) == tensor && tensors_[*next].file == file->second) {
       named[*next] = true;
     } else {
-      absent.push_back(fmt::format("{} in {}", in_quotes(tensor), in_quotes(wanted.files[file])));
+      absent.push_back(fmt::format("{} in {}", in_quotes(tensor), in_quotes(file->first)));
     }
   }
   if (!absent.empty()) {
@@ -257,28 +196,19 @@ void CheckpointIndex::open_indexed(const std::string& index_path) {
                     "missing={} tensors={}",
                     index_path, absent.size(), first_ten(absent)));
   }
-  if (wanted.tensors.size() < tensors_.size()) keep(named);
-}
-
-void CheckpointIndex::keep(const std::vector<bool>& wanted) {
-  std::vector<CheckpointTensor> kept;
-  for (std::size_t i = 0; i < tensors_.size(); ++i) {
-    if (wanted[i]) kept.push_back(std::move(tensors_[i]));
-  }
-  tensors_ = std::move(kept);
+  if (wanted.tensors.size() == tensors_.size()) return;
+  std::size_t tensor = 0;
+  std::erase_if(tensors_, [&](const CheckpointTensor&) { return !named[tensor++]; });
   sort_names();
 }
 
 void CheckpointIndex::sort_names() {
   by_name_.resize(tensors_.size());
   std::iota(by_name_.begin(), by_name_.end(), std::size_t{0});
-  const auto name = [this](std::size_t i) -> const std::string& { return tensors_[i].info.name; };
-  std::sort(by_name_.begin(), by_name_.end(), [&](std::size_t a, std::size_t b) {
-    return std::tie(name(a), tensors_[a].file) < std::tie(name(b), tensors_[b].file);
-  });
-  const auto twice =
-      std::adjacent_find(by_name_.begin(), by_name_.end(),
-                         [&](std::size_t a, std::size_t b) { return name(a) == name(b); });
+  std::ranges::sort(by_name_, {},
+                    [this](std::size_t i) { return std::tie(name(i), tensors_[i].file); });
+  const auto twice = std::ranges::adjacent_find(
+      by_name_, {}, [this](std::size_t i) -> const std::string& { return name(i); });
   if (twice == by_name_.end()) return;
   throw FormatError(fmt::format(
       "two files of a checkpoint hold a tensor of one name: path={} tensor={} files={} and {}",
@@ -292,30 +222,28 @@ std::vector<const io::File*> CheckpointIndex::open_files() const {
   return files;
 }
 
-const CheckpointTensor* CheckpointIndex::find(std::string_view name) const {
-  const auto found = std::lower_bound(
-      by_name_.begin(), by_name_.end(), name,
-      [this](std::size_t i, std::string_view wanted) { return tensors_[i].info.name < wanted; });
-  if (found == by_name_.end() || tensors_[*found].info.name != name) return nullptr;
-  return &tensors_[*found];
+const CheckpointTensor* CheckpointIndex::find(std::string_view wanted) const {
+  const auto found = std::ranges::lower_bound(
+      by_name_, wanted, {}, [this](std::size_t i) -> std::string_view { return name(i); });
+  return found == by_name_.end() || name(*found) != wanted ? nullptr : &tensors_[*found];
 }
 
 bool same_tensor(const CheckpointIndex& checkpoint, std::string_view one, std::string_view other) {
-  const CheckpointTensor& a = find_or_throw(checkpoint, one);
-  const CheckpointTensor& b = find_or_throw(checkpoint, other);
+  const auto find = [&](std::string_view name) -> const CheckpointTensor& {
+    if (const CheckpointTensor* const tensor = checkpoint.find(name)) return *tensor;
+    throw FormatError(fmt::format("{}: there is no tensor {}", checkpoint.path(), in_quotes(name)));
+  };
+  const CheckpointTensor& a = find(one);
+  const CheckpointTensor& b = find(other);
   if (a.info.dtype != b.info.dtype || a.info.shape != b.info.shape) return false;
-  std::vector<std::byte> first(std::min(kPiece, a.info.bytes).size());
-  std::vector<std::byte> second(first.size());
+  std::vector<std::byte> first;
+  std::vector<std::byte> second;
   for (Bytes at; at < a.info.bytes; at += kPiece) {
-    const std::size_t count = std::min(kPiece, a.info.bytes - at).size();
-    io::read_fully(checkpoint.files()[a.file].file(), a.info.offset + at,
-                   std::span(first).first(count));
-    io::read_fully(checkpoint.files()[b.file].file(), b.info.offset + at,
-                   std::span(second).first(count));
-    if (!std::equal(first.begin(), first.begin() + static_cast<std::ptrdiff_t>(count),
-                    second.begin())) {
-      return false;
-    }
+    first.resize(std::min(kPiece, a.info.bytes - at).size());
+    second.resize(first.size());
+    io::read_fully(checkpoint.files()[a.file].file(), a.info.offset + at, first);
+    io::read_fully(checkpoint.files()[b.file].file(), b.info.offset + at, second);
+    if (first != second) return false;
   }
   return true;
 }

@@ -1,10 +1,10 @@
 // A Hugging Face checkpoint folder: which tensor lies in which file, and where. model.safetensors
 // if it is there, else the files that model.safetensors.index.json names; a path to one
 // .safetensors file is a checkpoint of that file alone. All headers are read and checked when it is
-// opened, those of several files by up to eight threads, which end with that. Threads: immutable
-// after construction; safe everywhere. Ownership: holds the open files.
-// Errors: FormatError for an index that lies (a file outside of the folder, missing files, a tensor
-// that its file lacks, a tensor in two files), what SafetensorsFile throws for each file.
+// opened, by up to eight threads. Threads: immutable after construction; safe everywhere.
+// Ownership: holds the open files. Errors: FormatError for an index that lies (a file outside of
+// the folder, missing files, a tensor that its file lacks, a tensor in two files), what
+// SafetensorsFile throws.
 #pragma once
 
 #include <cstddef>
@@ -19,10 +19,7 @@
 namespace strata::format {
 
 // A safetensors file opened for reading: its header is read and checked at once; callers read its
-// data at TensorInfo::offset, through an IoEngine or io::read_fully. Threads:
-// immutable after construction; safe everywhere. Ownership: holds the open file. Errors: IoError if
-// it cannot be read, FormatError if its header lies.
-
+// data at TensorInfo::offset. IoError if it cannot be read, FormatError if its header lies.
 class SafetensorsFile {
  public:
   explicit SafetensorsFile(std::string path);
@@ -31,13 +28,10 @@ class SafetensorsFile {
   const std::string& path() const { return file_.path(); }
   const std::vector<TensorInfo>& tensors() const { return header_.tensors; }  // by offset
   const Metadata& metadata() const { return header_.metadata; }
-  // Null if there is none of that name. Valid as long as this object, also after a move of it.
-  const TensorInfo* find(std::string_view name) const;
 
  private:
   io::File file_;
   SafetensorsHeader header_;
-  std::vector<std::size_t> by_name_;  // indices of tensors, in the order of their names
 };
 
 // A tensor of a checkpoint: what its file says of it, and which of the checkpoint's files that is.
@@ -57,13 +51,13 @@ class CheckpointIndex {
   // By file, then by offset. With an index, only what it names.
   const std::vector<CheckpointTensor>& tensors() const { return tensors_; }
   // Null if there is none of that name.
-  const CheckpointTensor* find(std::string_view name) const;
+  const CheckpointTensor* find(std::string_view wanted) const;
 
  private:
   void read_files(const std::vector<std::string>& paths);
   void open_indexed(const std::string& index_path);
-  void keep(const std::vector<bool>& wanted);
   void sort_names();
+  const std::string& name(std::size_t tensor) const { return tensors_[tensor].info.name; }
 
   std::string path_;
   std::vector<SafetensorsFile> files_;
@@ -71,11 +65,9 @@ class CheckpointIndex {
   std::vector<std::size_t> by_name_;  // indices of tensors_, in the order of their names
 };
 
-// Whether two tensors of a checkpoint hold the same bytes, which decides whether parameters that a
-// model may tie are one or two. Reads pieces of bounded size on the calling thread. Safe
-// everywhere. Errors: FormatError for a name that is not there; IoError.
-
-// False, without reading, where dtype or shape differ.
+// Whether two tensors hold the same bytes, which decides whether parameters that a model may tie
+// are one or two; false, without reading, where dtype or shape differ. Reads pieces of bounded size
+// on the calling thread. Errors: FormatError for a name that is not there; IoError.
 bool same_tensor(const CheckpointIndex& checkpoint, std::string_view one, std::string_view other);
 
 }  // namespace strata::format

@@ -2,14 +2,14 @@
 
 #include <algorithm>
 #include <charconv>
-#include <nlohmann/json.hpp>
-#include <optional>
 #include <set>
+#include <span>
 #include <type_traits>
 #include <utility>
 
-#include "strata/base/error.h"
 #include "strata/format/safetensors.h"
+#include "strata/io/file.h"
+#include "strata/io/pending_range.h"
 
 namespace strata::format {
 namespace {
@@ -32,6 +32,18 @@ constexpr std::pair<std::string_view, std::string_view> kStringProblems[] = {
 };
 
 }  // namespace
+
+std::string read_text(const std::string& path, std::string_view what, Bytes max) {
+  const io::File file(path, io::File::Mode::kRead);
+  const Bytes bytes = file.size();
+  if (bytes > max) {
+    throw FormatError(fmt::format("{} is larger than any may be: path={} found={} max={}", what,
+                                  path, bytes.value, max.value));
+  }
+  std::string text(bytes.size(), '\0');
+  io::read_fully(file, Bytes(0), std::as_writable_bytes(std::span(text)));
+  return text;
+}
 
 const JsonPlace JsonReader::kSkipped{
     .what = "a value of JSON", .other = [](std::string_view) {}, .distinct = true};
@@ -253,77 +265,6 @@ void JsonReader::read(const JsonPlace& top) {
   Json::sax_parse(text_.begin(), text_.end(), &events, Json::input_format_t::json,
                   /*strict=*/false);
   events.end();
-}
-
-Json parse_json_tree(std::string_view text, int nesting_max,
-                     const std::function<void()>& too_deep) {
-  const auto look = [&](int depth, Json::parse_event_t event, Json& /*value*/) {
-    const bool begins =
-        event == Json::parse_event_t::object_start || event == Json::parse_event_t::array_start;
-    if (begins && depth >= nesting_max) too_deep();
-    return true;
-  };
-  return Json::parse(text, look, /*allow_exceptions=*/false);
-}
-
-JsonMembers::JsonMembers(const Json& json, std::string where, std::string_view path)
-    : json_(json), where_(std::move(where)), path_(path) {
-  if (!json.is_object()) fail("is no object");
-}
-
-const Json& JsonMembers::member(const char* name) const {
-  const auto found = json_.find(name);
-  if (found == json_.end()) fail(fmt::format("lacks '{}'", name));
-  return *found;
-}
-
-const Json& JsonMembers::array(const char* name) const {
-  const Json& found = member(name);
-  if (!found.is_array()) fail(fmt::format("has no list '{}'", name));
-  return found;
-}
-
-std::string JsonMembers::text(const char* name) const {
-  const Json& found = member(name);
-  if (!found.is_string()) fail(fmt::format("has no text '{}'", name));
-  return found.get<std::string>();
-}
-
-std::int64_t JsonMembers::number(const char* name) const {
-  return as_number(member(name), name);
-}
-
-bool JsonMembers::flag(const char* name) const {
-  const Json& found = member(name);
-  if (!found.is_boolean()) fail(fmt::format("has no true or false as '{}'", name));
-  return found.get<bool>();
-}
-
-std::vector<std::string> JsonMembers::texts(const char* name) const {
-  std::vector<std::string> result;
-  for (const Json& entry : array(name)) {
-    if (!entry.is_string()) fail(fmt::format("has something else than text in '{}'", name));
-    result.push_back(entry.get<std::string>());
-  }
-  return result;
-}
-
-std::int64_t JsonMembers::as_number(const Json& json, const char* name) const {
-  const bool fits = json.is_number_integer() &&
-                    !(json.is_number_unsigned() && json.get<std::uint64_t>() > INT64_MAX);
-  if (!fits) fail(fmt::format("has no whole number as '{}'", name));
-  return json.get<std::int64_t>();
-}
-
-DType JsonMembers::dtype(const Json& json) const {
-  const auto found =
-      json.is_string() ? dtype_from_safetensors(json.get<std::string>()) : std::nullopt;
-  if (!found) fail("has an unknown dtype");
-  return *found;
-}
-
-void JsonMembers::fail(const std::string& what) const {
-  throw FormatError(fmt::format("{} {}: path={}", where_, what, path_));
 }
 
 }  // namespace strata::format

@@ -11,14 +11,20 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <nlohmann/json_fwd.hpp>
+#include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "strata/base/dtype.h"
+#include "strata/base/error.h"
+#include "strata/base/units.h"
 
 namespace strata::format {
+
+// The whole text of a file, called `what` in messages. FormatError where it is longer than `max`.
+std::string read_text(const std::string& path, std::string_view what, Bytes max);
 
 // For messages: "the header of a safetensors file", "is broken", "header".
 struct JsonSubject {
@@ -69,31 +75,60 @@ class JsonReader {
   std::size_t at_ = 0;  // where the token begins
 };
 
-// A tree of text whose lists and objects nest at most `nesting_max` deep, since functions that walk
-// a tree call themselves at every level; a discarded value where the text is no JSON. Calls
-// `too_deep`, which throws, for a text that nests deeper.
-nlohmann::json parse_json_tree(std::string_view text, int nesting_max,
-                               const std::function<void()>& too_deep);
-
-// Members of one object of a tree, each asked for by its name and kind. `where` begins messages:
-// "the manifest of a checkpoint is damaged: a tensor".
+// Members of one object of a tree, each asked for by its name and kind.
 class JsonMembers {
  public:
-  JsonMembers(const nlohmann::json& json, std::string where, std::string_view path);
+  using Json = nlohmann::json;
 
-  const nlohmann::json& member(const char* name) const;
-  const nlohmann::json& array(const char* name) const;
-  std::string text(const char* name) const;
-  std::int64_t number(const char* name) const;
-  bool flag(const char* name) const;
-  std::vector<std::string> texts(const char* name) const;
+  // `where` begins messages: "the manifest of a checkpoint is damaged: a tensor".
+  JsonMembers(const Json& json, std::string where, std::string_view path)
+      : json_(json), where_(std::move(where)), path_(path) {
+    if (!json.is_object()) fail("is no object");
+  }
+
+  const Json& member(const char* name) const {
+    const auto found = json_.find(name);
+    if (found == json_.end()) fail(fmt::format("lacks '{}'", name));
+    return *found;
+  }
+  const Json& array(const char* name) const { return of_kind(name, &Json::is_array, "list"); }
+  std::string text(const char* name) const { return of_kind(name, &Json::is_string, "text"); }
+  bool flag(const char* name) const { return of_kind(name, &Json::is_boolean, "true or false as"); }
+  std::int64_t number(const char* name) const { return as_number(member(name), name); }
+  std::vector<std::string> texts(const char* name) const {
+    std::vector<std::string> result;
+    for (const Json& entry : array(name)) {
+      if (!entry.is_string()) fail(fmt::format("has something else than text in '{}'", name));
+      result.push_back(entry.get<std::string>());
+    }
+    return result;
+  }
   // The value of a member, or of an element of the member `name`.
-  std::int64_t as_number(const nlohmann::json& json, const char* name) const;
-  DType dtype(const nlohmann::json& json) const;
-  [[noreturn]] void fail(const std::string& what) const;
+  std::int64_t as_number(const Json& json, const char* name) const {
+    const bool fits = json.is_number_integer() &&
+                      !(json.is_number_unsigned() && json.get<std::uint64_t>() > INT64_MAX);
+    if (!fits) fail(fmt::format("has no whole number as '{}'", name));
+    return json;
+  }
+  DType dtype(const Json& json) const {
+    const auto found =
+        json.is_string() ? dtype_from_safetensors(json.get<std::string>()) : std::nullopt;
+    if (!found) fail("has an unknown dtype");
+    return *found;
+  }
+  [[noreturn]] void fail(std::string_view what) const {
+    throw FormatError(fmt::format("{} {}: path={}", where_, what, path_));
+  }
 
  private:
-  const nlohmann::json& json_;
+  const Json& of_kind(const char* name, bool (Json::*is)() const noexcept,
+                      std::string_view kind) const {
+    const Json& found = member(name);
+    if (!(found.*is)()) fail(fmt::format("has no {} '{}'", kind, name));
+    return found;
+  }
+
+  const Json& json_;
   std::string where_;
   std::string_view path_;
 };

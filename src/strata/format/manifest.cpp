@@ -1,65 +1,60 @@
 #include "strata/format/manifest.h"
 
 #include <fmt/core.h>
+#include <xxhash.h>
 
-#include <algorithm>
-#include <cstddef>
-#include <cstdint>
+#include <array>
+#include <charconv>
 #include <filesystem>
+#include <functional>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
-#include <span>
-#include <string>
 #include <system_error>
 #include <utility>
 
-#include "strata/base/error.h"
 #include "strata/format/json.h"
 #include "strata/format/safetensors.h"
-#include "strata/io/file.h"
-#include "strata/io/pending_range.h"
 
 namespace strata::format {
 namespace {
 
-[[noreturn]] void fail(std::string_view path, const std::string& what) {
-  throw FormatError(
-      fmt::format("the manifest of a checkpoint is damaged: {}: path={}", what, path));
+template <typename... Args>
+[[noreturn]] void damaged(std::string_view path, fmt::format_string<Args...> what, Args&&... args) {
+  throw FormatError(fmt::format("the manifest of a checkpoint is damaged: {}: path={}",
+                                fmt::format(what, std::forward<Args>(args)...), path));
 }
 
 void check_names(const Manifest& manifest, std::string_view path) {
   std::set<std::string_view> kinds;
   for (const std::string& kind : manifest.kinds) {
     if (kind.empty() || !kinds.insert(kind).second)
-      fail(path, fmt::format("the kind {} is empty or there twice", in_quotes(kind)));
+      damaged(path, "the kind {} is empty or there twice", in_quotes(kind));
   }
   if (manifest.kinds.empty() || manifest.kinds.front() != kValue)
-    fail(path, "its first kind is not 'value'");
+    damaged(path, "its first kind is not 'value'");
   std::set<std::pair<TensorRole, std::string_view>> names;
   for (const ManifestTensor& tensor : manifest.tensors) {
     if (!names.emplace(tensor.role, tensor.name).second)
-      fail(path, fmt::format("tensor {} is there twice", in_quotes(tensor.name)));
+      damaged(path, "tensor {} is there twice", in_quotes(tensor.name));
     if (!checked_numel(tensor.shape))
-      fail(path, fmt::format("tensor {} has no possible shape", in_quotes(tensor.name)));
+      damaged(path, "tensor {} has no possible shape", in_quotes(tensor.name));
   }
   std::set<std::string_view> files;
   for (const ManifestFile& file : manifest.files) {
     if (!is_plain_file_name(file.name) || !files.insert(file.name).second)
-      fail(path, fmt::format("file {} lies outside of the folder or is there twice",
-                             in_quotes(file.name)));
+      damaged(path, "file {} lies outside of the folder or is there twice", in_quotes(file.name));
     if (!file.checksums.fits(file.bytes))
-      fail(path, fmt::format("file {} of {} bytes has {} checksums of {} bytes each",
-                             in_quotes(file.name), file.bytes.value, file.checksums.sums().size(),
-                             file.checksums.block().value));
+      damaged(path, "file {} of {} bytes has {} checksums of {} bytes each", in_quotes(file.name),
+              file.bytes.value, file.checksums.sums().size(), file.checksums.block().value);
   }
 }
 
 void check_extent(const Manifest& manifest, const ManifestRange& extent, std::string_view path) {
   if (extent.tensor >= manifest.tensors.size() || extent.kind >= manifest.kinds.size() ||
       extent.file >= manifest.files.size()) {
-    fail(path, "an extent is of a tensor, kind or file that is not there");
+    damaged(path, "an extent is of a tensor, kind or file that is not there");
   }
   const ManifestTensor& tensor = manifest.tensors[extent.tensor];
   const ManifestFile& file = manifest.files[extent.file];
@@ -67,15 +62,14 @@ void check_extent(const Manifest& manifest, const ManifestRange& extent, std::st
   const bool within_tensor =
       extent.begin.value >= 0 && extent.begin < extent.end && extent.end <= numel;
   if (!within_tensor)
-    fail(path,
-         fmt::format("elements [{}, {}) of tensor {} are not among its {}", extent.begin.value,
-                     extent.end.value, in_quotes(tensor.name), numel.value));
+    damaged(path, "elements [{}, {}) of tensor {} are not among its {}", extent.begin.value,
+            extent.end.value, in_quotes(tensor.name), numel.value);
   const auto bytes = checked_bytes(extent.end - extent.begin, extent.dtype);
   if (!bytes || extent.offset.value < 0 || *bytes > file.bytes ||
       extent.offset > file.bytes - *bytes || extent.offset % size_of(extent.dtype) != Bytes()) {
-    fail(path, fmt::format("elements [{}, {}) of tensor {} at {} do not fit file {} of {} bytes",
-                           extent.begin.value, extent.end.value, in_quotes(tensor.name),
-                           extent.offset.value, in_quotes(file.name), file.bytes.value));
+    damaged(path, "elements [{}, {}) of tensor {} at {} do not fit file {} of {} bytes",
+            extent.begin.value, extent.end.value, in_quotes(tensor.name), extent.offset.value,
+            in_quotes(file.name), file.bytes.value);
   }
 }
 
@@ -84,18 +78,17 @@ void check_cover(const Manifest& manifest, std::string_view path) {
   std::map<std::pair<std::size_t, std::size_t>, std::vector<std::pair<Numel, Numel>>> parts;
   const ManifestRange* before = nullptr;
   for (const ManifestRange& extent : manifest.extents) {
-    if (before != nullptr && before->file == extent.file &&
-        before->offset + bytes_of(before->end - before->begin, before->dtype) > extent.offset) {
-      fail(path, fmt::format("extents overlap in file {} at {}",
-                             in_quotes(manifest.files[extent.file].name), extent.offset.value));
+    if (before != nullptr && before->file == extent.file && end_of(*before) > extent.offset) {
+      damaged(path, "extents overlap in file {} at {}", in_quotes(manifest.files[extent.file].name),
+              extent.offset.value);
     }
-    if (before != nullptr && before->file > extent.file) fail(path, "extents are not in order");
+    if (before != nullptr && before->file > extent.file) damaged(path, "extents are not in order");
     parts[{extent.tensor, extent.kind}].emplace_back(extent.begin, extent.end);
     before = &extent;
   }
   for (std::size_t t = 0; t < manifest.tensors.size(); ++t) {
     if (checked_numel(manifest.tensors[t].shape)->value > 0 && !parts.contains({t, 0}))
-      fail(path, fmt::format("tensor {} has no values", in_quotes(manifest.tensors[t].name)));
+      damaged(path, "tensor {} has no values", in_quotes(manifest.tensors[t].name));
   }
   for (auto& [key, ranges] : parts) {
     const ManifestTensor& tensor = manifest.tensors[key.first];
@@ -103,21 +96,20 @@ void check_cover(const Manifest& manifest, std::string_view path) {
     Numel at;
     for (const auto& [begin, end] : ranges) {
       if (begin != at)
-        fail(path, fmt::format("tensor {} ({}) has elements twice or a hole at {}",
-                               in_quotes(tensor.name), manifest.kinds[key.second],
-                               std::min(begin, at).value));
+        damaged(path, "tensor {} ({}) has elements twice or a hole at {}", in_quotes(tensor.name),
+                manifest.kinds[key.second], std::min(begin, at).value);
       at = end;
     }
     if (at != *checked_numel(tensor.shape))
-      fail(path, fmt::format("tensor {} ({}) ends at element {}", in_quotes(tensor.name),
-                             manifest.kinds[key.second], at.value));
+      damaged(path, "tensor {} ({}) ends at element {}", in_quotes(tensor.name),
+              manifest.kinds[key.second], at.value);
   }
 }
 
 // Checks the rules of a manifest (manifest.h), for any JSON.
 void check_manifest(const Manifest& manifest, std::string_view path) {
   if (manifest.world_size < 1 || manifest.stage < 0 || manifest.stage > 3)
-    fail(path, fmt::format("a world size of {} at stage {}", manifest.world_size, manifest.stage));
+    damaged(path, "a world size of {} at stage {}", manifest.world_size, manifest.stage);
   check_names(manifest, path);
   for (const ManifestRange& extent : manifest.extents) check_extent(manifest, extent, path);
   check_cover(manifest, path);
@@ -129,6 +121,30 @@ using Json = nlohmann::json;
 
 constexpr const char* kFormat = "strata-checkpoint";
 constexpr const char* kChannelsLast = "channels_last";
+constexpr int kNestingMax = 256;
+constexpr std::array<std::string_view, 4> kRoleNames{"parameter", "buffer", "rank buffer",
+                                                     "client"};
+constexpr std::size_t kDigits = 16;
+
+// A file's sums as hexadecimal digits, 16 a block, and back.
+std::string sums_text(std::span<const std::uint64_t> sums) {
+  std::string text;
+  text.reserve(sums.size() * kDigits);
+  for (const std::uint64_t sum : sums) text += checksum_text(sum);
+  return text;
+}
+
+// Absent where the text is no such thing.
+std::optional<std::vector<std::uint64_t>> parse_sums(std::string_view text) {
+  std::vector<std::uint64_t> sums;
+  if (text.size() % kDigits != 0) return std::nullopt;
+  for (; !text.empty(); text.remove_prefix(kDigits)) {
+    const char* end = text.data() + kDigits;
+    const auto [stop, error] = std::from_chars(text.data(), end, sums.emplace_back(), 16);
+    if (error != std::errc() || stop != end) return std::nullopt;
+  }
+  return sums;
+}
 
 Json tensor_json(const ManifestTensor& tensor) {
   Json json = {{"name", tensor.name},
@@ -153,9 +169,7 @@ std::string checksum_of_text(const Json& manifest) {
   return checksum_text(checksum_of(std::as_bytes(std::span(text))));
 }
 
-constexpr int kNestingMax = 256;
-
-JsonMembers members_of(const Json& json, const char* where, std::string_view path) {
+JsonMembers members_of(const Json& json, std::string_view where, std::string_view path) {
   return {json, fmt::format("the manifest of a checkpoint is damaged: {}", where), path};
 }
 
@@ -163,12 +177,9 @@ ManifestTensor tensor_from(const Json& json, std::string_view path) {
   const JsonMembers reader = members_of(json, "a tensor", path);
   ManifestTensor tensor;
   tensor.name = reader.text("name");
-  const std::string role = reader.text("role");
-  const auto roles = {TensorRole::kParameter, TensorRole::kBuffer, TensorRole::kRankBuffer,
-                      TensorRole::kClient};
-  const auto found = std::ranges::find(roles, role, [](TensorRole r) { return name_of(r); });
-  if (found == roles.end()) reader.fail("has an unknown role");
-  tensor.role = *found;
+  const auto role = std::ranges::find(kRoleNames, reader.text("role"));
+  if (role == kRoleNames.end()) reader.fail("has an unknown role");
+  tensor.role = static_cast<TensorRole>(role - kRoleNames.begin());
   for (const Json& size : reader.array("shape"))
     tensor.shape.push_back(reader.as_number(size, "shape"));
   tensor.dtype = reader.dtype(reader.member("dtype"));
@@ -184,10 +195,10 @@ ManifestTensor tensor_from(const Json& json, std::string_view path) {
 
 ManifestFile file_from(const Json& json, std::string_view path) {
   const JsonMembers reader = members_of(json, "a file", path);
-  std::vector<std::uint64_t> sums;
-  if (!parse_sums(reader.text("xxh3"), sums)) reader.fail("has no hexadecimal digits as 'xxh3'");
+  auto sums = parse_sums(reader.text("xxh3"));
+  if (!sums) reader.fail("has no hexadecimal digits as 'xxh3'");
   return {reader.text("name"), Bytes(reader.number("bytes")),
-          BlockChecksums(Bytes(reader.number("block_bytes")), std::move(sums))};
+          BlockChecksums(Bytes(reader.number("block_bytes")), std::move(*sums))};
 }
 
 ManifestRange extent_from(const Json& row, const JsonMembers& reader) {
@@ -199,13 +210,23 @@ ManifestRange extent_from(const Json& row, const JsonMembers& reader) {
           Bytes(number(4)), Numel(number(5)), Numel(number(6))};
 }
 
+// A tree whose lists and objects nest at most `nesting_max` deep, since functions that walk a tree
+// call themselves at every level; a discarded value where the text is no JSON. Calls `too_deep`,
+// which throws, for a text that nests deeper.
+Json parse_tree(std::string_view text, int nesting_max, const std::function<void()>& too_deep) {
+  const auto look = [&](int depth, Json::parse_event_t event, Json& /*value*/) {
+    const bool begins =
+        event == Json::parse_event_t::object_start || event == Json::parse_event_t::array_start;
+    if (begins && depth >= nesting_max) too_deep();
+    return true;
+  };
+  return Json::parse(text, look, /*allow_exceptions=*/false);
+}
+
 // Before anything else of it is believed.
 Json checked_json(std::string_view text, std::string_view path) {
-  Json json = parse_json_tree(text, kNestingMax, [&] {
-    throw FormatError(
-        fmt::format("the manifest of a checkpoint is damaged: its lists and objects nest deeper "
-                    "than {}: path={}",
-                    kNestingMax, path));
+  Json json = parse_tree(text, kNestingMax, [&] {
+    damaged(path, "its lists and objects nest deeper than {}", kNestingMax);
   });
   if (json.is_discarded() || !json.is_object()) {
     throw FormatError(
@@ -219,8 +240,7 @@ Json checked_json(std::string_view text, std::string_view path) {
   if (version != Manifest::kVersion && version != Manifest::kVersionOfFormats) {
     throw FormatError(
         fmt::format("a checkpoint was written by another version of Strata: wanted format version "
-                    "{}, found {}; "
-                    "load it with the version that 'written_by' names: path={}",
+                    "{}, found {}; load it with the version that 'written_by' names: path={}",
                     Manifest::kVersionOfFormats, version, path));
   }
   const std::string checksum = reader.text("checksum");
@@ -231,12 +251,6 @@ Json checked_json(std::string_view text, std::string_view path) {
         path));
   }
   return json;
-}
-
-// Versions that do not know memory formats refuse a checkpoint that has some.
-int version_of(const Manifest& manifest) {
-  const bool any = std::ranges::any_of(manifest.tensors, &ManifestTensor::channels_last);
-  return any ? Manifest::kVersionOfFormats : Manifest::kVersion;
 }
 
 Json files_json(std::span<const ManifestFile> files) {
@@ -256,18 +270,30 @@ Json extents_json(std::span<const ManifestRange> extents) {
 
 }  // namespace
 
+std::uint64_t checksum_of(std::span<const std::byte> bytes) {
+  return XXH3_64bits(bytes.data(), bytes.size());
+}
+
+std::string checksum_text(std::uint64_t checksum) {
+  return fmt::format("{:016x}", checksum);
+}
+
 std::string_view name_of(TensorRole role) {
-  switch (role) {
-    case TensorRole::kParameter:
-      return "parameter";
-    case TensorRole::kBuffer:
-      return "buffer";
-    case TensorRole::kRankBuffer:
-      return "rank buffer";
-    case TensorRole::kClient:
-      return "client";
-  }
-  return "?";
+  return kRoleNames[static_cast<std::size_t>(role)];
+}
+
+std::vector<std::string> owners_of(const Manifest& manifest, std::size_t file, Bytes begin,
+                                   Bytes end) {
+  const auto& extents = manifest.extents;
+  // Extents lie one behind the other, so their ends are in order, too.
+  auto extent = std::ranges::partition_point(extents, [&](const ManifestRange& e) {
+    return e.file < file || (e.file == file && end_of(e) <= begin);
+  });
+  std::vector<std::string> owners;
+  for (; extent != extents.end() && extent->file == file && extent->offset < end; ++extent)
+    owners.push_back(fmt::format("tensor {} ({})", in_quotes(manifest.tensors[extent->tensor].name),
+                                 manifest.kinds[extent->kind]));
+  return owners;
 }
 
 bool is_plain_file_name(std::string_view name) {
@@ -276,16 +302,6 @@ bool is_plain_file_name(std::string_view name) {
   return std::ranges::none_of(name, [](char c) {
     return c == '/' || c == '\\' || static_cast<unsigned char>(c) < 0x20 || c == 0x7f;
   });
-}
-
-std::string owner_of_byte(const Manifest& manifest, std::size_t file, Bytes offset) {
-  for (const ManifestRange& extent : manifest.extents) {
-    const Bytes end = extent.offset + bytes_of(extent.end - extent.begin, extent.dtype);
-    if (extent.file != file || offset < extent.offset || offset >= end) continue;
-    return fmt::format("tensor {} ({})", in_quotes(manifest.tensors[extent.tensor].name),
-                       manifest.kinds[extent.kind]);
-  }
-  return "the header or the space between tensors";
 }
 
 void append(Manifest& manifest, RankManifest part) {
@@ -300,16 +316,7 @@ void append(Manifest& manifest, RankManifest part) {
 Manifest read_manifest(const std::string& folder) {
   const std::string path = fmt::format("{}/{}", folder, kManifestName);
   require_inside(folder, path);
-  const io::File file(path, io::File::Mode::kRead);
-  const Bytes bytes = file.size();
-  if (bytes > kManifestBytesMax) {
-    throw FormatError(fmt::format(
-        "the manifest of a checkpoint is larger than any may be: path={} found={} max={}", path,
-        bytes.value, kManifestBytesMax.value));
-  }
-  std::string text(bytes.size(), '\0');
-  io::read_fully(file, Bytes(0), std::as_writable_bytes(std::span(text)));
-  return parse_manifest(text, path);
+  return parse_manifest(read_text(path, "the manifest of a checkpoint", kManifestBytesMax), path);
 }
 
 void require_inside(const std::string& folder, const std::string& path) {
@@ -338,15 +345,17 @@ RankManifest parse_manifest_part(std::string_view text) {
 }
 
 std::string to_text(const Manifest& manifest) {
-  Json training = parse_json_tree(manifest.training, kNestingMax - 1, [] {
-    throw UsageError(fmt::format(
-        "what a checkpoint saves of the training nests deeper than {} lists and objects; flatten "
-        "the state that the script gives",
-        kNestingMax));
+  Json training = parse_tree(manifest.training, kNestingMax - 1, [] {
+    throw UsageError(
+        fmt::format("what a checkpoint saves of the training nests deeper than {} lists and "
+                    "objects; flatten the state that the script gives",
+                    kNestingMax));
   });
   if (training.is_discarded()) training = Json::parse(manifest.training);  // says why it is no JSON
+  // Versions that do not know memory formats refuse a checkpoint that has some.
+  const bool formats = std::ranges::any_of(manifest.tensors, &ManifestTensor::channels_last);
   Json json = {{"format", kFormat},
-               {"version", version_of(manifest)},
+               {"version", formats ? Manifest::kVersionOfFormats : Manifest::kVersion},
                {"tag", manifest.tag},
                {"world_size", manifest.world_size},
                {"stage", manifest.stage},
@@ -371,7 +380,7 @@ Manifest parse_manifest(std::string_view text, std::string_view path) {
   };
   manifest.world_size = small("world_size");
   manifest.stage = small("stage");
-  const JsonMembers training = members_of(reader.member("training"), "'training'", path);
+  members_of(reader.member("training"), "'training'", path);  // an object
   manifest.training = reader.member("training").dump();
   manifest.kinds = reader.texts("kinds");
   for (const Json& entry : reader.array("tensors"))

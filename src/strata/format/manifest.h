@@ -1,32 +1,76 @@
 // The manifest of a training checkpoint: what was saved, in which bytes of which file, and the
-// checksum of every block of these. It is the last thing that is written into a checkpoint's
-// folder; a folder without one is no checkpoint.
+// checksum of every block. It is written last; a folder without one is no checkpoint.
 //
 //   DIR/latest                                   the tag of the newest checkpoint
 //   DIR/TAG/manifest.json                        this
-//   DIR/TAG/model-00000-of-00004.safetensors     values: of what is trained the fp32 master
-//   weights,
-//                                                of the rest what the model holds; buffers
+//   DIR/TAG/model-00000-of-00004.safetensors     values: of what is trained the fp32 masters, of
+//                                                the rest what the model holds; buffers
 //   DIR/TAG/optimizer-00000-of-00004.safetensors what the optimizer keeps of each value
 //
 // A rank writes its own shard, so a tensor of the model is the sum of its extents, runs of elements
-// in any of the files. Ranks that load read the byte ranges that their own shards need, so that
-// neither world size nor stage nor placement of the run that saved matters.
+// in any of the files. Ranks that load read the byte ranges that their own shards need, whatever
+// world size, stage and placement saved them.
 //
 // Values; safe everywhere. Errors: FormatError, which names the file and what is wrong in it.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "strata/base/dtype.h"
+#include "strata/base/error.h"
 #include "strata/base/units.h"
-#include "strata/format/block_checksums.h"
 
 namespace strata::format {
+
+// XXH3 of 64 bits, and its 16 hexadecimal digits.
+std::uint64_t checksum_of(std::span<const std::byte> bytes);
+std::string checksum_text(std::uint64_t checksum);
+
+// Checksums of a file in blocks of one size, the last one shorter. A reader of a part of a file
+// reads whole blocks and can name a block that has changed. Blocks grow with the file, so that a
+// manifest stays small.
+class BlockChecksums {
+ public:
+  BlockChecksums() = default;
+  BlockChecksums(Bytes block, std::vector<std::uint64_t> sums)
+      : block_(block), sums_(std::move(sums)) {}
+
+  // The block for a file of `file_bytes`: 1 MiB, doubled until the file has at most 65,536 blocks.
+  static Bytes block_for(Bytes file_bytes) {
+    Bytes block = 1_MiB;
+    while (file_bytes / block >= 65'536) block = block * 2;
+    return block;
+  }
+
+  Bytes block() const { return block_; }
+  const std::vector<std::uint64_t>& sums() const { return sums_; }
+  // Whether these are the sums of a file of `file_bytes`.
+  bool fits(Bytes file_bytes) const {
+    if (block_.value <= 0 || file_bytes.value < 0) return false;
+    const std::int64_t blocks = file_bytes / block_ + (file_bytes % block_ > Bytes() ? 1 : 0);
+    return static_cast<std::int64_t>(sums_.size()) == blocks;
+  }
+  // Sets the sums of the blocks that begin at `offset`, a multiple of a block; `bytes` are whole
+  // blocks, or reach the end of the file. Blocks may come in any order.
+  void set(Bytes offset, std::span<const std::byte> bytes) {
+    STRATA_ASSERT(offset.value >= 0 && offset % block_ == Bytes());
+    auto number = static_cast<std::size_t>(offset / block_);
+    for (; !bytes.empty(); bytes = bytes.subspan(std::min(block_.size(), bytes.size())), ++number) {
+      if (number >= sums_.size()) sums_.resize(number + 1);
+      sums_[number] = checksum_of(bytes.first(std::min(block_.size(), bytes.size())));
+    }
+  }
+
+ private:
+  Bytes block_ = 1_MiB;
+  std::vector<std::uint64_t> sums_;
+};
 
 enum class TensorRole : std::uint8_t {
   kParameter,
@@ -71,6 +115,11 @@ struct ManifestRange {
   bool operator==(const ManifestRange&) const = default;
 };
 
+// Where an extent ends in its file.
+inline Bytes end_of(const ManifestRange& extent) {
+  return extent.offset + bytes_of(extent.end - extent.begin, extent.dtype);
+}
+
 struct Manifest {
   static constexpr int kVersion = 1;
   static constexpr int kVersionOfFormats = 2;  // of a manifest with a memory format
@@ -108,20 +157,18 @@ std::string to_text(const RankManifest& part);
 RankManifest parse_manifest_part(std::string_view text);
 void append(Manifest& manifest, RankManifest part);
 
-// The owner of a file's byte at `offset`, for messages: "tensor 'lm_head.weight' (exp_avg)", or
-// "the header".
-std::string owner_of_byte(const Manifest& manifest, std::size_t file, Bytes offset);
+// The tensors in the bytes [begin, end) of a file: "tensor 'w' (value)". None where these lie
+// between tensors, or in the header.
+std::vector<std::string> owners_of(const Manifest& manifest, std::size_t file, Bytes begin,
+                                   Bytes end);
 
 // Whether it can name a file in a folder and nothing else: no separators, not hidden, not empty, at
 // most 200 bytes.
 bool is_plain_file_name(std::string_view name);
 
-// All files of a checkpoint lie in its own folder. A link out of it may lead to a file that another
-// program changes or removes, or that its reader should not see. Threads: safe everywhere. Errors:
-// FormatError with both paths.
-
-// Checks that the file at `path`, after all links, lies in `folder` itself. A missing file passes:
-// opening it fails.
+// Checks that the file at `path`, after all links, lies in `folder` itself: a link out of it may
+// lead to a file that another program changes or removes, or that its reader should not see.
+// FormatError with both paths. A missing file passes: opening it fails.
 void require_inside(const std::string& folder, const std::string& path);
 
 }  // namespace strata::format

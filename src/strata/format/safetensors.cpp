@@ -133,34 +133,25 @@ TensorInfo explain(Entry entry, Bytes data_begin, Bytes data_bytes, std::string_
     fail(path, name, "it ends before it begins: begin={} end={}", begin, end);
   }
   if (end > data_bytes.value) {
-    fail(
-        path, name,
-        "its data ends beyond the file, which is truncated or was not written to its end: begin={} "
-        "end={} data_bytes={}",
-        begin, end, data_bytes.value);
+    fail(path, name,
+         "its data ends beyond the file, which is truncated or was not written to its end: "
+         "begin={} end={} data_bytes={}",
+         begin, end, data_bytes.value);
   }
   if (end - begin != bytes->value) {
     fail(path, name, "its size does not fit its shape {} of {}: wanted={} found={}",
          shape_text(shape), name_of(dtype), bytes->value, end - begin);
   }
-  return TensorInfo{.name = std::move(entry.name),
-                    .dtype = dtype,
-                    .shape = std::move(shape),
-                    .numel = *numel,
-                    .offset = data_begin + Bytes(begin),
-                    .bytes = *bytes};
+  return {std::move(entry.name),     dtype, std::move(shape), *numel,
+          data_begin + Bytes(begin), *bytes};
 }
 
 void refuse_duplicate_names(const std::vector<Entry>& entries, std::string_view path) {
-  std::vector<const std::string*> names;
-  names.reserve(entries.size());
-  for (const Entry& entry : entries) names.push_back(&entry.name);
-  const auto before = [](const auto* a, const auto* b) { return *a < *b; };
-  if (!std::is_sorted(names.begin(), names.end(), before))  // most writers sort them
-    std::sort(names.begin(), names.end(), before);
-  const auto same = std::adjacent_find(names.begin(), names.end(),
-                                       [](const auto* a, const auto* b) { return *a == *b; });
-  if (same != names.end()) fail(path, **same, "the header names it twice");
+  std::vector<std::string_view> names;
+  for (const Entry& entry : entries) names.emplace_back(entry.name);
+  if (!std::ranges::is_sorted(names)) std::ranges::sort(names);  // most writers sort them
+  const auto same = std::ranges::adjacent_find(names);
+  if (same != names.end()) fail(path, *same, "the header names it twice");
 }
 
 // Every byte of the data belongs to exactly one tensor: no overlap, no hole, no rest. Room for
@@ -200,16 +191,11 @@ TensorInfo info_of(const TensorSpec& spec) {
         "cannot write a tensor whose size does not fit 63 bits or is negative: tensor={} shape={}",
         in_quotes(spec.name), shape_text(spec.shape)));
   }
-  return TensorInfo{.name = spec.name,
-                    .dtype = spec.dtype,
-                    .shape = spec.shape,
-                    .numel = *numel,
-                    .offset = {},
-                    .bytes = *bytes};
+  return {spec.name, spec.dtype, spec.shape, *numel, {}, *bytes};
 }
 
 void check_names(std::span<const TensorSpec> tensors) {
-  std::set<std::string_view> names{"__metadata__"};
+  std::set<std::string_view> names{kMetadataKey};
   for (const TensorSpec& tensor : tensors) {
     if (!names.insert(tensor.name).second) {
       throw UsageError(fmt::format(
@@ -235,15 +221,6 @@ std::string entry_text(const TensorInfo& tensor) {
                      json_string(tensor.name), safetensors_name_of(tensor.dtype),
                      fmt::join(tensor.shape, ","), tensor.offset.value,
                      (tensor.offset + tensor.bytes).value);
-}
-
-std::string metadata_text(const Metadata& metadata) {
-  std::string text = "\"__metadata__\":{";
-  for (const auto& [key, value] : metadata) {
-    if (text.back() != '{') text += ',';
-    text += json_string(key) + ':' + json_string(value);
-  }
-  return text + '}';
 }
 
 }  // namespace
@@ -276,32 +253,20 @@ std::string in_quotes(std::string_view text) {
   }
   std::string shown = "'";
   for (const char c : text.substr(0, cut)) {
-    const auto byte = static_cast<unsigned char>(c);
-    if (byte < 0x20 || byte == 0x7f) {
-      shown += fmt::format("\\x{:02x}", static_cast<unsigned>(byte));
-    } else {
-      shown += c;
-    }
+    const unsigned byte = static_cast<unsigned char>(c);
+    shown += byte < 0x20 || byte == 0x7f ? fmt::format("\\x{:02x}", byte) : std::string(1, c);
   }
   shown += cut < text.size() ? fmt::format("...' ({} bytes)", text.size()) : "'";
   return shown;
 }
 
 std::string shape_text(std::span<const std::int64_t> shape) {
-  std::string shown = "[";
-  for (std::size_t i = 0; i < shape.size(); ++i) {
-    shown += fmt::format("{}{}", i == 0 ? "" : ", ", shape[i]);
-  }
-  return shown + "]";
+  return fmt::format("[{}]", fmt::join(shape, ", "));
 }
 
 std::string first_ten(std::span<const std::string> items) {
-  std::string shown;
   const std::size_t count = std::min(items.size(), kShownItemsMax);
-  for (std::size_t i = 0; i < count; ++i) {
-    if (i != 0) shown += ", ";
-    shown += items[i];
-  }
+  std::string shown = fmt::format("{}", fmt::join(items.first(count), ", "));
   if (items.size() > count) shown += fmt::format(" and {} more", items.size() - count);
   return shown;
 }
@@ -315,22 +280,19 @@ Bytes safetensors_header_bytes(std::span<const std::byte> start, Bytes file_byte
                     path, kHeaderLengthBytes.value, file_bytes.value));
   }
   std::uint64_t length = 0;
-  for (std::size_t i = kHeaderLengthBytes.size(); i-- > 0;) {
+  for (std::size_t i = kHeaderLengthBytes.size(); i-- > 0;)
     length = length << 8U | std::to_integer<std::uint64_t>(start[i]);
-  }
   const auto room = static_cast<std::uint64_t>((file_bytes - kHeaderLengthBytes).value);
   if (length > static_cast<std::uint64_t>(kHeaderBytesMax.value)) {
     throw FormatError(
         fmt::format("not a safetensors file: it claims a header longer than any may be: path={} "
-                    "claimed={} max={} "
-                    "file_bytes={}",
+                    "claimed={} max={} file_bytes={}",
                     path, length, kHeaderBytesMax.value, file_bytes.value));
   }
   if (length > room) {
     throw FormatError(
         fmt::format("a safetensors file claims a header longer than itself; it is truncated or no "
-                    "safetensors file: "
-                    "path={} claimed={} file_bytes={}",
+                    "safetensors file: path={} claimed={} file_bytes={}",
                     path, length, file_bytes.value));
   }
   return Bytes(static_cast<std::int64_t>(length));
@@ -350,10 +312,8 @@ SafetensorsHeader parse_safetensors_header(std::string_view json, Bytes file_byt
     header.tensors.push_back(explain(std::move(entry), data_begin, file_bytes - data_begin, path));
   }
   // Among those that begin at one place, the empty ones come first.
-  std::stable_sort(header.tensors.begin(), header.tensors.end(),
-                   [](const TensorInfo& a, const TensorInfo& b) {
-                     return std::pair(a.offset, a.bytes) < std::pair(b.offset, b.bytes);
-                   });
+  std::ranges::stable_sort(header.tensors, {},
+                           [](const TensorInfo& t) { return std::pair(t.offset, t.bytes); });
   demand_full_cover(header.tensors, data_begin, file_bytes, path);
   return header;
 }
@@ -365,11 +325,12 @@ SafetensorsLayout lay_out_safetensors(std::span<const TensorSpec> tensors,
   for (const TensorSpec& tensor : tensors) layout.tensors.push_back(info_of(tensor));
   std::vector<std::size_t> order(tensors.size());
   std::iota(order.begin(), order.end(), std::size_t{0});
-  std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
-    return size_of(tensors[a].dtype) > size_of(tensors[b].dtype);
-  });
-  std::string json = "{";
-  if (!metadata.empty()) json += metadata_text(metadata);
+  std::ranges::stable_sort(order, std::ranges::greater(),
+                           [&](std::size_t i) { return size_of(tensors[i].dtype); });
+  std::string json;
+  for (const auto& [key, value] : metadata)
+    json += fmt::format("{}{}:{}", json.empty() ? "" : ",", json_string(key), json_string(value));
+  json = metadata.empty() ? "{" : fmt::format("{{\"{}\":{{{}}}", kMetadataKey, json);
   Bytes reached;
   for (const std::size_t i : order) {
     TensorInfo& tensor = layout.tensors[i];
@@ -386,8 +347,7 @@ SafetensorsLayout lay_out_safetensors(std::span<const TensorSpec> tensors,
   if (Bytes(json.size()) > kHeaderBytesMax) {
     throw UsageError(
         fmt::format("the header of a safetensors file would be longer than any may be; write fewer "
-                    "tensors a file: "
-                    "wanted={} max={} tensors={}",
+                    "tensors a file: wanted={} max={} tensors={}",
                     json.size(), kHeaderBytesMax.value, tensors.size()));
   }
   for (TensorInfo& tensor : layout.tensors) tensor.offset += data_begin;

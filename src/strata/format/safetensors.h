@@ -1,8 +1,8 @@
 // The header of a safetensors file: 8 bytes little-endian length, a JSON object of that length,
 // data. It is hostile input. It is accepted only if every byte of the data belongs to exactly one
-// tensor whose dtype and shape explain its size; every way to lie has its own message. Pure
-// functions over memory (the fuzz target calls them); safe everywhere. Errors: FormatError with
-// path, tensor, what was wanted and what was found.
+// tensor whose dtype and shape explain its size; every way to lie has its own message. All here is
+// pure (the fuzz target calls it) and safe everywhere. Errors: FormatError with path, tensor, what
+// was wanted and what was found.
 #pragma once
 
 #include <cstddef>
@@ -18,9 +18,6 @@
 #include "strata/base/units.h"
 
 namespace strata::format {
-
-// The description of one tensor in a safetensors file, for readers and writers. Shapes come from
-// files and are checked for overflow here. Values; safe everywhere.
 
 using Metadata = std::map<std::string, std::string>;
 
@@ -46,16 +43,11 @@ std::optional<Numel> checked_numel(std::span<const std::int64_t> shape);
 // numel * element size; none if it leaves 63 bits.
 std::optional<Bytes> checked_bytes(Numel numel, DType dtype);
 
-// Text of messages about tensors. Names come from files and may be anything: they are shown quoted,
-// with control bytes escaped, and cut when long. Pure functions; safe everywhere.
-
-// 'model.norm.weight'
+// Text of messages. Names come from files and may be anything: they are shown quoted, with control
+// bytes escaped, and cut when long: 'model.norm.weight'; a shape: [2, 3]; the first ten of a list,
+// and how many there are beyond: "a, b, ... and 3 more".
 std::string in_quotes(std::string_view text);
-
-// [2, 3]
 std::string shape_text(std::span<const std::int64_t> shape);
-
-// The first ten, and how many there are beyond: "a, b, ... and 3 more".
 std::string first_ten(std::span<const std::string> items);
 
 inline constexpr Bytes kHeaderLengthBytes = 8_B;
@@ -78,10 +70,9 @@ SafetensorsHeader parse_safetensors_header(std::string_view json, Bytes file_byt
 
 // Where the tensors of a file to be written lie, and the header that says so. Wider elements come
 // first, so that every tensor begins at a multiple of its element's size; the header is padded with
-// spaces so that the data begins at a multiple of 64 bytes. Pure; safe everywhere. Errors:
-// UsageError for tensors that no safetensors file can hold (a name twice or "__metadata__", a shape
-// that overflows, a header beyond the format's limit).
-
+// spaces so that the data begins at a multiple of 64 bytes. UsageError for tensors that no
+// safetensors file can hold (a name twice or "__metadata__", a shape that overflows, a header
+// beyond the limit).
 struct SafetensorsLayout {
   std::string head;                 // length and JSON: the file's first bytes
   std::vector<TensorInfo> tensors;  // as the caller ordered them

@@ -5,14 +5,10 @@
 #include <iterator>
 #include <mutex>
 #include <nlohmann/json.hpp>
-#include <set>
-#include <string>
 #include <system_error>
 #include <utility>
-#include <vector>
 
 #include "strata/base/error.h"
-#include "strata/format/safetensors.h"
 #include "strata/io/folder_calls.h"
 
 namespace strata::format {
@@ -43,6 +39,15 @@ bool take_number(std::string_view& text) {
 }
 
 constexpr std::string_view kIndexEnding = ".index.json";
+constexpr std::string_view kSinglePickleName = "pytorch_model.bin";  // of torch.save
+
+// Whether a reader may take a file of this name for a model's weights or their index.
+bool is_weights_name(std::string_view name) {
+  name = io::AtomicFile::target_of(name);
+  if (is_shard_name(name)) return true;
+  if (name.ends_with(kIndexEnding)) name.remove_suffix(kIndexEnding.size());
+  return name == kSingleFileName || name == kSinglePickleName;
+}
 
 void make_folder(const std::string& folder) {
   std::error_code error;
@@ -58,46 +63,51 @@ void make_folder(const std::string& folder) {
 std::optional<Span1d> RangeCover::claim(Span1d span) {
   STRATA_ASSERT(0 <= span.begin && span.begin <= span.end && span.end <= size_);
   if (span.begin == span.end) return std::nullopt;
-  auto after = parts_.upper_bound(span.begin);
-  if (after != parts_.begin()) {
-    const auto before = std::prev(after);
-    if (before->second > span.begin) {
-      return Span1d{span.begin, std::min(before->second, span.end)};
-    }
-  }
-  if (after != parts_.end() && after->first < span.end) {
+  const auto after = parts_.upper_bound(span.begin);
+  const auto before = after == parts_.begin() ? parts_.end() : std::prev(after);
+  if (before != parts_.end() && before->second > span.begin)
+    return Span1d{span.begin, std::min(before->second, span.end)};
+  if (after != parts_.end() && after->first < span.end)
     return Span1d{after->first, std::min(after->second, span.end)};
-  }
   claimed_ += span.end - span.begin;
   if (after != parts_.end() && after->first == span.end) {
     span.end = after->second;
-    after = parts_.erase(after);
+    parts_.erase(after);
   }
-  if (after != parts_.begin() && std::prev(after)->second == span.begin) {
-    std::prev(after)->second = span.end;
+  if (before != parts_.end() && before->second == span.begin) {
+    before->second = span.end;
   } else {
-    parts_.emplace_hint(after, span.begin, span.end);
+    parts_.emplace(span.begin, span.end);
   }
   return std::nullopt;
 }
 
 std::optional<Span1d> RangeCover::first_gap() const {
   if (complete()) return std::nullopt;
-  const auto first = parts_.begin();
-  if (first == parts_.end()) return Span1d{0, size_};
-  if (first->first > 0) return Span1d{0, first->first};
-  const auto second = std::next(first);
-  return Span1d{first->second, second == parts_.end() ? size_ : second->first};
+  auto next = parts_.begin();
+  const bool begun = next != parts_.end() && next->first == 0;
+  const std::int64_t begin = begun ? next++->second : 0;
+  return Span1d{begin, next == parts_.end() ? size_ : next->first};
 }
 
-struct SafetensorsWriter::State {
-  State(std::string path, SafetensorsLayout the_layout, io::IoEngine& the_engine)
-      : engine(&the_engine), layout(std::move(the_layout)), output(std::move(path)) {
-    covers.reserve(layout.tensors.size());
+struct ShardedWriter::File {
+  File(std::string path, std::span<const TensorSpec> tensors, const Metadata& metadata,
+       io::IoEngine& engine)
+      : layout(lay_out_safetensors(tensors, metadata)), output(std::move(path)) {
     for (const TensorInfo& tensor : layout.tensors) covers.emplace_back(tensor.bytes.value);
+    output.file().reserve(layout.file_bytes);
+    engine.write(output.file(), Bytes(0), std::as_bytes(std::span(layout.head)))->wait();
   }
 
-  io::IoEngine* engine;
+  // Brings the file to disk, not yet under its name.
+  void seal();
+  // A write has ended; `failure`: empty if it is complete.
+  void ended(const std::string& failure) {
+    const std::lock_guard lock(mutex);
+    --in_flight;
+    if (first_failure.empty()) first_failure = failure;
+  }
+
   const SafetensorsLayout layout;
   io::AtomicFile output;
   bool sealed = false;
@@ -108,17 +118,41 @@ struct SafetensorsWriter::State {
   std::string first_failure;
 };
 
-// Records in the writer's state how the write ended, even if no caller waits for it.
-class SafetensorsWriter::TrackedTransfer final : public io::Transfer {
+void ShardedWriter::File::seal() {
+  const std::lock_guard lock(mutex);
+  if (!first_failure.empty()) {
+    throw IoError(
+        fmt::format("a file cannot be finished since a write to it failed: {}", first_failure));
+  }
+  if (in_flight != 0) {
+    throw UsageError(fmt::format(
+        "a file is finished while writes to it are under way; wait for them: path={} writes={}",
+        output.path(), in_flight));
+  }
+  for (std::size_t i = 0; i < covers.size(); ++i) {
+    const auto gap = covers[i].first_gap();
+    if (!gap) continue;
+    throw UsageError(
+        fmt::format("a file is finished before all its bytes were written: path={} tensor={} "
+                    "begin={} end={} written={} tensor_bytes={}",
+                    output.path(), in_quotes(layout.tensors[i].name), gap->begin, gap->end,
+                    covers[i].claimed(), covers[i].size()));
+  }
+  output.seal();
+  sealed = true;
+}
+
+// Records in the file's state how the write ended, even if no caller waits for it.
+class ShardedWriter::TrackedTransfer final : public io::Transfer {
  public:
-  TrackedTransfer(std::shared_ptr<State> state, std::unique_ptr<io::Transfer> transfer)
-      : state_(std::move(state)), transfer_(std::move(transfer)) {}
+  TrackedTransfer(std::shared_ptr<File> file, std::unique_ptr<io::Transfer> transfer)
+      : file_(std::move(file)), transfer_(std::move(transfer)) {}
 
   ~TrackedTransfer() override {
     try {
       wait();
     } catch (...) {
-      // The state has it; seal() reports it.
+      // The file has it; seal() reports it.
     }
   }
 
@@ -128,110 +162,17 @@ class SafetensorsWriter::TrackedTransfer final : public io::Transfer {
     try {
       transfer_->wait();
     } catch (const std::exception& error) {
-      settle(error.what());
+      if (!std::exchange(settled_, true)) file_->ended(error.what());
       throw;
     }
-    settle("");
+    if (!std::exchange(settled_, true)) file_->ended("");
   }
 
  private:
-  void settle(const char* failure) {
-    if (std::exchange(settled_, true)) return;
-    const std::lock_guard lock(state_->mutex);
-    --state_->in_flight;
-    if (state_->first_failure.empty()) state_->first_failure = failure;
-  }
-
-  std::shared_ptr<State> state_;
+  std::shared_ptr<File> file_;
   std::unique_ptr<io::Transfer> transfer_;
   bool settled_ = false;
 };
-
-SafetensorsWriter::SafetensorsWriter(std::string path, std::span<const TensorSpec> tensors,
-                                     const Metadata& metadata, io::IoEngine& engine)
-    : state_(std::make_shared<State>(std::move(path), lay_out_safetensors(tensors, metadata),
-                                     engine)) {
-  state_->output.file().reserve(state_->layout.file_bytes);
-  engine.write(state_->output.file(), Bytes(0), std::as_bytes(std::span(state_->layout.head)))
-      ->wait();
-}
-
-SafetensorsWriter::~SafetensorsWriter() = default;
-SafetensorsWriter::SafetensorsWriter(SafetensorsWriter&&) noexcept = default;
-SafetensorsWriter& SafetensorsWriter::operator=(SafetensorsWriter&&) noexcept = default;
-
-const std::string& SafetensorsWriter::path() const {
-  return state_->output.path();
-}
-
-const std::vector<TensorInfo>& SafetensorsWriter::tensors() const {
-  return state_->layout.tensors;
-}
-
-std::unique_ptr<io::Transfer> SafetensorsWriter::write(std::size_t tensor, Bytes offset,
-                                                       std::span<const std::byte> source) {
-  State& state = *state_;
-  STRATA_ASSERT(tensor < state.layout.tensors.size() && !state.sealed);
-  const TensorInfo& info = state.layout.tensors[tensor];
-  const Bytes bytes(source.size());
-  if (offset.value < 0 || offset > info.bytes || bytes > info.bytes - offset) {
-    throw UsageError(fmt::format(
-        "a write does not fit its tensor: path={} tensor={} offset={} bytes={} tensor_bytes={}",
-        path(), in_quotes(info.name), offset.value, bytes.value, info.bytes.value));
-  }
-  {
-    const std::lock_guard lock(state.mutex);
-    const auto twice = state.covers[tensor].claim(Span1d{offset.value, (offset + bytes).value});
-    if (twice) {
-      throw UsageError(
-          fmt::format("bytes of a tensor are written twice: path={} tensor={} begin={} end={}",
-                      path(), in_quotes(info.name), twice->begin, twice->end));
-    }
-    ++state.in_flight;
-  }
-  std::unique_ptr<io::Transfer> transfer;
-  try {
-    transfer = state.engine->write(state.output.file(), info.offset + offset, source);
-  } catch (const std::exception& error) {
-    const std::lock_guard lock(state.mutex);
-    --state.in_flight;
-    if (state.first_failure.empty()) state.first_failure = error.what();
-    throw;
-  }
-  return std::make_unique<TrackedTransfer>(state_, std::move(transfer));
-}
-
-void SafetensorsWriter::seal() {
-  State& state = *state_;
-  {
-    const std::lock_guard lock(state.mutex);
-    if (!state.first_failure.empty()) {
-      throw IoError(fmt::format("a file cannot be finished since a write to it failed: {}",
-                                state.first_failure));
-    }
-    if (state.in_flight != 0) {
-      throw UsageError(fmt::format(
-          "a file is finished while writes to it are under way; wait for them: path={} writes={}",
-          path(), state.in_flight));
-    }
-    for (std::size_t i = 0; i < state.covers.size(); ++i) {
-      const auto gap = state.covers[i].first_gap();
-      if (!gap) continue;
-      throw UsageError(fmt::format(
-          "a file is finished before all its bytes were written: path={} tensor={} begin={} end={} "
-          "written={} tensor_bytes={}",
-          path(), in_quotes(state.layout.tensors[i].name), gap->begin, gap->end,
-          state.covers[i].claimed(), state.covers[i].size()));
-    }
-  }
-  state.output.seal();
-  state.sealed = true;
-}
-
-void SafetensorsWriter::publish() {
-  STRATA_ASSERT(state_->sealed);
-  state_->output.publish();
-}
 
 ShardPlan plan_shards(std::span<const TensorSpec> tensors, Bytes shard_max) {
   if (shard_max.value < 1) {
@@ -268,13 +209,6 @@ bool is_shard_name(std::string_view file_name) {
          take_number(file_name) && file_name == (pickle ? ".bin" : ".safetensors");
 }
 
-bool is_weights_name(std::string_view name) {
-  name = io::AtomicFile::target_of(name);
-  if (is_shard_name(name)) return true;
-  if (name.ends_with(kIndexEnding)) name.remove_suffix(kIndexEnding.size());
-  return name == kSingleFileName || name == kSinglePickleName;
-}
-
 void remove_other_weights(const std::string& folder, const std::set<std::string>& ours) {
   std::vector<std::string> others;
   std::error_code error;
@@ -287,8 +221,7 @@ void remove_other_weights(const std::string& folder, const std::set<std::string>
     throw IoError(
         fmt::format("cannot list a folder: path={} {}", folder, errno_text(error.value())));
   }
-  std::partition(others.begin(), others.end(),
-                 [](const std::string& n) { return n.ends_with(kIndexEnding); });
+  std::ranges::partition(others, [](const std::string& n) { return n.ends_with(kIndexEnding); });
   for (const std::string& name : others) io::remove_file(folder + "/" + name);
 }
 
@@ -296,6 +229,7 @@ ShardedWriter::ShardedWriter(std::string folder, std::vector<TensorSpec> tensors
                              io::IoEngine& engine, const ShardedWriterOptions& options)
     : folder_(std::move(folder)),
       tensors_(std::move(tensors)),
+      engine_(engine),
       plan_(plan_shards(tensors_, options.shard_max)),
       places_(tensors_.size()) {
   std::set<std::string_view> names;
@@ -312,48 +246,68 @@ ShardedWriter::ShardedWriter(std::string folder, std::vector<TensorSpec> tensors
       places_[tensor] = Place{file, members.size()};
       members.push_back(tensors_[tensor]);
     }
-    writers_.emplace_back(in_folder(plan_.files[file]), members, options.metadata, engine);
+    files_.push_back(
+        std::make_shared<File>(in_folder(plan_.files[file]), members, options.metadata, engine_));
   }
 }
+
+ShardedWriter::~ShardedWriter() = default;
 
 std::unique_ptr<io::Transfer> ShardedWriter::write(std::size_t tensor, Bytes offset,
                                                    std::span<const std::byte> source) {
   STRATA_ASSERT(tensor < places_.size());
   const Place& place = places_[tensor];
-  return writers_[place.file].write(place.index, offset, source);
+  const std::shared_ptr<File>& file = files_[place.file];
+  STRATA_ASSERT(!file->sealed);
+  const TensorInfo& info = file->layout.tensors[place.index];
+  const Bytes bytes(source.size());
+  if (offset.value < 0 || offset > info.bytes || bytes > info.bytes - offset) {
+    throw UsageError(fmt::format(
+        "a write does not fit its tensor: path={} tensor={} offset={} bytes={} tensor_bytes={}",
+        file->output.path(), in_quotes(info.name), offset.value, bytes.value, info.bytes.value));
+  }
+  {
+    const std::lock_guard lock(file->mutex);
+    const auto twice = file->covers[place.index].claim({offset.value, (offset + bytes).value});
+    if (twice) {
+      throw UsageError(
+          fmt::format("bytes of a tensor are written twice: path={} tensor={} begin={} end={}",
+                      file->output.path(), in_quotes(info.name), twice->begin, twice->end));
+    }
+    ++file->in_flight;
+  }
+  try {
+    return std::make_unique<TrackedTransfer>(
+        file, engine_.write(file->output.file(), info.offset + offset, source));
+  } catch (const std::exception& error) {
+    file->ended(error.what());
+    throw;
+  }
 }
 
 void ShardedWriter::finish() {
-  for (SafetensorsWriter& writer : writers_) writer.seal();
-  retire_index_of_overwritten_shards();
-  for (SafetensorsWriter& writer : writers_) writer.publish();
-  if (plan_.sharded()) publish_index();
-  remove_leftovers();
+  for (const auto& file : files_) file->seal();
+  const bool overwrites = std::ranges::any_of(plan_.files, [this](const std::string& name) {
+    return std::filesystem::exists(in_folder(name));
+  });
+  if (plan_.sharded() && overwrites) io::remove_file(in_folder(kIndexFileName));
+  for (const auto& file : files_) file->output.publish();
+  // A model.safetensors beside an index would be loaded in its place: removing others is part of
+  // it.
+  std::set<std::string> ours(plan_.files.begin(), plan_.files.end());
+  if (plan_.sharded()) {
+    io::write_file_atomically(in_folder(kIndexFileName), index_text());
+    ours.insert(kIndexFileName);
+  }
+  remove_other_weights(folder_, ours);
 }
 
-void ShardedWriter::retire_index_of_overwritten_shards() const {
-  if (!plan_.sharded()) return;
-  const bool overwrites = std::any_of(
-      plan_.files.begin(), plan_.files.end(),
-      [this](const std::string& name) { return std::filesystem::exists(in_folder(name)); });
-  if (overwrites) io::remove_file(in_folder(kIndexFileName));
-}
-
-void ShardedWriter::publish_index() const {
+std::string ShardedWriter::index_text() const {
   nlohmann::json index;
   index["metadata"]["total_size"] = plan_.total.value;
-  nlohmann::json& map = index["weight_map"];
-  for (std::size_t i = 0; i < tensors_.size(); ++i) {
-    map[tensors_[i].name] = plan_.files[places_[i].file];
-  }
-  io::write_file_atomically(in_folder(kIndexFileName), index.dump(2) + "\n");
-}
-
-// A model.safetensors beside an index would be loaded in its place, so this is part of the save.
-void ShardedWriter::remove_leftovers() const {
-  std::set<std::string> ours(plan_.files.begin(), plan_.files.end());
-  if (plan_.sharded()) ours.insert(kIndexFileName);
-  remove_other_weights(folder_, ours);
+  for (std::size_t i = 0; i < tensors_.size(); ++i)
+    index["weight_map"][tensors_[i].name] = plan_.files[places_[i].file];
+  return index.dump(2) + "\n";
 }
 
 }  // namespace strata::format

@@ -1,11 +1,16 @@
 // Writes a model's tensors as a Hugging Face checkpoint folder: one model.safetensors, or shards of
 // a largest size with model.safetensors.index.json. Byte ranges of tensors come in any order. Until
-// finish() the folder's earlier checkpoint does not change. finish() first has every new file whole
-// on disk under a temporary name; then an index whose shards are about to be overwritten goes, so
-// that a crash within the renaming leaves a folder that says what it lacks and never a mix of two
-// checkpoints; then come the names, the new index, and last the removal of what an earlier save
-// left, in this form or in torch.save's. Threads, ownership, errors: as SafetensorsWriter. One file
-// descriptor is held for each shard.
+// finish() the folder's earlier checkpoint does not change, and a writer that is destroyed before
+// leaves no trace. finish() first has every new file whole on disk under a temporary name; then an
+// index whose shards are about to be overwritten goes, so that a crash within the renaming leaves a
+// folder that says what it lacks and never a mix of two checkpoints; then come the names, the new
+// index, and last the removal of what an earlier save left, in this form or in torch.save's.
+//
+// Threads: write() is internally synchronised, its Transfers belong to one thread each; the rest
+// belongs to one thread. Ownership: borrows the engine, and the source of a write until its
+// Transfer is waited for; a Transfer may outlive the writer; holds one file descriptor for each
+// shard. Errors: UsageError for ranges that do not fit, overlap, or are missing at the end; IoError
+// from the disk, also for a failed write whose Transfer was dropped.
 #pragma once
 
 #include <cstddef>
@@ -26,9 +31,7 @@ namespace strata::format {
 
 // Which parts of [0, size) have been claimed, when nothing may be claimed twice and in the end
 // everything must have been. Neighbouring parts are merged, so work in order costs constant memory.
-// Threads: one thread. Units: whatever the caller counts (bytes of a file, elements of a
-// parameter).
-
+// Threads: one thread. Units: whatever the caller counts.
 struct Span1d {
   std::int64_t begin = 0;
   std::int64_t end = 0;
@@ -54,52 +57,10 @@ class RangeCover {
   std::map<std::int64_t, std::int64_t> parts_;  // begin to end; never touching
 };
 
-// Writes a safetensors file in pieces: all tensors are declared first, then byte ranges of them
-// come in any order. The file is written beside its final name and takes that name only when every
-// byte has been written exactly once and has reached the disk; whatever stops before that leaves no
-// trace. Threads: write() is internally synchronised, its Transfers belong to one thread each; the
-// rest belongs to one thread. Ownership: borrows the engine, and the source of a write until its
-// Transfer is waited for; a Transfer may outlive the writer. Errors: UsageError for ranges that do
-// not fit, overlap, or are missing at the end; IoError from the disk, also for a failed write whose
-// Transfer was dropped.
-
-class SafetensorsWriter {
- public:
-  // Takes the whole space and writes the header.
-  SafetensorsWriter(std::string path, std::span<const TensorSpec> tensors, const Metadata& metadata,
-                    io::IoEngine& engine);
-  ~SafetensorsWriter();
-  SafetensorsWriter(SafetensorsWriter&&) noexcept;
-  SafetensorsWriter& operator=(SafetensorsWriter&&) noexcept;
-
-  const std::string& path() const;
-  // As declared, now with their places in the file.
-  const std::vector<TensorInfo>& tensors() const;
-  // Bytes [offset, offset + source.size()) of a tensor, by its place in the list declared.
-  std::unique_ptr<io::Transfer> write(std::size_t tensor, Bytes offset,
-                                      std::span<const std::byte> source);
-
-  // Checks that every byte was written and brings the file to disk, not yet under its name. All
-  // Transfers must have been waited for or destroyed.
-  void seal();
-  // Gives the sealed file its name.
-  void publish();
-  void finish() {
-    seal();
-    publish();
-  }
-
- private:
-  struct State;
-  class TrackedTransfer;
-  std::shared_ptr<State> state_;
-};
-
 // How a model's tensors are spread over files of a checkpoint folder: in their order, a new file
 // whenever the next tensor would make the present one larger than allowed; a tensor larger than
 // that has a file of its own. Names are those that Hugging Face readers look for. Pure; safe
 // everywhere.
-
 inline constexpr const char* kSingleFileName = "model.safetensors";
 inline constexpr const char* kIndexFileName = "model.safetensors.index.json";
 
@@ -117,18 +78,11 @@ ShardPlan plan_shards(std::span<const TensorSpec> tensors, Bytes shard_max);
 // Is it a name of one of any number of shards, of safetensors or of torch.save?
 bool is_shard_name(std::string_view file_name);
 
-// Weights of a model that an earlier save left in a folder, in every form that readers look for:
-// safetensors and files of torch.save, in one file or in shards with an index; also the temporary
-// files of killed saves. A reader takes one form and never looks at the others, so it may load an
-// older save that a new one leaves in place. Threads: any. Errors: IoError.
-
-inline constexpr std::string_view kSinglePickleName = "pytorch_model.bin";  // of torch.save
-
-// Whether a reader may take a file of this name for a model's weights or their index.
-bool is_weights_name(std::string_view file_name);
-
-// Removes all such files of `folder` but `ours`. Indexes go first, so that none refers to what is
-// gone.
+// Removes the weights of a model that an earlier save left in `folder`, but `ours`, in every form
+// that readers look for: safetensors and files of torch.save, in one file or in shards with an
+// index; also the temporary files of killed saves. A reader takes one form and never looks at the
+// others, so it may load an older save that a new one leaves in place. Indexes go first, so that
+// none refers to what is gone. Threads: any. Errors: IoError.
 void remove_other_weights(const std::string& folder, const std::set<std::string>& ours);
 
 struct ShardedWriterOptions {
@@ -142,27 +96,31 @@ class ShardedWriter {
   // Makes the folder if need be, takes the space of every shard and writes the headers.
   ShardedWriter(std::string folder, std::vector<TensorSpec> tensors, io::IoEngine& engine,
                 const ShardedWriterOptions& options = {});
+  ~ShardedWriter();
 
   const ShardPlan& plan() const { return plan_; }
+  // Bytes [offset, offset + source.size()) of a tensor, by its place in the list declared.
   std::unique_ptr<io::Transfer> write(std::size_t tensor, Bytes offset,
                                       std::span<const std::byte> source);
+  // Checks that every byte was written. All Transfers must have been waited for or destroyed.
   void finish();
 
  private:
+  struct File;
+  class TrackedTransfer;
   struct Place {
     std::size_t file = 0;
     std::size_t index = 0;  // within the file
   };
   std::string in_folder(const std::string& name) const { return folder_ + "/" + name; }
-  void retire_index_of_overwritten_shards() const;
-  void publish_index() const;
-  void remove_leftovers() const;
+  std::string index_text() const;
 
   std::string folder_;
   std::vector<TensorSpec> tensors_;
+  io::IoEngine& engine_;
   ShardPlan plan_;
   std::vector<Place> places_;  // by tensor
-  std::vector<SafetensorsWriter> writers_;
+  std::vector<std::shared_ptr<File>> files_;
 };
 
 }  // namespace strata::format

@@ -36,11 +36,11 @@ bool castable(DType from, DType to) {
 
 [[noreturn]] void fail_piece(const ParamSources& param, const SourceRange& piece,
                              std::string_view problem, Numel begin, Numel numel, Numel room) {
-  throw UsageError(fmt::format(
-      "the sources of a parameter do not fit it: {}: parameter={} source={} begin={} numel={} "
-      "of={}",
-      problem, in_quotes(param.name), in_quotes(piece.tensor), begin.value, numel.value,
-      room.value));
+  throw UsageError(
+      fmt::format("the sources of a parameter do not fit it: {}: parameter={} source={} begin={} "
+                  "numel={} of={}",
+                  problem, in_quotes(param.name), in_quotes(piece.tensor), begin.value, numel.value,
+                  room.value));
 }
 
 // Is [begin, begin + numel) within [0, room)?
@@ -51,16 +51,15 @@ bool within(Numel begin, Numel numel, Numel room) {
 Numel numel_of(const ParamSources& param) {
   const auto numel = checked_numel(param.shape);
   if (!numel) {
-    throw UsageError(
-        fmt::format("a parameter's shape is negative or does not fit 63 bits: parameter={} "
-                    "shape={}",
-                    in_quotes(param.name), shape_text(param.shape)));
+    throw UsageError(fmt::format(
+        "a parameter's shape is negative or does not fit 63 bits: parameter={} shape={}",
+        in_quotes(param.name), shape_text(param.shape)));
   }
   return *numel;
 }
 
-// The copy that a piece asks for, its tensor being found and of the right shape.
-RangeCopy copy_of(const ParamSources& param, const SourceRange& piece,
+// The copy that a piece of params[index] asks for, its tensor being found and of the right shape.
+RangeCopy copy_of(const ParamSources& param, std::size_t index, const SourceRange& piece,
                   const CheckpointTensor& source, Numel param_numel) {
   const Numel rest = source.info.numel - piece.source_begin;
   const Numel numel = piece.numel.value_or(rest);
@@ -73,12 +72,8 @@ RangeCopy copy_of(const ParamSources& param, const SourceRange& piece,
                param_numel);
   }
   const Bytes skipped = bytes_of(piece.source_begin, source.info.dtype);
-  return RangeCopy{.file = source.file,
-                   .offset = source.info.offset + skipped,
-                   .source_dtype = source.info.dtype,
-                   .param = 0,
-                   .param_begin = piece.destination,
-                   .numel = numel};
+  return {source.file, source.info.offset + skipped, source.info.dtype, index, piece.destination,
+          numel};
 }
 
 // Sorted copies must tile [0, numel).
@@ -86,8 +81,8 @@ void demand_tiling(const ParamSources& param, std::span<const RangeCopy> copies,
   Numel reached;
   const auto fail = [&](std::string_view problem, Numel at) {
     throw UsageError(fmt::format(
-        "the sources of a parameter do not fit it: {}: parameter={} shape={} "
-        "element={} filled_before={}",
+        "the sources of a parameter do not fit it: {}: parameter={} shape={} element={} "
+        "filled_before={}",
         problem, in_quotes(param.name), shape_text(param.shape), at.value, reached.value));
   };
   for (const RangeCopy& copy : copies) {
@@ -107,38 +102,35 @@ WeightMap::WeightMap(std::span<const ParamSources> params,
   for (std::size_t i = 0; i < checkpoint.size(); ++i) number.emplace(checkpoint[i].info.name, i);
   std::vector<bool> used(checkpoint.size(), false);
   Misfits misfits;
-  std::vector<bool> fits(params.size(), true);
   for (std::size_t p = 0; p < params.size(); ++p) {
     const ParamSources& param = params[p];
     const Numel param_numel = numel_of(param);
+    bool fits = true;
     for (const SourceRange& piece : param.pieces) {
+      const auto misfit = [&](std::vector<std::string>& list, const std::string& how) {
+        list.push_back(in_quotes(piece.tensor) + how);
+        fits = false;
+      };
       const auto found = number.find(piece.tensor);
       if (found == number.end()) {
-        misfits.missing.push_back(in_quotes(piece.tensor));
-        fits[p] = false;
+        misfit(misfits.missing, "");
         continue;
       }
       used[found->second] = true;
       const CheckpointTensor& source = checkpoint[found->second];
       if (source.info.shape != piece.shape) {
-        misfits.misshapen.push_back(fmt::format("{} wanted={} found={}", in_quotes(piece.tensor),
-                                                shape_text(piece.shape),
-                                                shape_text(source.info.shape)));
-        fits[p] = false;
+        misfit(misfits.misshapen, fmt::format(" wanted={} found={}", shape_text(piece.shape),
+                                              shape_text(source.info.shape)));
       } else if (!castable(source.info.dtype, param.dtype)) {
-        misfits.wrong_dtype.push_back(fmt::format("{} wanted={} found={}", in_quotes(piece.tensor),
-                                                  name_of(param.dtype),
-                                                  name_of(source.info.dtype)));
-        fits[p] = false;
+        misfit(misfits.wrong_dtype, fmt::format(" wanted={} found={}", name_of(param.dtype),
+                                                name_of(source.info.dtype)));
       } else {
-        RangeCopy copy = copy_of(param, piece, source, param_numel);
-        copy.param = p;
+        const RangeCopy copy = copy_of(param, p, piece, source, param_numel);
         if (copy.numel.value > 0) copies_[p].push_back(copy);
       }
     }
-    std::sort(copies_[p].begin(), copies_[p].end(),
-              [](const RangeCopy& a, const RangeCopy& b) { return a.param_begin < b.param_begin; });
-    if (fits[p]) demand_tiling(param, copies_[p], param_numel);
+    std::ranges::sort(copies_[p], {}, &RangeCopy::param_begin);
+    if (fits) demand_tiling(param, copies_[p], param_numel);
   }
   misfits.throw_if_any(origin);
   for (std::size_t i = 0; i < checkpoint.size(); ++i) {
@@ -156,9 +148,8 @@ std::vector<RangeCopy> WeightMap::intersect(std::span<const ParamRange> ranges) 
         copies.empty() ? Numel(0) : copies.back().param_begin + copies.back().numel;
     STRATA_ASSERT(range.end <= param_numel);
     // The copies tile the parameter: the first that ends beyond `begin` is the first of interest.
-    auto copy = std::partition_point(copies.begin(), copies.end(), [&](const RangeCopy& c) {
-      return c.param_begin + c.numel <= range.begin;
-    });
+    auto copy = std::ranges::partition_point(
+        copies, [&](const RangeCopy& c) { return c.param_begin + c.numel <= range.begin; });
     for (; copy != copies.end() && copy->param_begin < range.end; ++copy) {
       const Numel begin = std::max(copy->param_begin, range.begin);
       const Numel end = std::min(copy->param_begin + copy->numel, range.end);
@@ -170,9 +161,8 @@ std::vector<RangeCopy> WeightMap::intersect(std::span<const ParamRange> ranges) 
       wanted.push_back(part);
     }
   }
-  std::sort(wanted.begin(), wanted.end(), [](const RangeCopy& a, const RangeCopy& b) {
-    return std::tuple(a.file, a.offset, a.param) < std::tuple(b.file, b.offset, b.param);
-  });
+  std::ranges::sort(wanted, {},
+                    [](const RangeCopy& c) { return std::tuple(c.file, c.offset, c.param); });
   return wanted;
 }
 

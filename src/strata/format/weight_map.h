@@ -1,12 +1,11 @@
-// The map from file ranges to parameter ranges that loading follows: every parameter is described
-// by the pieces of checkpoint tensors it is made of (one piece usually; one an expert where the
-// model holds a fused [E, ...] weight), all is checked at once, and then any rank asks for the
-// copies that fill exactly its own elements. A piece is a run of elements that keeps its order;
-// dtypes may differ if both are floating; the code that copies casts them. Pure arithmetic.
-// Threads: immutable after construction; safe everywhere. Units: elements; offsets of files in
-// bytes. Errors: FormatError if the checkpoint does not fit the model, which lists all that is
-// missing, misshapen or of a wrong dtype; UsageError if the pieces themselves leave a hole, overlap
-// or go beyond their parameter.
+// The map from file ranges to parameter ranges that loading follows: every parameter is made of
+// pieces of checkpoint tensors (one usually; one an expert where the model holds a fused [E, ...]
+// weight), all is checked at once, and then a rank asks for the copies that fill exactly its own
+// elements. A piece is a run of elements that keeps its order; dtypes may differ if both are
+// floating, and the code that copies casts. Threads: immutable after construction; safe everywhere.
+// Units: elements; offsets of files in bytes. Errors: FormatError if the checkpoint does not fit
+// the model, which lists all that is missing, misshapen or of a wrong dtype; UsageError if the
+// pieces themselves leave a hole, overlap or go beyond their parameter.
 #pragma once
 
 #include <compare>

@@ -31,7 +31,7 @@
 #include "strata/base/error.h"
 #include "strata/base/interface.h"
 #include "strata/device/device.h"
-#include "strata/format/block_checksums.h"
+#include "strata/format/manifest.h"
 #include "strata/memory/arena.h"
 #include "strata/memory/ledger.h"
 #include "strata/offload/block_file.h"

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <filesystem>
 #include <functional>
 #include <memory>
 #include <span>
@@ -148,14 +149,14 @@ inline std::vector<std::byte> expected_bytes(std::size_t param, Numel numel, DTy
   return bytes;
 }
 
-// Writes uneven_params with those values.
+// Writes uneven_params with those values; the path ends in model.safetensors.
 inline void write_checkpoint(const std::string& path, DType file_dtype) {
   io::ThreadEngine io;
   std::vector<format::TensorSpec> specs;
   for (const plan::ParamSpec& param : uneven_params(file_dtype)) {
     specs.push_back({param.name, file_dtype, param.shape});
   }
-  format::SafetensorsWriter writer(path, specs, {{"format", "pt"}}, io);
+  format::ShardedWriter writer(std::filesystem::path(path).parent_path(), specs, io);
   const auto params = uneven_params(file_dtype);
   for (std::size_t p = 0; p < params.size(); ++p) {
     const std::vector<std::byte> bytes = expected_bytes(p, params[p].numel(), file_dtype);

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <map>
+#include <sstream>
 
 #include "strata/base/error.h"
 
@@ -16,45 +17,34 @@ void add_kind(std::vector<std::string>& kinds, std::string_view kind) {
   if (std::ranges::find(kinds, kind) == kinds.end()) kinds.emplace_back(kind);
 }
 
-std::string file_name(std::string_view what, const comm::ShardPosition& place) {
-  return fmt::format("{}-{:05}-of-{:05}.safetensors", what, place.index, place.count);
+using Parts = std::vector<checkpoint::TensorRange>;
+
+checkpoint::TensorRange& add_part(Parts& parts, std::size_t tensor, const std::string& name,
+                                  std::string_view kind, DType dtype, Numel begin, Numel end) {
+  const std::int64_t numel = (end - begin).value;
+  parts.push_back({tensor, name, std::string(kind), dtype, begin, end, {numel}});
+  return parts.back();
 }
-
-// Parts of a file while they are listed.
-struct ListedParts {
-  std::vector<checkpoint::TensorRange> parts;
-  std::vector<ShardSource> sources;
-
-  void add(checkpoint::TensorRange part, ShardSource source) {
-    part.shape = {(part.end - part.begin).value};
-    part.source = sources.size();
-    parts.push_back(std::move(part));
-    sources.push_back(source);
-  }
-  ShardFile file(std::string name) {
-    return {checkpoint::FileLayout(std::move(name), std::move(parts)), std::move(sources)};
-  }
-};
 
 constexpr std::size_t kLeftOut = static_cast<std::size_t>(-1);
 
 // Adds the parameters, each once, whatever tiles it has. By parameter of the engine: which tensor
 // it is of, or kLeftOut.
-std::vector<std::size_t> add_parameters(SavedShards& saved, const Weights& weights,
-                                        const SavedContent& content) {
+std::vector<std::size_t> add_parameters(std::vector<format::ManifestTensor>& tensors,
+                                        const Weights& weights, const SavedContent& content) {
   std::vector<std::size_t> tensor_of(static_cast<std::size_t>(weights.param_count()), kLeftOut);
   std::map<std::string_view, std::size_t> cut;  // the tensors of parameters that have tiles
   for (int p = 0; p < weights.param_count(); ++p) {
     const plan::ParamSpec& param = weights.param(p);
     if (!param.trainable && !content.frozen) continue;
     const auto index = static_cast<std::size_t>(p);
-    tensor_of[index] = saved.tensors.size();
+    tensor_of[index] = tensors.size();
     if (param.tile) {
-      const auto [place, is_new] = cut.emplace(param.tile->name, saved.tensors.size());
+      const auto [place, is_new] = cut.emplace(param.tile->name, tensors.size());
       tensor_of[index] = place->second;
       if (!is_new) continue;
     }
-    saved.tensors.push_back(
+    tensors.push_back(
         {param.known_name(), format::TensorRole::kParameter, param.known_shape(), param.dtype,
          param.trainable,
          index < content.aliases.size() ? content.aliases[index] : std::vector<std::string>{},
@@ -80,12 +70,14 @@ SavedShards plan_saved_shards(Engine& engine, const ShardStates& states,
                               std::span<const std::string> kinds_of_all) {
   Weights& weights = engine.weights();
   SavedShards saved;
-  saved.kinds = {std::string(kValue)};
-  for (const std::string& kind : kinds_of_all) add_kind(saved.kinds, kind);
-  const std::vector<std::size_t> tensor_of = add_parameters(saved, weights, content);
+  std::vector<format::ManifestTensor>& tensors = saved.manifest.tensors;
+  std::vector<std::string>& kinds = saved.manifest.kinds;
+  kinds = {std::string(kValue)};
+  for (const std::string& kind : kinds_of_all) add_kind(kinds, kind);
+  const std::vector<std::size_t> tensor_of = add_parameters(tensors, weights, content);
   const comm::ShardPosition place = engine.collectives().shard_position();
-  ListedParts values;
-  ListedParts kept;
+  Parts values;
+  Parts kept;
   if (place.group == 0) {
     for (const Unit& unit : weights.units()) {
       const std::vector<plan::ShardRange> pieces = unit.layout.pieces(place.index);
@@ -95,11 +87,11 @@ SavedShards plan_saved_shards(Engine& engine, const ShardStates& states,
           const std::size_t tensor = tensor_of[static_cast<std::size_t>(p)];
           if (tensor == kLeftOut || piece.param_begin == piece.param_end) continue;
           const Numel first = weights.param(p).known_first();
-          (kind == kValue ? values : kept)
-              .add(
-                  {tensor, weights.param(p).name, std::string(kind), states.dtype_of(unit.id, kind),
-                   first + piece.param_begin, first + piece.param_end},
-                  ShardOffset{unit.id, piece.shard_offset});
+          checkpoint::TensorRange& part = add_part(
+              kind == kValue ? values : kept, tensor, weights.param(p).name, kind,
+              states.dtype_of(unit.id, kind), first + piece.param_begin, first + piece.param_end);
+          part.shard = unit.id;
+          part.shard_offset = piece.shard_offset;
         }
       }
     }
@@ -108,28 +100,30 @@ SavedShards plan_saved_shards(Engine& engine, const ShardStates& states,
       const auto [begin, end] = weights.owned_range(state.param);
       if (tensor == kLeftOut || begin == end) continue;
       const plan::ParamSpec& param = weights.param(state.param);
-      kept.add({tensor, param.name, state.kind, state.dtype, param.known_first() + begin,
-                param.known_first() + end},
-               state.memory);
+      const Numel first = param.known_first();
+      add_part(kept, tensor, param.name, state.kind, state.dtype, first + begin, first + end)
+          .memory = state.memory;
     }
   }
-  ListedParts own;  // of this rank alone
+  Parts own;  // of this rank alone
   const int rank = engine.collectives().rank();
   for (const ExtraTensor& extra : content.tensors) {
-    const auto tensor = saved.tensors.size();
-    saved.tensors.push_back(extra.tensor);
+    const std::size_t tensor = tensors.size();
+    tensors.push_back(extra.tensor);
     const Numel numel(Bytes(extra.bytes.size()) / size_of(extra.tensor.dtype));
     if (rank != extra.rank || numel.value == 0) continue;
-    (rank == 0 ? values : own)
-        .add({tensor, fmt::format("{}:{}", name_of(extra.tensor.role), extra.tensor.name),
-              std::string(kValue), extra.tensor.dtype, Numel(), numel},
-             extra.bytes.data());
+    const std::string name = fmt::format("{}:{}", name_of(extra.tensor.role), extra.tensor.name);
+    add_part(rank == 0 ? values : own, tensor, name, kValue, extra.tensor.dtype, Numel(), numel)
+        .memory = extra.bytes.data();
   }
-  if (!own.parts.empty())
-    saved.files.push_back(own.file(fmt::format("buffers-{:05}.safetensors", rank)));
+  const auto shard_name = [&](std::string_view what) {
+    return fmt::format("{}-{:05}-of-{:05}.safetensors", what, place.index, place.count);
+  };
+  if (!own.empty())
+    saved.files.emplace_back(fmt::format("buffers-{:05}.safetensors", rank), std::move(own));
   if (place.group != 0) return saved;
-  saved.files.push_back(values.file(file_name("model", place)));
-  if (saved.kinds.size() > 1) saved.files.push_back(kept.file(file_name("optimizer", place)));
+  saved.files.emplace_back(shard_name("model"), std::move(values));
+  if (kinds.size() > 1) saved.files.emplace_back(shard_name("optimizer"), std::move(kept));
   return saved;
 }
 
@@ -139,39 +133,38 @@ SavedShards plan_together(Engine& engine, const ShardStates& states, const Saved
   for (const std::string& kind : kinds_of(engine, states, content)) mine += kind + "\n";
   std::vector<std::string> kinds;
   for (const std::string& text : engine.collectives().all_gather_text(mine)) {
-    for (std::size_t at = 0; at < text.size();) {
-      const std::size_t end = text.find('\n', at);
-      kinds.push_back(text.substr(at, end - at));
-      at = end + 1;
-    }
+    std::istringstream lines(text);
+    for (std::string kind; std::getline(lines, kind);) kinds.push_back(kind);
   }
   return plan_saved_shards(engine, states, content, kinds);
 }
 
-std::vector<const checkpoint::FileLayout*> SavedShards::layouts() const {
-  std::vector<const checkpoint::FileLayout*> all;
-  for (const ShardFile& file : files) all.push_back(&file.layout);
-  return all;
+Bytes SavedShards::copied() const {
+  Bytes bytes;
+  for (const checkpoint::FileLayout& file : files)
+    bytes += align_up(file.bytes(), io::File::kDirectBlock);
+  return bytes;
 }
 
-std::unique_ptr<io::Transfer> ShardFileSource::fill(checkpoint::Piece& piece,
-                                                    std::span<std::byte>) {
-  file_.layout.fill(
-      piece.offset, piece.content, [&](std::size_t i, Bytes at, std::span<std::byte> target) {
-        const checkpoint::TensorRange& part = file_.layout.parts()[i];
-        const ShardSource& source = file_.sources[part.source];
-        if (const auto* const memory = std::get_if<const std::byte*>(&source)) {
-          device_.copy(target, {*memory + at.size(), target.size()}, device_.compute_stream());
-          return;
-        }
-        const Bytes element = size_of(part.dtype);
-        const Bytes bytes(target.size());
-        STRATA_ASSERT(at % element == Bytes() && bytes % element == Bytes());
-        const auto& run = std::get<ShardOffset>(source);
-        states_.enqueue_read(run.unit, part.kind, run.first + Numel(at / element),
-                             Numel(bytes / element), target);
-      });
-  return nullptr;
+checkpoint::WholeFile shard_file(const checkpoint::FileLayout& file, ShardStates& states,
+                                 device::Device& device, Bytes piece) {
+  const auto fill_part = [&](std::size_t i, Bytes at, std::span<std::byte> target) {
+    const checkpoint::TensorRange& part = file.parts()[i];
+    if (part.memory != nullptr) {
+      device.copy(target, {part.memory + at.size(), target.size()}, device.compute_stream());
+      return;
+    }
+    const Bytes element = size_of(part.dtype);
+    const Bytes bytes(target.size());
+    STRATA_ASSERT(at % element == Bytes() && bytes % element == Bytes());
+    states.enqueue_read(part.shard, part.kind, part.shard_offset + Numel(at / element),
+                        Numel(bytes / element), target);
+  };
+  return {file.bytes(), piece,
+          [&file, fill_part](Bytes at, std::span<std::byte> target) {
+            file.fill(at, target, fill_part);
+          },
+          &device.compute_stream()};
 }
 
 }  // namespace strata::engine

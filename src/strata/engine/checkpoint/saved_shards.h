@@ -1,6 +1,6 @@
-// This rank's part of a checkpoint: the plan of its files, and their bytes. The rank
-// whose shards count writes; where several shard groups hold the same, those of the first do.
-// Tensors beside the parameters, buffers and what the script gave, are written by one rank each.
+// This rank's part of a checkpoint: the plan of its files, and their bytes. Where several shard
+// groups hold the same, ranks of the first write. One rank each writes the tensors beside the
+// parameters: buffers, and what the script gave.
 //
 // Threads: the engine's. Ownership: borrows what the request refers to. Errors: UsageError for
 // states that no parameter has.
@@ -9,7 +9,6 @@
 #include <cstddef>
 #include <span>
 #include <string>
-#include <variant>
 #include <vector>
 
 #include "strata/checkpoint/writer.h"
@@ -41,41 +40,17 @@ struct SavedContent {
   bool frozen = true;  // false: frozen parameters are left out
 };
 
-// Elements of a unit's shard, of a kind.
-struct ShardOffset {
-  int unit = 0;
-  Numel first;
-};
-using ShardSource =
-    std::variant<ShardOffset, const std::byte*>;  // memory: of the host or the device
-
-// A file, and where its parts come from.
-struct ShardFile {
-  checkpoint::FileLayout layout;
-  std::vector<ShardSource> sources;
-};
-
 struct SavedShards {
-  std::vector<format::ManifestTensor> tensors;  // of the checkpoint, alike on all ranks
-  std::vector<std::string> kinds;               // alike on all ranks
-  std::vector<ShardFile> files;                 // of this rank
+  format::Manifest manifest;                  // its tensors and kinds, alike on all ranks
+  std::vector<checkpoint::FileLayout> files;  // of this rank
 
-  std::vector<const checkpoint::FileLayout*> layouts() const;
+  // The bytes of a copy of the files, each of which begins at a block of direct transfers.
+  Bytes copied() const;
 };
 
-// Fills buffers on the compute stream. Borrows all.
-class ShardFileSource final : public checkpoint::WholeFile {
- public:
-  ShardFileSource(const ShardFile& file, ShardStates& states, device::Device& device, Bytes piece)
-      : WholeFile(file.layout.bytes(), piece), file_(file), states_(states), device_(device) {}
-  device::Stream* stream() override { return &device_.compute_stream(); }
-  std::unique_ptr<io::Transfer> fill(checkpoint::Piece& piece, std::span<std::byte>) override;
-
- private:
-  const ShardFile& file_;
-  ShardStates& states_;
-  device::Device& device_;
-};
+// Fills buffers with a file on the compute stream. Borrows all.
+checkpoint::WholeFile shard_file(const checkpoint::FileLayout& file, ShardStates& states,
+                                 device::Device& device, Bytes piece);
 
 // `kinds_of_all`: every kind that some rank has; gathered by the caller.
 SavedShards plan_saved_shards(Engine& engine, const ShardStates& states,
@@ -85,7 +60,7 @@ SavedShards plan_saved_shards(Engine& engine, const ShardStates& states,
 // Collective: the same, with the kinds of all ranks, in one order.
 SavedShards plan_together(Engine& engine, const ShardStates& states, const SavedContent& content);
 
-// The kinds that this rank saves: those of the engine's optimizer and of the content's states.
+// The kinds that this rank saves: those of the engine's optimizer and of the content.
 std::vector<std::string> kinds_of(Engine& engine, const ShardStates& states,
                                   const SavedContent& content);
 

@@ -1,6 +1,5 @@
-// The training state of this rank's shards, by kinds, element by element: values (masters if there
-// are some, else weights) and the optimizer's states. Saving copies from here and loading stores
-// here, for any form and place of the bytes.
+// The training state of this rank's shards, by kinds, element by element, in any form and tier:
+// values (masters if there are some, else weights) and the optimizer's states.
 //
 // Kinds. format::kValue: fp32 where the unit has fp32 masters beside 16-bit weights, else the
 // weights' own dtype: an fp64 weight holds all that its fp32 master has. "exp_avg", "exp_avg_sq":
@@ -13,7 +12,6 @@
 #include <functional>
 #include <memory>
 #include <span>
-#include <string>
 #include <string_view>
 #include <vector>
 
@@ -27,8 +25,6 @@ class ShardStates {
   explicit ShardStates(Engine& engine);
   // Waits for the device.
   ~ShardStates();
-  ShardStates(const ShardStates&) = delete;
-  ShardStates& operator=(const ShardStates&) = delete;
 
   // The kinds that a unit has; kValue first.
   std::vector<std::string_view> kinds_of(int unit) const;

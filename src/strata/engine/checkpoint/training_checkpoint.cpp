@@ -3,6 +3,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <set>
 
 #include "strata/base/error.h"
 #include "strata/checkpoint/reader.h"
@@ -18,9 +19,31 @@ using format::TensorRole;
 constexpr std::string_view kOpening = "opening the checkpoint";
 constexpr checkpoint::RingOptions kWholeRing{2, 4_MiB};
 
-std::string both_shapes(const std::string& name, const std::vector<std::int64_t>& model,
-                        const std::vector<std::int64_t>& checkpoint) {
-  return fmt::format("{}: {} in the model, {} in the checkpoint", name, model, checkpoint);
+// Compares tensors of a role with those that the model has. `find`: the tensor of a name.
+template <typename Find>
+UnlikeNames compare_with(const TrainingCheckpoint& checkpoint, TensorRole role,
+                         std::span<const BufferSpec> model, Find&& find) {
+  UnlikeNames unlike;
+  std::set<std::string_view> known;
+  const std::vector<format::ManifestTensor>& tensors = checkpoint.manifest().tensors;
+  for (const auto& [name, shape] : model) {
+    const std::optional<std::size_t> tensor = find(name);
+    if (!tensor) {
+      unlike.missing.push_back(name);
+      continue;
+    }
+    const format::ManifestTensor& saved = tensors[*tensor];
+    known.insert(role == TensorRole::kParameter ? saved.name : name);  // one may have an alias
+    if (saved.shape != shape) {
+      unlike.misshapen.push_back(
+          fmt::format("{}: {} in the model, {} in the checkpoint", name, shape, saved.shape));
+    }
+  }
+  for (const format::ManifestTensor& tensor : tensors) {
+    if (tensor.role == role && !known.contains(tensor.name))
+      unlike.unexpected.push_back(tensor.name);
+  }
+  return unlike;
 }
 
 }  // namespace
@@ -63,30 +86,14 @@ TrainingCheckpoint open_training(comm::Collectives& collectives, const std::stri
 }
 
 UnlikeNames compare(const TrainingCheckpoint& checkpoint, Engine& engine) {
-  UnlikeNames differences;
-  std::set<std::size_t> used;
-  const Weights& weights = engine.weights();
-  for (int p = 0; p < weights.param_count(); ++p) {
-    const plan::ParamSpec& param = weights.param(p);
-    if (param.known_first().value > 0)
-      continue;  // a tile: its parameter is looked at with the first
-    const auto tensor = checkpoint.find(TensorRole::kParameter, param.known_name());
-    if (!tensor) {
-      differences.missing.push_back(param.known_name());
-      continue;
-    }
-    used.insert(*tensor);
-    const std::vector<std::int64_t>& shape = checkpoint.manifest().tensors[*tensor].shape;
-    if (shape != param.known_shape()) {
-      differences.misshapen.push_back(both_shapes(param.known_name(), param.known_shape(), shape));
-    }
+  std::vector<BufferSpec> model;
+  for (const plan::ParamSpec& param : engine.weights().params()) {
+    if (param.known_first().value > 0) continue;  // its parameter is looked at with the first tile
+    model.push_back({param.known_name(), param.known_shape()});
   }
-  for (std::size_t i = 0; i < checkpoint.manifest().tensors.size(); ++i) {
-    const format::ManifestTensor& tensor = checkpoint.manifest().tensors[i];
-    if (tensor.role == TensorRole::kParameter && !used.contains(i))
-      differences.unexpected.push_back(tensor.name);
-  }
-  return differences;
+  return compare_with(checkpoint, TensorRole::kParameter, model, [&](const std::string& name) {
+    return checkpoint.find(TensorRole::kParameter, name);
+  });
 }
 
 std::optional<std::size_t> find_buffer(const TrainingCheckpoint& checkpoint,
@@ -100,24 +107,9 @@ std::optional<std::size_t> find_buffer(const TrainingCheckpoint& checkpoint,
 
 UnlikeNames compare_buffers(const TrainingCheckpoint& checkpoint,
                             std::span<const BufferSpec> buffers, int rank, int world_size) {
-  UnlikeNames differences;
-  std::set<std::string> names;
-  for (const BufferSpec& buffer : buffers) {
-    names.insert(buffer.name);
-    const auto tensor = find_buffer(checkpoint, buffer.name, rank, world_size);
-    if (!tensor) {
-      differences.missing.push_back(buffer.name);
-      continue;
-    }
-    const std::vector<std::int64_t>& shape = checkpoint.manifest().tensors[*tensor].shape;
-    if (shape != buffer.shape)
-      differences.misshapen.push_back(both_shapes(buffer.name, buffer.shape, shape));
-  }
-  for (const format::ManifestTensor& tensor : checkpoint.manifest().tensors) {
-    if (tensor.role == TensorRole::kBuffer && !names.contains(tensor.name))
-      differences.unexpected.push_back(tensor.name);
-  }
-  return differences;
+  return compare_with(checkpoint, TensorRole::kBuffer, buffers, [&](const std::string& name) {
+    return find_buffer(checkpoint, name, rank, world_size);
+  });
 }
 
 Bytes whole_bytes(const TrainingCheckpoint& checkpoint, std::size_t tensor, std::string_view kind) {
@@ -146,8 +138,7 @@ void read_whole(const TrainingCheckpoint& checkpoint, std::size_t tensor, io::Io
   Bytes sum;
   for (auto& [first, bytes] : places) sum += std::exchange(bytes, sum);
   const checkpoint::CheckpointFiles files(checkpoint.path(), manifest, wanted);
-  const checkpoint::Verification verify{
-      manifest.files, true, [&](const checkpoint::WrongRange& wrong) { files.fail(wrong); }};
+  const checkpoint::Verification verify = files.verification();
   class Whole final : public checkpoint::ExtentSink {
    public:
     Whole(const std::vector<ManifestRange>& extents, const std::map<Numel, Bytes>& places,

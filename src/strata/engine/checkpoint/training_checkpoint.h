@@ -5,11 +5,8 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
-#include <functional>
 #include <map>
 #include <optional>
-#include <set>
 #include <span>
 #include <string>
 #include <string_view>
@@ -72,9 +69,9 @@ UnlikeNames compare_buffers(const TrainingCheckpoint& checkpoint,
 std::optional<std::size_t> find_buffer(const TrainingCheckpoint& checkpoint,
                                        const std::string& name, int rank, int world_size);
 
-// Fills `target` with all bytes of a tensor, or of what is kept beside its value, verified. It has
-// as many as whole_bytes() says: 0 where there are none. Elements in the order of its dimensions,
-// whatever the files have. Not collective. Memory: some blocks.
+// Fills `target` with all bytes of a tensor's kind, verified, in the order of its dimensions,
+// whatever the files have. It has as many as whole_bytes() says: 0 where there are none. Not
+// collective. Memory: some blocks.
 void read_whole(const TrainingCheckpoint& checkpoint, std::size_t tensor, io::IoEngine& io,
                 std::span<std::byte> target, std::string_view kind = format::kValue);
 Bytes whole_bytes(const TrainingCheckpoint& checkpoint, std::size_t tensor,

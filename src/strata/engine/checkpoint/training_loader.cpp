@@ -4,11 +4,9 @@
 #include <cstdint>
 #include <nlohmann/json.hpp>
 #include <set>
-#include <vector>
 
 #include "strata/base/error.h"
 #include "strata/checkpoint/reader.h"
-#include "strata/engine/checkpoint/reordering_sink.h"
 #include "strata/engine/checkpoint/shard_states.h"
 #include "strata/engine/checkpoint/weight_loader.h"
 #include "strata/engine/optimize/adam_optimizer.h"
@@ -17,6 +15,10 @@
 #include "strata/io/pending_range.h"
 
 namespace strata::engine {
+
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(LossScaler::State, scale, iteration, last_overflow,
+                                   hysteresis_left)
+
 namespace {
 
 using format::kValue;
@@ -26,104 +28,46 @@ using format::TensorRole;
 
 constexpr std::string_view kLoadingTraining = "loading the checkpoint";
 
-// A state of a parameter to be stored, by the place in the map.
+// A state of a parameter to be stored.
 struct Entry {
-  int param = 0;
   std::string_view kind;                // of ShardStates, or
   const StateTarget* target = nullptr;  // not null: memory of another optimizer
-  bool reordered = false;               // the files have the other order of elements than the slot
 };
 
-// The ranges that this rank keeps of each.
-std::vector<format::ParamRange> wanted_of(Engine& engine, std::span<const Entry> entries) {
-  std::vector<format::ParamRange> ranges;
-  for (std::size_t i = 0; i < entries.size(); ++i) {
-    add_wanted(ranges, engine.weights(), i, entries[i].param, entries[i].reordered);
+// The sources of a map: each of its parameters is the sum of a tensor's extents of one kind.
+struct StateSources {
+  std::vector<LoadedParam> loaded;  // by the map's parameter, as
+  std::vector<Entry> entries;
+  std::vector<format::ParamSources> params;
+  std::vector<format::CheckpointTensor> tensors;
+};
+
+void add_entry(StateSources& all, const Weights& weights, int index, const Entry& entry,
+               const TrainingCheckpoint& checkpoint, std::size_t tensor) {
+  const Manifest& manifest = checkpoint.manifest();
+  const plan::ParamSpec& param = weights.param(index);
+  format::ParamSources sources{
+      fmt::format("{} {}", entry.kind, param.name), param.shape, DType::kFloat32, {}};
+  const Numel first = param.known_first();
+  const std::vector<std::size_t>& extents = checkpoint.extents(tensor, entry.kind);
+  if (extents.empty()) return;  // of a tensor without elements
+  for (const std::size_t i : extents) {
+    const ManifestRange& e = manifest.extents[i];
+    // A tile takes the elements that lie in it.
+    const Numel begin = std::max(e.begin, first);
+    const Numel end = std::min(e.end, first + param.numel());
+    if (begin >= end) continue;
+    const Numel numel = e.end - e.begin;
+    const std::string name = fmt::format("{} {}", i, sources.name);
+    sources.dtype = e.dtype;
+    sources.pieces.push_back({name, {numel.value}, begin - first, begin - e.begin, end - begin});
+    all.tensors.push_back(
+        {e.file, {name, e.dtype, {numel.value}, numel, e.offset, bytes_of(numel, e.dtype)}});
   }
-  return ranges;
+  all.loaded.push_back({index, manifest.tensors[tensor].channels_last != param.reordered()});
+  all.entries.push_back(entry);
+  all.params.push_back(std::move(sources));
 }
-
-class TrainingSink final : public ValueSink {
- public:
-  TrainingSink(Engine& engine, std::span<const Entry> entries)
-      : engine_(engine), states_(engine), entries_(entries) {}
-
-  std::vector<format::ParamRange> wanted() const override { return wanted_of(engine_, entries_); }
-  std::optional<Reordering> reordering(std::size_t item) const override {
-    const Entry& entry = entries_[item];
-    if (!entry.reordered) return std::nullopt;
-    return Reordering{entry.param, engine_.weights().param(entry.param).reordered()};
-  }
-  void enqueue_store(std::size_t item, Numel begin, Numel numel, const std::byte* source,
-                     DType source_dtype) override {
-    const Entry& entry = entries_[item];
-    if (entry.target == nullptr) {
-      states_.enqueue_store(entry.param, entry.kind, begin, numel, source, source_dtype);
-      return;
-    }
-    const Numel first = begin - engine_.weights().owned_range(entry.param).first;
-    const std::size_t bytes = bytes_of(numel, source_dtype).size();
-    device::Device& device = engine_.device();
-    device.copy({entry.target->memory + bytes_of(first, source_dtype).size(), bytes},
-                {source, bytes}, device.compute_stream());
-  }
-
- private:
-  Engine& engine_;
-  ShardStates states_;
-  std::span<const Entry> entries_;
-};
-
-// The sources of a map: each entry is the sum of the tensor's extents of its kind.
-class StateSources {
- public:
-  StateSources(Engine& engine, const TrainingCheckpoint& checkpoint)
-      : engine_(engine), checkpoint_(checkpoint) {}
-
-  void add(const Entry& entry, std::size_t tensor, std::string_view kind) {
-    const Manifest& manifest = checkpoint_.manifest();
-    const plan::ParamSpec& param = engine_.weights().param(entry.param);
-    format::ParamSources sources{
-        fmt::format("{} {}", kind, param.name), param.shape, DType::kFloat32, {}};
-    const Numel first = param.known_first();
-    const std::vector<std::size_t>& extents = checkpoint_.extents(tensor, kind);
-    if (extents.empty()) return;  // of a tensor without elements
-    for (const std::size_t i : extents) {
-      const ManifestRange& e = manifest.extents[i];
-      // A tile takes the elements that lie in it.
-      const Numel begin = std::max(e.begin, first);
-      const Numel end = std::min(e.end, first + param.numel());
-      if (begin >= end) continue;
-      const Numel numel = e.end - e.begin;
-      std::string name = fmt::format("{} {}", i, sources.name);
-      sources.dtype = e.dtype;
-      sources.pieces.push_back({name, {numel.value}, begin - first, begin - e.begin, end - begin});
-      tensors_.push_back(
-          {e.file,
-           {std::move(name), e.dtype, {numel.value}, numel, e.offset, bytes_of(numel, e.dtype)}});
-    }
-    entries.push_back(entry);
-    entries.back().reordered = manifest.tensors[tensor].channels_last != param.reordered();
-    params_.push_back(std::move(sources));
-  }
-
-  format::WeightMap map() {
-    std::ranges::stable_sort(tensors_, [](const auto& a, const auto& b) {
-      return std::pair(a.file, a.info.offset) < std::pair(b.file, b.info.offset);
-    });
-    return format::WeightMap(params_, tensors_, checkpoint_.path());
-  }
-
-  const Manifest& manifest() const { return checkpoint_.manifest(); }
-
-  std::vector<Entry> entries;  // by the map's parameters
-
- private:
-  Engine& engine_;
-  const TrainingCheckpoint& checkpoint_;
-  std::vector<format::ParamSources> params_;
-  std::vector<format::CheckpointTensor> tensors_;
-};
 
 // Moments that the checkpoint does not have begin anew.
 void clear_moments(Engine& engine, const std::set<std::pair<int, std::string_view>>& stored) {
@@ -150,22 +94,23 @@ void clear_moments(Engine& engine, const std::set<std::pair<int, std::string_vie
 
 StateSources sources_of(Engine& engine, const TrainingCheckpoint& checkpoint,
                         const LoadRequest& request) {
-  StateSources sources(engine, checkpoint);
+  StateSources sources;
   const ShardStates states(engine);
-  for (int p = 0; p < engine.weights().param_count(); ++p) {
-    const plan::ParamSpec& param = engine.weights().param(p);
+  const Weights& weights = engine.weights();
+  for (int p = 0; p < weights.param_count(); ++p) {
+    const plan::ParamSpec& param = weights.param(p);
     const auto tensor = checkpoint.find(TensorRole::kParameter, param.known_name());
     if (!tensor || checkpoint.manifest().tensors[*tensor].shape != param.known_shape()) continue;
-    for (const std::string_view kind : states.storable_kinds_of(engine.weights().unit_of(p).id)) {
+    for (const std::string_view kind : states.storable_kinds_of(weights.unit_of(p).id)) {
       const bool wanted = kind == kValue || (request.states && checkpoint.has(*tensor, kind));
-      if (wanted) sources.add({p, kind}, *tensor, kind);
+      if (wanted) add_entry(sources, weights, p, {kind}, checkpoint, *tensor);
     }
   }
   for (const StateTarget& target : request.targets) {
-    const auto tensor =
-        checkpoint.find(TensorRole::kParameter, engine.weights().param(target.param).known_name());
+    const std::string name = weights.param(target.param).known_name();
+    const auto tensor = checkpoint.find(TensorRole::kParameter, name);
     if (tensor && checkpoint.has(*tensor, target.kind))
-      sources.add({target.param, target.kind, &target}, *tensor, target.kind);
+      add_entry(sources, weights, target.param, {target.kind, &target}, checkpoint, *tensor);
   }
   return sources;
 }
@@ -202,38 +147,42 @@ void check_same_model(const TrainingCheckpoint& checkpoint, Engine& engine,
 
 void store(Engine& engine, const checkpoint::CheckpointFiles& files, const StateSources& sources,
            const format::WeightMap& map, const LoadRequest& request, io::IoEngine& io,
-           checkpoint::RingOptions staging) {
-  const checkpoint::Verification verify{
-      sources.manifest().files, true,
-      [&](const checkpoint::WrongRange& wrong) { files.fail(wrong); }};
-  const Bytes block = files.block();
-  staging.buffer_bytes = std::max(align_up(staging.buffer_bytes, block), block * 2);
+           const checkpoint::RingOptions& staging) {
   std::set<std::pair<int, std::string_view>> stored;
-  for (const Entry& entry : sources.entries) {
-    if (entry.target == nullptr) stored.emplace(entry.param, entry.kind);
+  for (std::size_t i = 0; i < sources.entries.size(); ++i) {
+    if (sources.entries[i].target == nullptr)
+      stored.emplace(sources.loaded[i].param, sources.entries[i].kind);
   }
   if (request.states) clear_moments(engine, stored);
-  TrainingSink sink(engine, sources.entries);
-  load_values(engine,
-              {files.pointers(),
-               map,
-               {},
-               io,
-               staging,
-               checkpoint::ReadWay::kAuto,
-               "checkpoint",
-               &verify,
-               block},
-              sink);
+  ShardStates states(engine);
+  device::Device& device = engine.device();
+  const auto store_values = [&](std::size_t i, Numel begin, Numel numel, const std::byte* values,
+                                DType dtype) {
+    const auto& [kind, target] = sources.entries[i];
+    const int param = sources.loaded[i].param;
+    if (target == nullptr) return states.enqueue_store(param, kind, begin, numel, values, dtype);
+    const Numel first = begin - engine.weights().owned_range(param).first;
+    const std::size_t bytes = bytes_of(numel, dtype).size();
+    device.copy({target->memory + bytes_of(first, dtype).size(), bytes}, {values, bytes},
+                device.compute_stream());
+  };
+  const checkpoint::Verification verify = files.verification();
+  LoadSource source{files.pointers(), map, {}, io, staging};
+  source.phase = "checkpoint";
+  source.verify = &verify;
+  source.block = files.block();
+  source.staging.buffer_bytes =
+      std::max(align_up(staging.buffer_bytes, source.block), source.block * 2);
+  load_values(engine, source, {sources.loaded, store_values});
 }
 
 using Json = nlohmann::json;
 
 // Runs `read`, and says of which checkpoint a member is not what it should be.
 template <typename Read>
-void reading(std::string_view path, Read&& read) {
+void reading(std::string_view training, std::string_view path, Read&& read) {
   try {
-    read();
+    read(Json::parse(training));
   } catch (const Json::exception& error) {
     throw FormatError(
         fmt::format("the training state of a checkpoint is not as Strata writes it: {}: path={}",
@@ -247,17 +196,17 @@ void load_training(Engine& engine, const TrainingCheckpoint& checkpoint, const L
                    io::IoEngine& io, const checkpoint::RingOptions& staging) {
   comm::Collectives& collectives = engine.collectives();
   std::optional<checkpoint::CheckpointFiles> files;
-  std::optional<StateSources> sources;
+  StateSources sources;
   std::optional<format::WeightMap> map;
   engine.finish_step();
   engine.state_offload().require_all("loading a checkpoint");
   agree_after(collectives, kLoadingTraining, [&] {
     if (request.strict) check_same_model(checkpoint, engine, request);
-    sources.emplace(sources_of(engine, checkpoint, request));
-    map.emplace(sources->map());
+    sources = sources_of(engine, checkpoint, request);
+    map.emplace(sources.params, sources.tensors, checkpoint.path());
     std::set<std::size_t> wanted;
-    for (const format::RangeCopy& copy : map->intersect(wanted_of(engine, sources->entries)))
-      wanted.insert(copy.file);
+    const auto ranges = wanted_ranges(engine.weights(), sources.loaded);
+    for (const format::RangeCopy& copy : map->intersect(ranges)) wanted.insert(copy.file);
     files.emplace(checkpoint.path(), checkpoint.manifest(), wanted);
     engine.prepare();
   });
@@ -265,7 +214,7 @@ void load_training(Engine& engine, const TrainingCheckpoint& checkpoint, const L
   agree_after(collectives, kLoadingTraining, [&] { engine.gatherer().invalidate(Changed::kAll); });
   try {
     agree_after(collectives, kLoadingTraining,
-                [&] { store(engine, *files, *sources, *map, request, io, staging); });
+                [&] { store(engine, *files, sources, *map, request, io, staging); });
     engine.weights_changed();
   } catch (const std::exception& error) {
     engine.loading_failed(error.what());
@@ -281,10 +230,7 @@ std::string with_progress(std::string_view training, Engine& engine, const StepC
   json["micro_batches"] = state.micro_batches;
   json["skipped_steps"] = state.skipped_steps;
   json["loss_scale"] = state.loss_scale.scale;
-  json["loss_scaler"] = {{"scale", state.loss_scale.scale},
-                         {"iteration", state.loss_scale.iteration},
-                         {"last_overflow", state.loss_scale.last_overflow},
-                         {"hysteresis_left", state.loss_scale.hysteresis_left}};
+  json["loss_scaler"] = state.loss_scale;
   if (const auto* adam = dynamic_cast<AdamOptimizer*>(engine.optimizer())) {
     Json missed = Json::object();
     for (int p = 0; p < engine.weights().param_count(); ++p) {
@@ -297,18 +243,14 @@ std::string with_progress(std::string_view training, Engine& engine, const StepC
 }
 
 void restore_progress(std::string_view training, StepControl& control, std::string_view path) {
-  reading(path, [&] {
-    const Json json = Json::parse(training);
+  reading(training, path, [&](const Json& json) {
     StepControl::State state = control.state();
     state.global_steps = json.value("global_steps", std::int64_t{0});
     state.micro_steps = json.value("micro_steps", std::int64_t{0});
     state.micro_batches = json.value("micro_batches", state.micro_steps);
     state.skipped_steps = json.value("skipped_steps", std::int64_t{0});
     const auto scaler = json.find("loss_scaler");
-    if (scaler != json.end() && control.loss_scaler().dynamic()) {
-      state.loss_scale = {scaler->at("scale"), scaler->at("iteration"), scaler->at("last_overflow"),
-                          scaler->at("hysteresis_left")};
-    }
+    if (scaler != json.end() && control.loss_scaler().dynamic()) scaler->get_to(state.loss_scale);
     control.set_state(state);
   });
 }
@@ -316,8 +258,7 @@ void restore_progress(std::string_view training, StepControl& control, std::stri
 void restore_optimizer_steps(std::string_view training, Engine& engine, std::string_view path) {
   auto* const adam = dynamic_cast<AdamOptimizer*>(engine.optimizer());
   if (adam == nullptr) return;
-  reading(path, [&] {
-    const Json json = Json::parse(training);
+  reading(training, path, [&](const Json& json) {
     const Json steps = json.value("optimizer_steps", Json::object());
     const std::int64_t all = steps.value("all", json.value("global_steps", std::int64_t{0}));
     const Json missed = steps.value("missed", Json::object());

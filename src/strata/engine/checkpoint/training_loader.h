@@ -15,7 +15,7 @@
 #include <string_view>
 #include <vector>
 
-#include "strata/checkpoint/ring.h"
+#include "strata/checkpoint/pipeline.h"
 #include "strata/engine/checkpoint/training_checkpoint.h"
 #include "strata/engine/engine.h"
 #include "strata/engine/step_control.h"
@@ -47,13 +47,11 @@ struct LoadRequest {
 void load_training(Engine& engine, const TrainingCheckpoint& checkpoint, const LoadRequest& request,
                    io::IoEngine& io, const checkpoint::RingOptions& staging = {});
 
-// How far training has come, as the members of a checkpoint's "training" object that the core
-// knows:
+// How far training has come, as members of a checkpoint's "training" object:
 //   global_steps, micro_steps, micro_batches, skipped_steps   counts of StepControl
-//   loss_scale                                 the factor, and under "loss_scaler" the scaler's
-//   state optimizer_steps                            of our Adam: {"all": n, "missed": {parameter:
-//   steps}}
-// Threads: the engine's. Errors: FormatError for members of other kinds.
+//   loss_scale        the factor, and under "loss_scaler" the scaler's state
+//   optimizer_steps   of our Adam: {"all": n, "missed": {parameter: steps}}
+// Errors: FormatError for members of other kinds.
 
 // `training`, a JSON object, with these members set.
 std::string with_progress(std::string_view training, Engine& engine, const StepControl& control);

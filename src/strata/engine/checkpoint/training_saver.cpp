@@ -7,12 +7,12 @@
 #include <cstdint>
 #include <filesystem>
 #include <future>
-#include <optional>
 #include <type_traits>
 
 #include "strata/base/error.h"
 #include "strata/checkpoint/writer.h"
 #include "strata/engine/unit/agreement.h"
+#include "strata/format/json.h"
 #include "strata/format/safetensors.h"
 
 namespace strata::engine {
@@ -30,10 +30,10 @@ void agree_on_tag(comm::Collectives& collectives, const std::string& tag) {
   const std::vector<std::string> tags = collectives.all_gather_text(tag);
   for (std::size_t rank = 1; rank < tags.size(); ++rank) {
     if (tags[rank] == tags[0]) continue;
-    throw UsageError(fmt::format(
-        "the ranks name different tags for one checkpoint; give the same on every rank; rank 0 has "
-        "{}, rank {} has {}",
-        format::in_quotes(tags[0]), rank, format::in_quotes(tags[rank])));
+    throw UsageError(
+        fmt::format("the ranks name different tags for one checkpoint; give the same on every "
+                    "rank; rank 0 has {}, rank {} has {}",
+                    format::in_quotes(tags[0]), rank, format::in_quotes(tags[rank])));
   }
 }
 
@@ -42,7 +42,7 @@ void agree_on_tag(comm::Collectives& collectives, const std::string& tag) {
 void require_room(comm::Collectives& collectives, const SavedShards& saved,
                   const std::string& folder, io::FolderCalls& calls) {
   Bytes mine;
-  for (const ShardFile& file : saved.files) mine += file.layout.bytes();
+  for (const checkpoint::FileLayout& file : saved.files) mine += file.bytes();
   const std::vector<std::string> texts = collectives.all_gather_text(std::to_string(mine.value));
   agree_after(collectives, kSavingTraining, [&] {
     if (collectives.rank() != 0) return;
@@ -57,14 +57,16 @@ void require_room(comm::Collectives& collectives, const SavedShards& saved,
   });
 }
 
-// A file that the copy holds already.
-class ImageSource final : public checkpoint::WholeFile {
- public:
-  using WholeFile::WholeFile;
-  std::unique_ptr<io::Transfer> fill(checkpoint::Piece&, std::span<std::byte>) override {
-    return nullptr;
+// Keeps the error of the work for its owner.
+template <typename Work>
+void fulfil(std::promise<void>& promise, Work&& work) {
+  try {
+    std::forward<Work>(work)();
+    promise.set_value();
+  } catch (...) {
+    promise.set_exception(std::current_exception());
   }
-};
+}
 
 std::string_view saving(bool at_once) {
   return at_once ? kSavingTraining : kSavingAsync;
@@ -84,17 +86,13 @@ bool is_usable(comm::Collectives& collectives) {
 // A save from its first step to its last.
 struct AsyncSaver::Job {
   Job(Engine& engine, ShardStates& states, const SaveRequest& request, io::FolderCalls& calls);
-  std::string part_path(std::size_t of_rank) const {
-    return fmt::format("{}/.part-{}", folder, of_rank);
-  }
+  std::string part_path(int of_rank) const { return fmt::format("{}/.part-{}", folder, of_rank); }
 
   SaveRequest request;
   SavedShards saved;
   std::string folder;                                   // of the checkpoint to be
   std::optional<checkpoint::NewCheckpoint> checkpoint;  // of rank 0
-  std::size_t rank = 0;
-  std::size_t ranks = 1;
-  int stage = 0;
+  int rank = 0;
   std::optional<checkpoint::FileWriter> writer;
   std::vector<std::span<std::byte>> images;  // copies of the files
   std::promise<void> written;                // this rank's files
@@ -115,11 +113,13 @@ AsyncSaver::Job::Job(Engine& engine, ShardStates& states, const SaveRequest& the
     checkpoint::require_tag(request.tag);
     if (collectives.rank() == 0) checkpoint.emplace(request.folder, request.tag, calls);
   });
-  rank = static_cast<std::size_t>(collectives.rank());
-  ranks = static_cast<std::size_t>(collectives.world_size());
-  stage = engine.options().stage;
+  rank = collectives.rank();
   folder = collectives.all_gather_text(checkpoint ? checkpoint->staging() : "").front();
   saved = plan_together(engine, states, request.content);
+  saved.manifest.tag = request.tag;
+  saved.manifest.world_size = collectives.world_size();
+  saved.manifest.stage = engine.options().stage;
+  saved.manifest.training = request.training;
   require_room(collectives, saved, folder, calls);
 }
 
@@ -143,10 +143,7 @@ AsyncSaver::~AsyncSaver() {
 Bytes copied_bytes(Engine& engine, Bytes more) {
   const ShardStates states(engine);
   const std::vector<std::string> kinds = kinds_of(engine, states, {});
-  Bytes bytes = more;
-  for (const ShardFile& file : plan_saved_shards(engine, states, {}, kinds).files)
-    bytes += align_up(file.layout.bytes(), 4_KiB);
-  return align_up(bytes, kCopyGranule);
+  return align_up(more + plan_saved_shards(engine, states, {}, kinds).copied(), kCopyGranule);
 }
 
 void AsyncSaver::expect(Bytes more) {
@@ -164,7 +161,7 @@ void AsyncSaver::start(const SaveRequest& request) {
   Job& job = *made;
   agree_after(engine_.collectives(), saving(staging_.has_value()), [&] {
     if (!staging_) return copy_shards(job, states);
-    job.writer.emplace(job.folder, job.saved.layouts(), *io_, *calls_);
+    job.writer.emplace(job.folder, job.saved.files, *io_, *calls_);
   });
   if (staging_) write_files(job, &states);
   job.request.content = {};  // what it refers to is copied, or written
@@ -177,8 +174,7 @@ void AsyncSaver::start(const SaveRequest& request) {
 }
 
 void AsyncSaver::copy_shards(Job& job, ShardStates& states) {
-  Bytes bytes;
-  for (const ShardFile& file : job.saved.files) bytes += align_up(file.layout.bytes(), 4_KiB);
+  const Bytes bytes = job.saved.copied();
   device::Device& device = engine_.device();
   if (bytes.value > 0 && (copy_ == nullptr || Bytes(copy_->bytes().size()) < bytes)) {
     const bool first = copy_ == nullptr;
@@ -189,35 +185,36 @@ void AsyncSaver::copy_shards(Job& job, ShardStates& states) {
     copy_ = device.allocate_host(std::max(bytes, expected_), memory::Kind::kStaging);
   }
   Bytes at;
-  for (const ShardFile& file : job.saved.files) {
-    const auto image = copy_->bytes().subspan(at.size(), file.layout.bytes().size());
+  for (const checkpoint::FileLayout& file : job.saved.files) {
+    const auto image = copy_->bytes().subspan(at.size(), file.bytes().size());
     checkpoint::TransferRing ring(image, kImagePiece);
-    ShardFileSource source(file, states, device, kImagePiece);
+    checkpoint::WholeFile source = shard_file(file, states, device, kImagePiece);
     checkpoint::Discard sink;
     copy(source, sink, ring);
     job.images.push_back(image);
-    at += align_up(file.layout.bytes(), 4_KiB);
+    at += align_up(file.bytes(), io::File::kDirectBlock);
   }
 }
 
 // `states`: null: the copy has the bytes.
 void AsyncSaver::write_files(Job& job, ShardStates* states) {
-  try {
-    const std::vector<const checkpoint::FileLayout*> layouts = job.saved.layouts();
-    if (!job.writer) job.writer.emplace(job.folder, layouts, *io_, *calls_);
+  fulfil(job.written, [&] {
+    const std::vector<checkpoint::FileLayout>& files = job.saved.files;
+    if (!job.writer) job.writer.emplace(job.folder, files, *io_, *calls_);
     if (states == nullptr) {
-      const Bytes piece = checkpoint::blocks_of(kImagePiece, layouts);
+      const Bytes piece = checkpoint::blocks_of(kImagePiece, files);
       for (const std::span<std::byte> image : job.images) {
         checkpoint::TransferRing ring(image, piece);
-        ImageSource source(Bytes(image.size()), piece);
+        const auto is_there = [](Bytes, std::span<std::byte>) {};
+        checkpoint::WholeFile source(Bytes(image.size()), piece, is_there);
         job.writer->write(source, ring);
       }
-    } else if (!layouts.empty()) {
+    } else if (!files.empty()) {
+      device::Device& device = engine_.device();
       checkpoint::TransferRing ring(
-          {staging_->buffers, checkpoint::blocks_of(staging_->buffer_bytes, layouts)},
-          engine_.device());
-      for (const ShardFile& file : job.saved.files) {
-        ShardFileSource source(file, *states, engine_.device(), ring.buffer_bytes());
+          {staging_->buffers, checkpoint::blocks_of(staging_->buffer_bytes, files)}, device);
+      for (const checkpoint::FileLayout& file : files) {
+        checkpoint::WholeFile source = shard_file(file, *states, device, ring.buffer_bytes());
         job.writer->write(source, ring);
       }
     }
@@ -228,45 +225,31 @@ void AsyncSaver::write_files(Job& job, ShardStates* states) {
     }
     const std::string path = job.part_path(job.rank);
     {
-      const std::string text = to_text(job.writer->finish(job.saved.kinds));
+      const std::string text = to_text(job.writer->finish(job.saved.manifest.kinds));
       io::File file = calls_->create(path + ".new");
       io_->write(file, Bytes(), std::as_bytes(std::span(text)))->wait();
     }
     calls_->rename(path + ".new", path);
-    job.written.set_value();
-  } catch (...) {
-    job.written.set_exception(std::current_exception());
-  }
+  });
   job.ended = true;
 }
 
 // On rank 0, when the parts of all ranks are there.
 void AsyncSaver::publish(Job& job) {
-  try {
-    format::Manifest manifest;
-    manifest.tag = job.request.tag;
-    manifest.world_size = static_cast<int>(job.ranks);
-    manifest.stage = job.stage;
-    manifest.training = job.request.training;
-    manifest.kinds = std::move(job.saved.kinds);
-    manifest.tensors = std::move(job.saved.tensors);
-    for (std::size_t rank = 0; rank < job.ranks; ++rank) {
+  fulfil(job.published, [&] {
+    format::Manifest& manifest = job.saved.manifest;
+    for (int rank = 0; rank < manifest.world_size; ++rank) {
       const std::string path = job.part_path(rank);
       while (!std::filesystem::exists(path)) {
         if (job.give_up) throw IoError("another rank has not written its part");
         std::this_thread::sleep_for(kLook);
       }
-      const io::File file(path, io::File::Mode::kRead);
-      std::string text(file.size().size(), '\0');
-      io_->read(file, Bytes(), std::as_writable_bytes(std::span(text)))->wait();
-      append(manifest, format::parse_manifest_part(text));
+      append(manifest, format::parse_manifest_part(
+                           format::read_text(path, "a rank's part", format::kManifestBytesMax)));
     }
-    for (std::size_t rank = 0; rank < job.ranks; ++rank) calls_->remove_tree(job.part_path(rank));
+    for (int rank = 0; rank < manifest.world_size; ++rank) calls_->remove_tree(job.part_path(rank));
     job.checkpoint->publish(manifest, job.request.publish, *io_);
-    job.published.set_value();
-  } catch (...) {
-    job.published.set_exception(std::current_exception());
-  }
+  });
 }
 
 bool AsyncSaver::files_written() const {
@@ -276,14 +259,9 @@ bool AsyncSaver::files_written() const {
 void AsyncSaver::wait() {
   if (!pending_) return;
   pending_ = false;
-  Failure mine;
+  const std::string_view what = saving(staging_.has_value());
   try {
-    job_->written.get_future().get();
-  } catch (...) {
-    mine = failure_of(std::current_exception());
-  }
-  try {
-    agree_on_outcome(engine_.collectives(), saving(staging_.has_value()), mine);
+    agree_after(engine_.collectives(), what, [&] { job_->written.get_future().get(); });
   } catch (const Error&) {
     job_->give_up = true;
     writer_.join();
@@ -292,7 +270,7 @@ void AsyncSaver::wait() {
   }
   writer_.join();
   const std::unique_ptr<Job> job = std::move(job_);
-  agree_after(engine_.collectives(), saving(staging_.has_value()), [&] {
+  agree_after(engine_.collectives(), what, [&] {
     if (job->rank == 0) job->published.get_future().get();
   });
 }

@@ -1,9 +1,8 @@
 // Saves checkpoints that training goes on from, on all ranks at once: each writes its own shards,
 // and rank 0 publishes them under one manifest (checkpoint/folder.h) when all are on disk. An
 // AsyncSaver copies this rank's shards to the host, and a thread writes them while the next steps
-// run. save_training() is such a save without the copy, drained: the engine's thread writes,
-// through a ring. Ranks tell rank 0 what they have written by small files in the checkpoint's own
-// folder, since collectives belong to training.
+// run; save_training() writes on the engine's thread, through a ring. Ranks notify rank 0 by small
+// files in the checkpoint's own folder, since collectives belong to training.
 //
 // Threads: the calls belong to the engine's thread; AsyncSaver's writer is a thread of its own.
 // Memory: one TransferRing, or the copy. Errors, on every rank alike: UsageError for a tag that is
@@ -22,7 +21,7 @@
 #include <vector>
 
 #include "strata/checkpoint/folder.h"
-#include "strata/checkpoint/ring.h"
+#include "strata/checkpoint/pipeline.h"
 #include "strata/engine/checkpoint/saved_shards.h"
 #include "strata/engine/engine.h"
 #include "strata/io/folder_calls.h"
@@ -44,8 +43,8 @@ struct SaveRequest {
 void save_training(Engine& engine, const SaveRequest& request, io::IoEngine& io,
                    io::FolderCalls& calls, const checkpoint::RingOptions& staging = {});
 
-// The bytes that an AsyncSaver copies to the host when the optimizer has its states: this rank's
-// files without buffers and the script's tensors, of which there are `more`; with some room.
+// The bytes that an AsyncSaver copies to the host when the optimizer has its states, with some
+// room: this rank's files and `more` bytes, of buffers and the script's tensors.
 Bytes copied_bytes(Engine& engine, Bytes more = {});
 
 class AsyncSaver {
@@ -59,12 +58,10 @@ class AsyncSaver {
   // Waits for this rank's files, and on rank 0 for the others' as long as they still come: up to a
   // minute, so a caller that holds a lock of its program (Python's) gives it up meanwhile.
   ~AsyncSaver();
-  AsyncSaver(const AsyncSaver&) = delete;
-  AsyncSaver& operator=(const AsyncSaver&) = delete;
 
-  // Begins to make the memory of the copy, beside the caller, so that the first save need not wait
-  // for it; when the optimizer has its states. `more`: of buffers and tensors that this rank will
-  // save beside its shards. A save of more bytes than that replaces the memory. Not a collective.
+  // Begins to make the memory of the copy beside the caller, so that the first save need not wait
+  // for it; when the optimizer has its states. `more`: as of copied_bytes(). A save of more bytes
+  // than that replaces the memory. Not collective.
   void expect(Bytes more = {});
   // Collective. Waits for the save before, copies the shards, and returns.
   void start(const SaveRequest& request);

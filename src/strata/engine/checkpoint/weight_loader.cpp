@@ -1,16 +1,14 @@
 #include "strata/engine/checkpoint/weight_loader.h"
 
 #include <algorithm>
+#include <cstring>
 #include <exception>
-#include <functional>
+#include <map>
 #include <memory>
-#include <optional>
 #include <string_view>
 #include <utility>
 
 #include "strata/base/error.h"
-#include "strata/checkpoint/ring.h"
-#include "strata/engine/checkpoint/reordering_sink.h"
 #include "strata/engine/unit/agreement.h"
 
 namespace strata::engine {
@@ -31,56 +29,22 @@ Bytes past_block(const format::RangeCopy& copy, Bytes block) {
 
 void add_piece(ReadPlan& plan, const format::RangeCopy& piece, Bytes buffer_bytes, Bytes block) {
   const Bytes end = piece.offset + bytes_of_copy(piece);
-  if (!plan.batches.empty()) {
-    ReadBatch& last = plan.batches.back();
+  plan.pieces.push_back(piece);
+  if (!plan.reads.empty()) {
+    checkpoint::FileRange& last = plan.reads.back();
     const Bytes last_end = last.offset + last.bytes;
     if (last.file == piece.file && piece.offset >= last_end && piece.offset - last_end <= kGapMax &&
         end - last.offset <= buffer_bytes &&
         (piece.offset - last.offset) % size_of(piece.source_dtype) == Bytes()) {
       last.bytes = end - last.offset;
-      ++last.piece_count;
-      plan.pieces.push_back(piece);
+      ++plan.ends.back();
       return;
     }
   }
   const Bytes begin = piece.offset - past_block(piece, block);
-  plan.batches.push_back({piece.file, begin, end - begin, plan.pieces.size(), 1});
-  plan.pieces.push_back(piece);
+  plan.reads.push_back({piece.file, begin, end - begin});
+  plan.ends.push_back(plan.pieces.size());
 }
-
-// The weights; masters are made of many stores at once.
-class WeightSink final : public ValueSink {
- public:
-  WeightSink(Weights& weights, std::span<const int> params, bool in_slot_order)
-      : weights_(weights), params_(params), in_slot_order_(in_slot_order) {}
-
-  std::vector<format::ParamRange> wanted() const override {
-    std::vector<format::ParamRange> ranges;
-    for (std::size_t i = 0; i < params_.size(); ++i) {
-      if (params_[i] < 0 || params_[i] >= weights_.param_count()) {
-        throw UsageError(fmt::format("the model has no parameter {}; it has {}", params_[i],
-                                     weights_.param_count()));
-      }
-      add_wanted(ranges, weights_, i, params_[i], reordering(i).has_value());
-    }
-    return ranges;
-  }
-  std::optional<Reordering> reordering(std::size_t param) const override {
-    if (in_slot_order_ || !weights_.param(params_[param]).reordered()) return std::nullopt;
-    return Reordering{params_[param]};
-  }
-  void enqueue_store(std::size_t param, Numel begin, Numel numel, const std::byte* source,
-                     DType source_dtype) override {
-    weights_.enqueue_store(params_[param], begin, numel, source, source_dtype, &owed_);
-  }
-  void settle() override { weights_.make_masters(owed_); }
-
- private:
-  Weights& weights_;
-  std::span<const int> params_;
-  bool in_slot_order_;
-  OwedMasters owed_;
-};
 
 // The files that some copies come from, for both ways of reading them.
 class Files {
@@ -100,13 +64,19 @@ class Files {
   }
 
   std::span<const checkpoint::ReadableFile> ways() const { return ways_; }
-  checkpoint::ReadChoice choose(checkpoint::ReadWay way, io::IoEngine& io,
+  // Reports the choice where there is something to read.
+  checkpoint::ReadChoice choose(InitReport& report, const LoadSource& source,
                                 checkpoint::TransferRing& ring) const {
+    if (!source.way) return {};
+    const InitReport::Phase phase(report, "probe", {});
     // Into smaller buffers nothing could be read that begins within a block.
     const bool fits = ring.buffer_bytes() >= io::File::kDirectBlock * 2 &&
                       ring.buffer_bytes() % io::File::kDirectBlock == Bytes();
-    if (!fits) return checkpoint::choose_read(way, {});
-    return checkpoint::ReadProbe(ways_, ranges_).choose(way, io, ring);
+    const checkpoint::ReadChoice choice =
+        fits ? checkpoint::ReadProbe(ways_, ranges_).choose(*source.way, source.io, ring)
+             : checkpoint::choose_read(*source.way, {});
+    if (!ranges_.empty()) report.reading = choice;
+    return choice;
   }
 
  private:
@@ -115,48 +85,74 @@ class Files {
   std::vector<checkpoint::FileRange> ranges_;
 };
 
-std::vector<checkpoint::FileRange> ranges_of(const ReadPlan& plan) {
-  std::vector<checkpoint::FileRange> ranges;
-  for (const ReadBatch& batch : plan.batches)
-    ranges.push_back({batch.file, batch.offset, batch.bytes});
-  return ranges;
-}
-
+// Gives what was read to the values, in the order of their slots.
 class BatchSink final : public checkpoint::Sink {
  public:
-  BatchSink(Engine& engine, const ReadPlan& plan, ValueSink& values, InitReport::Phase& phase)
+  BatchSink(Engine& engine, const ReadPlan& plan, const ValueSink& values, InitReport::Phase& phase)
       : engine_(engine), plan_(plan), values_(values), phase_(phase) {}
 
   device::Stream* stream() override { return &engine_.device().compute_stream(); }
   std::unique_ptr<io::Transfer> take(const checkpoint::Piece& piece) override {
-    const ReadBatch& batch = plan_.batches[piece.index];
-    for (std::size_t i = 0; i < batch.piece_count; ++i) {
-      const format::RangeCopy& copy = plan_.pieces[batch.first_piece + i];
-      values_.enqueue_store(copy.param, copy.param_begin, copy.numel,
-                            piece.content.data() + (copy.offset - batch.offset).size(),
-                            copy.source_dtype);
+    const std::size_t first = piece.index == 0 ? 0 : plan_.ends[piece.index - 1];
+    for (std::size_t i = first; i < plan_.ends[piece.index]; ++i) {
+      const format::RangeCopy& copy = plan_.pieces[i];
+      const std::byte* const source = piece.content.data() + (copy.offset - piece.offset).size();
+      if (values_.params[copy.param].reordered) {
+        collect(copy, source);
+      } else {
+        values_.enqueue_store(copy.param, copy.param_begin, copy.numel, source, copy.source_dtype);
+      }
     }
-    phase_.moved(batch.bytes);
+    phase_.moved(piece.bytes);
     return nullptr;
   }
-  void settle() override { values_.settle(); }
+  void settle() override {
+    if (values_.settle) values_.settle();
+    if (queued_.empty()) return;
+    engine_.device().compute_stream().synchronize();
+    queued_.clear();
+  }
 
  private:
+  // Stores a parameter's elements when all are there.
+  void collect(const format::RangeCopy& copy, const std::byte* source) {
+    const DType dtype = copy.source_dtype;
+    const int index = values_.params[copy.param].param;
+    const plan::ParamSpec& param = engine_.weights().param(index);
+    const auto [place, is_new] = collected_.try_emplace(copy.param, Collected{dtype, Numel(), {}});
+    Collected& collected = place->second;
+    if (is_new) collected.bytes.resize(bytes_of(param.numel(), dtype).size());
+    if (collected.dtype != dtype) {
+      throw UsageError(
+          fmt::format("the pieces of parameter '{}', which is channels_last, are of different "
+                      "dtypes in the files; convert them to one; found {} and {}",
+                      param.name, name_of(collected.dtype), name_of(dtype)));
+    }
+    std::memcpy(collected.bytes.data() + bytes_of(copy.param_begin, dtype).size(), source,
+                bytes_of_copy(copy).size());
+    collected.filled += copy.numel;
+    if (collected.filled < param.numel()) return;
+    plan::reorder(collected.bytes, param.shape, size_of(dtype), param.reordered());
+    const auto [first, end] = engine_.weights().owned_range(index);
+    queued_.push_back(std::move(collected.bytes));
+    collected_.erase(place);
+    values_.enqueue_store(copy.param, first, end - first,
+                          queued_.back().data() + bytes_of(first, dtype).size(), dtype);
+  }
+
+  struct Collected {
+    DType dtype;
+    Numel filled;
+    std::vector<std::byte> bytes;
+  };
+
   Engine& engine_;
   const ReadPlan& plan_;
-  ValueSink& values_;
+  const ValueSink& values_;
   InitReport::Phase& phase_;
+  std::map<std::size_t, Collected> collected_;  // by parameter of the map
+  std::vector<std::vector<std::byte>> queued_;  // until the device has read them
 };
-
-// `reads`: there is something to read, so that the choice is told.
-checkpoint::ReadChoice choose_way(InitReport& report, const LoadSource& source, const Files& files,
-                                  checkpoint::TransferRing& ring, bool reads) {
-  if (!source.way) return {};
-  const InitReport::Phase phase(report, "probe", {});
-  const checkpoint::ReadChoice choice = files.choose(*source.way, source.io, ring);
-  if (reads) report.reading = choice;
-  return choice;
-}
 
 constexpr std::string_view kReading = "reading the weights";
 constexpr std::int64_t kSyncPoints = 8;  // each costs the skew between ranks
@@ -185,10 +181,8 @@ std::vector<std::pair<format::FileOffset, int>> whole_units_by_end(const Weights
   return ends;
 }
 
-Bytes whole_bytes(const Weights& weights) {
-  Bytes bytes;
-  for (const Unit& unit : weights.units()) bytes += Bytes(unit.resident.size());
-  return bytes;
+Bytes resident_bytes(const Unit& unit) {
+  return Bytes(unit.resident.size());
 }
 
 LoadedBytes load_with_sync_points(Engine& engine, const LoadSource& source, Bytes enough,
@@ -213,13 +207,24 @@ constexpr int kPieces = 2;
 
 }  // namespace
 
+std::vector<format::ParamRange> wanted_ranges(const Weights& weights,
+                                              std::span<const LoadedParam> params) {
+  std::vector<format::ParamRange> ranges;
+  for (std::size_t i = 0; i < params.size(); ++i) {
+    const auto [param, reordered] = params[i];
+    const auto [begin, end] = weights.owned_range(param);
+    if (begin >= end) continue;
+    ranges.push_back(reordered ? format::ParamRange{i, Numel(), weights.param(param).numel()}
+                               : format::ParamRange{i, begin, end});
+  }
+  return ranges;
+}
+
 std::vector<format::ParamSources> whole_tensors(std::span<const plan::ParamSpec> params) {
   std::vector<format::ParamSources> sources;
   for (const plan::ParamSpec& param : params) {
-    sources.push_back({param.name,
-                       param.shape,
-                       param.dtype,
-                       {{param.name, param.shape, Numel(), Numel(), std::nullopt}}});
+    const format::SourceRange whole{param.name, param.shape, Numel(), Numel(), std::nullopt};
+    sources.push_back({param.name, param.shape, param.dtype, {whole}});
   }
   return sources;
 }
@@ -241,30 +246,42 @@ ReadPlan plan_reads(std::span<const format::RangeCopy> copies, Bytes buffer_byte
 
 LoadedBytes load_weights(Engine& engine, const LoadSource& source,
                          const checkpoint::SyncPoints* sync_points) {
-  WeightSink sink(engine.weights(), source.params, source.in_slot_order);
-  return load_values(engine, source, sink, sync_points);
+  Weights& weights = engine.weights();
+  std::vector<LoadedParam> params;
+  for (const int param : source.params) {
+    if (param < 0 || param >= weights.param_count()) {
+      throw UsageError(
+          fmt::format("the model has no parameter {}; it has {}", param, weights.param_count()));
+    }
+    params.push_back({param, !source.in_slot_order && weights.param(param).reordered()});
+  }
+  OwedMasters owed;  // they are made of many stores at once
+  const auto store = [&](std::size_t i, auto... values) {
+    weights.enqueue_store(params[i].param, values..., &owed);
+  };
+  return load_values(engine, source, {params, store, [&] { weights.make_masters(owed); }},
+                     sync_points);
 }
 
-LoadedBytes load_values(Engine& engine, const LoadSource& source, ValueSink& values,
+LoadedBytes load_values(Engine& engine, const LoadSource& source, const ValueSink& values,
                         const checkpoint::SyncPoints* sync_points) {
-  ReorderingSink sink(engine, values);
-  const std::vector<format::RangeCopy> copies = source.map.intersect(sink.wanted());
+  const std::vector<format::RangeCopy> copies =
+      source.map.intersect(wanted_ranges(engine.weights(), values.params));
   const Files files(source, copies);
   std::optional<checkpoint::TransferRing> own;
   auto& kept = source.kept_ring != nullptr ? *source.kept_ring : own;
   checkpoint::TransferRing& ring = kept ? *kept : kept.emplace(source.staging, engine.device());
-  const bool direct = choose_way(engine.init_report(), source, files, ring, !copies.empty()).direct;
+  const bool direct = files.choose(engine.init_report(), source, ring).direct;
   const Bytes block = std::max(direct ? io::File::kDirectBlock : 1_B, source.block);
   const ReadPlan plan = plan_reads(copies, ring.buffer_bytes(), block);
-  const std::vector<checkpoint::FileRange> batches = ranges_of(plan);
   LoadedBytes loaded;
-  for (const ReadBatch& batch : plan.batches) loaded.read += batch.bytes;
+  for (const checkpoint::FileRange& read : plan.reads) loaded.read += read.bytes;
   if (source.way && !copies.empty())
     loaded.way = direct ? checkpoint::ReadWay::kDirect : checkpoint::ReadWay::kBuffered;
   InitReport::Phase phase(engine.init_report(), source.phase, loaded.read);
-  checkpoint::RangeSource from(files.ways(), batches, source.io, ring.buffer_bytes(),
+  checkpoint::RangeSource from(files.ways(), plan.reads, source.io, ring.buffer_bytes(),
                                {.direct = direct, .block = block, .verify = source.verify});
-  BatchSink to(engine, plan, sink, phase);
+  BatchSink to(engine, plan, values, phase);
   copy(from, to, ring, {.taking = ring.size() / 4, .sync_points = sync_points});
   engine.device().compute_stream().synchronize();  // what settle() has queued
   return loaded;
@@ -272,9 +289,6 @@ LoadedBytes load_values(Engine& engine, const LoadSource& source, ValueSink& val
 
 std::vector<GatherPoint> plan_gather_points(const Weights& weights, const format::WeightMap& map,
                                             std::span<const int> params, Bytes enough) {
-  const auto bytes_of_unit = [&](int unit) {
-    return Bytes(weights.units()[static_cast<std::size_t>(unit)].resident.size());
-  };
   std::vector<GatherPoint> points;
   Bytes since = enough;
   for (const auto& [place, unit] : whole_units_by_end(weights, map, params)) {
@@ -284,7 +298,7 @@ std::vector<GatherPoint> plan_gather_points(const Weights& weights, const format
     }
     points.back().place = place;
     points.back().units.push_back(unit);
-    since += bytes_of_unit(unit);
+    since += resident_bytes(weights.units()[static_cast<std::size_t>(unit)]);
   }
   if (!points.empty()) points.pop_back();
   return points;
@@ -306,7 +320,9 @@ LoadedBytes load_weights_together(Engine& engine, const LoadSource& source,
   try {
     Failure mine;
     try {
-      if (!enough) enough = std::max(1_B, whole_bytes(engine.weights()) / kSyncPoints);
+      Bytes whole;
+      for (const Unit& unit : engine.weights().units()) whole += resident_bytes(unit);
+      if (!enough) enough = std::max(1_B, whole / kSyncPoints);
       loaded = load_with_sync_points(engine, source, *enough, [&] { sync({}); });
     } catch (const CommError&) {
       throw;  // the others know already
@@ -339,10 +355,10 @@ void replay_weights(Engine& engine, std::span<const ParamRecipe> recipes, Bytes 
         const Numel count = std::min(most, end - at);
         const std::size_t turn = ring.next();
         std::byte* const values = ring.buffer(turn).data();
-        checkpoint::StreamUse use(ring, turn, &engine.device().compute_stream());
-        kernels::replay(each.recipe, at, count, values, each.dtype, &threads);
-        weights.enqueue_store_everywhere(each.param, at, count, values, each.dtype);
-        use.end();
+        ring.queue(turn, &engine.device().compute_stream(), [&] {
+          kernels::replay(each.recipe, at, count, values, each.dtype, &threads);
+          weights.enqueue_store_everywhere(each.param, at, count, values, each.dtype);
+        });
       }
     }
     engine.device().compute_stream().synchronize();

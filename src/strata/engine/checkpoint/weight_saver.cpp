@@ -12,9 +12,8 @@ namespace {
 
 constexpr std::string_view kSaving = "saving the weights";
 
-}  // namespace
-
-class WeightSaver::TensorSource final : public checkpoint::Source {
+// Bytes of one tensor at a time, copied on the compute stream.
+class TensorSource final : public checkpoint::Source {
  public:
   TensorSource(device::Device& device, Bytes buffer) : device_(device), buffer_(buffer) {}
   void give(std::size_t tensor, Bytes offset, std::span<const std::byte> bytes) {
@@ -44,7 +43,7 @@ class WeightSaver::TensorSource final : public checkpoint::Source {
   std::span<const std::byte> bytes_;
 };
 
-class WeightSaver::TensorSink final : public checkpoint::Sink {
+class TensorSink final : public checkpoint::Sink {
  public:
   explicit TensorSink(format::ShardedWriter& writer) : writer_(writer) {}
   std::unique_ptr<io::Transfer> take(const checkpoint::Piece& piece) override {
@@ -55,11 +54,41 @@ class WeightSaver::TensorSink final : public checkpoint::Sink {
   format::ShardedWriter& writer_;
 };
 
+std::vector<format::TensorSpec> specs_of(std::span<const SavedTensor> tensors) {
+  std::vector<format::TensorSpec> specs;
+  for (const SavedTensor& tensor : tensors) specs.push_back(tensor.spec);
+  return specs;
+}
+
+}  // namespace
+
+// The way of rank 0's bytes. The ring's transfers end before the writer does.
+struct WeightSaver::Output {
+  Output(device::Device& device, std::string folder, std::span<const SavedTensor> tensors,
+         io::IoEngine& io, const WeightSaverOptions& options)
+      : writer(std::move(folder), specs_of(tensors), io, {.shard_max = options.shard_max}),
+        ring(options.staging, device),
+        source(device, ring.buffer_bytes()),
+        sink(writer),
+        pipeline(source, sink, ring, {.taking = ring.size() / 2}) {}
+
+  // Begins to write bytes of a tensor.
+  void write(std::size_t tensor, Bytes offset, std::span<const std::byte> bytes) {
+    source.give(tensor, offset, bytes);
+    pipeline.pump();
+  }
+
+  format::ShardedWriter writer;
+  checkpoint::TransferRing ring;
+  TensorSource source;
+  TensorSink sink;
+  checkpoint::Pipeline pipeline;
+};
+
 WeightSaver::WeightSaver(Engine& engine, std::string folder, std::vector<SavedTensor> tensors,
                          io::IoEngine& io, const WeightSaverOptions& options)
     : engine_(engine),
       tensors_(std::move(tensors)),
-      io_(io),
       writes_(engine.collectives().rank() == 0),
       shard_gather_(engine.weights().shards(), engine.collectives(), engine.device(),
                     engine.recorder()) {
@@ -74,20 +103,10 @@ WeightSaver::WeightSaver(Engine& engine, std::string folder, std::vector<SavedTe
       const Unit& unit = engine_.weights().units()[static_cast<std::size_t>(run.unit)];
       if (!unit.whole) largest = std::max(largest, unit.layout.flat_bytes());
     }
-    if (gathers() && largest.value > 0) {
+    if (gathers() && largest.value > 0)
       gathered_ = engine_.device().allocate(largest, memory::Kind::kGathered);
-    }
     if (!writes_) return;
-    std::vector<format::TensorSpec> specs;
-    for (const SavedTensor& tensor : tensors_) specs.push_back(tensor.spec);
-    format::ShardedWriterOptions files;
-    files.shard_max = options.shard_max;
-    writer_.emplace(std::move(folder), std::move(specs), io_, files);
-    ring_.emplace(options.staging, engine_.device());
-    source_ = std::make_unique<TensorSource>(engine_.device(), ring_->buffer_bytes());
-    sink_ = std::make_unique<TensorSink>(*writer_);
-    pipeline_.emplace(*source_, *sink_, *ring_,
-                      checkpoint::CopyOptions{.taking = ring_->size() / 2});
+    output_ = std::make_unique<Output>(engine_.device(), std::move(folder), tensors_, io, options);
   });
 }
 
@@ -111,10 +130,9 @@ void WeightSaver::check_tensor(const SavedTensor& tensor) const {
   }
   const std::optional<Numel> wanted = format::checked_numel(tensor.spec.shape);
   if (!wanted || *wanted != sum) {
-    throw UsageError(
-        fmt::format("the pieces of tensor '{}' must fill it: its shape has {} elements, they have "
-                    "{}",
-                    tensor.spec.name, wanted ? wanted->value : -1, sum.value));
+    throw UsageError(fmt::format(
+        "the pieces of tensor '{}' must fill it: its shape has {} elements, they have {}",
+        tensor.spec.name, wanted ? wanted->value : -1, sum.value));
   }
 }
 
@@ -130,9 +148,8 @@ void WeightSaver::plan_runs() {
       at += piece.numel;
     }
   }
-  std::sort(runs_.begin(), runs_.end(), [](const Run& a, const Run& b) {
-    return std::tie(a.unit, a.flat_begin, a.tensor) < std::tie(b.unit, b.flat_begin, b.tensor);
-  });
+  std::ranges::sort(runs_, {},
+                    [](const Run& r) { return std::tuple(r.unit, r.flat_begin, r.tensor); });
 }
 
 std::span<const std::byte> WeightSaver::gather(const Unit& unit) {
@@ -160,13 +177,13 @@ void WeightSaver::write_pieces() {
     // After a failure peers still take part in gathers that need them.
     if (failure_ && engine_.collectives().traits().one_sided) return;
     if (run.unit != unit) {
-      attempt([&] { pipeline_->take_all(); });  // the next gather writes the same memory
+      attempt([&] { output_->pipeline.take_all(); });  // the next gather writes the same memory
       flat = gather(source);
       unit = run.unit;
     }
     attempt([&] { write_run(run, flat, source.layout.dtype()); });
   }
-  attempt([&] { pipeline_->take_all(); });
+  attempt([&] { output_->pipeline.take_all(); });
 }
 
 void WeightSaver::write_run(const Run& run, std::span<const std::byte> flat, DType dtype) {
@@ -184,17 +201,15 @@ void WeightSaver::write_run(const Run& run, std::span<const std::byte> flat, DTy
     elements =
         std::span(whole).subspan(bytes_of(run.flat_begin - offset, dtype).size(), elements.size());
   }
-  source_->give(run.tensor, bytes_of(run.tensor_begin, dtype), elements);
-  pipeline_->pump();
-  if (param.reordered()) pipeline_->take_all();  // `whole` is copied by then
+  output_->write(run.tensor, bytes_of(run.tensor_begin, dtype), elements);
+  if (param.reordered()) output_->pipeline.take_all();  // `whole` is copied by then
 }
 
 void WeightSaver::write(std::size_t tensor, std::span<const std::byte> bytes) {
   attempt([&] {
     STRATA_ASSERT(tensor < tensors_.size() && tensors_[tensor].pieces.empty());
-    source_->give(tensor, Bytes(), bytes);
-    pipeline_->pump();
-    pipeline_->take_all();
+    output_->write(tensor, Bytes(), bytes);
+    output_->pipeline.take_all();
   });
 }
 
@@ -202,8 +217,8 @@ void WeightSaver::finish() {
   agree_after(engine_.collectives(), kSaving, [&] {
     if (failure_) std::rethrow_exception(failure_);
     if (!writes_) return;
-    pipeline_->drain();
-    writer_->finish();
+    output_->pipeline.drain();
+    output_->writer.finish();
   });
 }
 

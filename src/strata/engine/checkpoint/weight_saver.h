@@ -1,9 +1,9 @@
 // Saves the weights as a Hugging Face checkpoint folder while they stay sharded: one unit at a time
-// is gathered, and rank 0 writes it, in whatever order the units come, through a
-// checkpoint::Pipeline. Where gathers are one-sided only rank 0 gathers. Tensors of the
-// checkpoint are made of runs of parameters (one usually; one an expert's slice of a fused weight),
-// or their bytes are given by write(). Until finish() has succeeded the folder keeps its earlier
-// checkpoint, and a saver that is destroyed before leaves no trace.
+// is gathered, and rank 0 writes it through a checkpoint::Pipeline. Where gathers are one-sided
+// only rank 0 gathers. Tensors of the checkpoint are made of runs of parameters (one usually; one
+// an expert's slice of a fused weight), or their bytes are given by write(). Until finish() has
+// succeeded the folder keeps its earlier checkpoint, and a saver that is destroyed before leaves no
+// trace.
 //
 // Threads: the engine's. Units: elements. Memory: the largest unit, and the ring, on rank 0 (every
 // rank where gathers are collectives). Errors: UsageError for tensors whose pieces do not fill
@@ -13,7 +13,6 @@
 #include <exception>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -49,8 +48,6 @@ class WeightSaver {
   WeightSaver(Engine& engine, std::string folder, std::vector<SavedTensor> tensors,
               io::IoEngine& io, const WeightSaverOptions& options = {});
   ~WeightSaver();
-  WeightSaver(const WeightSaver&) = delete;
-  WeightSaver& operator=(const WeightSaver&) = delete;
 
   // Collective: writes every tensor that has pieces.
   void write_pieces();
@@ -80,23 +77,16 @@ class WeightSaver {
   // On rank 0, unless it has failed before. Keeps the error for finish().
   void attempt(const std::function<void()>& step);
 
-  // Bytes of one tensor: copied on the compute stream.
-  class TensorSource;
-  class TensorSink;
+  struct Output;
 
   Engine& engine_;
   std::vector<SavedTensor> tensors_;
-  io::IoEngine& io_;
   bool writes_;
   std::vector<Run> runs_;  // by unit and place in it
   ShardGather shard_gather_;
   std::unique_ptr<device::Memory> gathered_;
-  std::optional<format::ShardedWriter> writer_;
-  std::optional<checkpoint::TransferRing> ring_;  // its transfers end before the writer does
-  std::unique_ptr<TensorSource> source_;
-  std::unique_ptr<TensorSink> sink_;
-  std::optional<checkpoint::Pipeline> pipeline_;
-  std::exception_ptr failure_;  // of rank 0, until everybody is told
+  std::unique_ptr<Output> output_;  // of rank 0
+  std::exception_ptr failure_;      // of rank 0, until every rank is told
 };
 
 }  // namespace strata::engine
