@@ -104,10 +104,10 @@ class _PretrainedStartUp(StartUp):
 
     def connect(self):
         submit = self._beside.submit
-        self._opening = submit(_open_runtime, self.config)
+        self._opening = submit(open_runtime, self.config)
         self._files = submit(_open, self._path)
         self._class = submit(_import_class, self._path, self._files, self._model_class)
-        self._warming = submit(_warm_up, self._opening)
+        self._warming = submit(warm_up, self._opening)
         super().connect()
 
     def parsed_config(self):
@@ -119,8 +119,7 @@ class _PretrainedStartUp(StartUp):
         _, self.runtime = self._opening.result()
         make_current(self.runtime.device)
         self._building = self._beside.submit(_build_flat, self._class, self._files, self.config, self._model_arguments)
-        self._planning = self._beside.submit(
-            lambda: LoadPlans(plan(strict=self._strict) for plan in self._building.result()[2]))
+        self._planning = self._beside.submit(_plan, self._building, self._strict)
 
     def build(self):
         with self.agreed(self._what):
@@ -160,17 +159,24 @@ def _beside():
         sys.setswitchinterval(interval)
 
 
-def _open_runtime(config):
-    """(_C.Config, whose batch sizes may be incomplete, _C.Runtime for it) of a model that comes from files. In any
-    thread; Python's lock is free while the device is opened, and torch's current device does not change."""
+class OpenedRuntime(NamedTuple):
+    """A _C.Config, whose batch sizes may be incomplete, and a _C.Runtime for it."""
+
+    config: object
+    runtime: object
+
+
+def open_runtime(config):
+    """The ``OpenedRuntime`` of a model that comes from files. In any thread; Python's lock is free while the device is
+    opened, and torch's current device does not change."""
     parsed = read_config(config)
     runtime = _C.Runtime(find_device(parsed), parsed.threads, expected_world_size())
     runtime.expect_values()
-    return parsed, runtime
+    return OpenedRuntime(parsed, runtime)
 
 
-def _warm_up(opening):
-    """Loads the kernels of a first step on a GPU, beside a start, once ``opening``, a future of ``_open_runtime()``, is
+def warm_up(opening):
+    """Loads the kernels of a first step on a GPU, beside a start, once ``opening``, a future of ``open_runtime()``, is
     done. Never raises: the step tries to load again, and reports the error."""
     if opening.exception() is not None:
         return
@@ -245,6 +251,10 @@ def _build_flat(importing, opening, config, model_arguments):
         homes = homes_of(model, adapter_buffers)
         plans.append(opened.adapter.plan(model, _entries(parameters, of_adapter, config), homes, {}))
     return model.eval(), shapes, plans
+
+
+def _plan(building, strict):
+    return LoadPlans(plan(strict=strict) for plan in building.result()[2])
 
 
 def _import_class(path, opening, model_class):

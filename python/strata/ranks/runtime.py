@@ -189,10 +189,14 @@ def end_collectives(collectives):
 
 def _facts(device):
     """The facts about torch and this rank's device on which the choice of transports depends."""
-    on_cpu = device.type == "cpu"
-    identity = "cpu" if on_cpu else f"{device.type} {torch.cuda.get_device_properties(device).uuid}"
     return {"on_gpu": device.type == "cuda", "has_nccl": dist.is_nccl_available(), "nccl_runs": _nccl_runs(device),
-            "identity": identity}  # fmt: skip
+            "identity": _device_identity(device)}  # fmt: skip
+
+
+def _device_identity(device):
+    if device.type == "cpu":
+        return "cpu"
+    return f"{device.type} {torch.cuda.get_device_properties(device).uuid}"
 
 
 def _nccl_runs(device):
