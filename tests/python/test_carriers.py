@@ -33,8 +33,8 @@ def _both_carriers(nccl_runs=True):
     def as_of_a_gpu(device):
         return facts(device) | {"on_gpu": True, "has_nccl": True, "nccl_runs": nccl_runs}
 
-    def gloo(_, *rest):
-        return new_backend("gloo", *rest)
+    def gloo(_, *rest, **timeout):
+        return new_backend("gloo", *rest, **timeout)
 
     with mock.patch.object(runtime, "_facts", as_of_a_gpu), mock.patch.object(runtime, "_new_backend", gloo):
         yield

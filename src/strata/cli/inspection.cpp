@@ -243,7 +243,7 @@ std::string head_text(const Json& json, const Json& training) {
     if (json[key]["tensors"] > 0) line(name, count_text(json[key]));
   }
   std::vector<std::string> tags = json["tags"];
-  for (std::string& tag : tags) tag += tag == json["latest"] ? " (latest)" : "";
+  for (std::string& tag : tags) tag += json["latest"] == Json(tag) ? " (latest)" : "";
   line("tags", fmt::format("{}", fmt::join(tags, ", ")));
   return text;
 }
