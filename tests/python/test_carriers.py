@@ -113,7 +113,7 @@ def test_a_probe_compares_them_where_nccl_runs():
 
 
 def _nccl_does_not_start():
-    def no_nccl(*_):
+    def no_nccl(*_, **timeout):
         raise strata.CommError("no communicator to give")
 
     with _both_carriers(), mock.patch.object(runtime, "_new_backend", no_nccl):
