@@ -136,25 +136,6 @@ class LoadPlan:
             logger.warning("%s", _listing(f"{self._path}: buffers not in the checkpoint:", self.absent_buffers))
 
 
-class LoadPlans:
-    """Several ``LoadPlan``s as one: a model's and its adapter's."""
-
-    def __init__(self, plans):
-        self._plans = list(plans)
-
-    def read(self, core, known):
-        for plan in self._plans:
-            plan.read(core, known)
-
-    def compute(self, core, known):
-        for plan in self._plans:
-            plan.compute(core, known)
-
-    def warn(self):
-        for plan in self._plans:
-            plan.warn()
-
-
 def _of_part(source, part, known):
     """The source of one tile, cut from the source of its parameter."""
     name, shape, dtype, pieces = source
