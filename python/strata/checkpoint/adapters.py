@@ -7,7 +7,6 @@ from contextlib import contextmanager
 import torch
 
 from .. import _C
-from ..model.tiles import tiles_of
 from ..ranks.runtime import agree_after
 from ..tiles.host_copy import values_on_host
 from .names import state_names
@@ -151,20 +150,13 @@ def save_adapters(engine, folder):
     with agree_after(engine._collectives, "listing the adapters"):
         engine.core.require_own_memory()
         parameters, buffers = state_names(model)
-        state = {**{name: entry for name, entry in parameters.items()}, **buffers}
+        state = {**parameters, **buffers}
         named = [name for name, config in model.peft_config.items() if not config.is_prompt_learning]
         wanted = {id(t) for adapter in named for t in _in_file(model, adapter, state).values()}
         prompts = {id(p) for p in model.prompt_encoder.parameters()} if len(named) < len(model.peft_config) else set()
     values = {id(b): b.detach().cpu() for b in buffers.values() if id(b) in wanted}
-    for known in engine.known:
-        parameter, index = known.parameter, known.parts[0].index
-        if id(parameter) in wanted and tiles_of(parameter) is not None:
-            values[id(parameter)] = values_on_host(parameter, writes)
-        elif id(parameter) in wanted:
-            engine.core.gather([index])
-            if writes:
-                values[id(parameter)] = parameter.detach().cpu().clone()
-            engine.core.release([index], True)
+    of_model = (known.parameter for known in engine.known)
+    values |= {id(p): values_on_host(p, writes) for p in of_model if id(p) in wanted}
     held = [index for index, (_, parameter, *_) in enumerate(engine._described) if id(parameter) in prompts]
     engine.core.gather(held)
     try:

@@ -137,21 +137,15 @@ def whole_state_dict(model, keep=True, with_frozen=True):
     for prefix, module in model.named_modules(remove_duplicate=False):
         prefix = prefix and prefix + "."
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            if parameter.requires_grad or with_frozen:
-                result[prefix + name] = _copy_of(parameter, copies, keep)
+            if not parameter.requires_grad and not with_frozen:
+                continue
+            if id(parameter) not in copies:
+                copies[id(parameter)] = values_on_host(parameter, keep)
+            result[prefix + name] = copies[id(parameter)]
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             if keep and name not in module._non_persistent_buffers_set:
                 result[prefix + name] = buffer.detach().cpu().clone()
     return result if keep else None
-
-
-def _copy_of(parameter, copies, keep):
-    if id(parameter) not in copies and tiles_of(parameter) is not None:
-        copies[id(parameter)] = values_on_host(parameter, keep)
-    if id(parameter) not in copies:
-        for _, _, values in iter_pieces(parameter):
-            copies[id(parameter)] = values.cpu().clone() if keep else None
-    return copies[id(parameter)]
 
 
 def set_whole_weights(engine, state_dict, strict=True, may_miss=()):
