@@ -10,11 +10,8 @@ _WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compil
 
 
 class EngineNames:
-    """The part of an ``Engine`` that answers questions about its optimizer, its precision, its ranks and its work.
-
-    Args:
-        engine: a weak proxy of the ``Engine``.
-    """
+    """The part of an ``Engine`` that answers questions about its optimizer, its precision, its ranks and its work. It
+    has a weak proxy of the engine."""
 
     def __init__(self, engine):
         self._engine = engine
@@ -26,11 +23,8 @@ class EngineNames:
         return [float(rate or 0.0) for rate in self._of_groups("lr")]
 
     def set_lr(self, lr):
-        """Sets the learning rate of every param group, for the steps from now on; a scheduler overwrites it.
-
-        Raises:
-            UsageError: there is no optimizer.
-        """
+        """Sets the learning rate of every param group, for the steps from now on; a scheduler overwrites it. UsageError
+        where there is no optimizer."""
         if self._engine.optimizer is None:
             raise _C.UsageError("set_lr: this engine has no optimizer; name one in the configuration, or pass one as "
                                 "optimizer= to initialize")

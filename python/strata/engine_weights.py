@@ -82,11 +82,8 @@ class EngineWeights:
     def load_state_dict(self, state_dict, strict=True, assign=False):
         """Gives the model the values of ``state_dict()``, of ``engine.module``'s, or of a wrapper that calls the model
         "module". Collective; rank 0's names and values count, other ranks may pass {}. The masters get the same values;
-        the optimizer's states do not change. Returns (missing keys, unexpected keys).
-
-        Raises:
-            UsageError: on every rank, with ``strict``, where names do not fit; where shapes do not fit; for ``assign``.
-        """
+        the optimizer's states do not change. Returns (missing keys, unexpected keys). UsageError on every rank, with
+        ``strict``, where names do not fit; where shapes do not fit; for ``assign``."""
         if assign:
             raise _C.UsageError("load_state_dict: assign=True would take the parameters from the engine; leave it out, "
                                 "and values are copied")

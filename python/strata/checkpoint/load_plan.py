@@ -30,7 +30,8 @@ class Contents:
 
 class LoadPlan:
     """The ranges of a checkpoint's tensors that fill an engine's parameters. Methods are local unless they say
-    "collective".
+    "collective". FormatError where tensors are missing, have another shape or an unfit dtype, or with ``strict`` are
+    unexpected; it lists them.
 
     Args:
         model: the module, for its naming rules.
@@ -42,10 +43,6 @@ class LoadPlan:
         contents: ``Contents`` of the checkpoint, where they are made already.
         constructed: {index: value} of parameters that the model's class leaves out of its checkpoints.
         found: a result of ``model_tensors`` for these parameters, and maybe for others.
-
-    Raises:
-        FormatError: tensors are missing, have another shape or an unfit dtype, or with ``strict`` are unexpected; lists
-            them.
     """
 
     def __init__(self, model, checkpoint, path, parameters, buffers, strict=False, contents=None, constructed=None,
@@ -96,15 +93,12 @@ class LoadPlan:
     def read(self, core, known=None, reader=None):
         """Collective: reads this rank's part of the tensors that need no computation.
 
-        Memory: the reader's staging ring.
+        Memory: the reader's staging ring. IoError on every rank; it names the first that failed.
 
         Args:
             core: a _C.ShardedModel.
             known: of its engine; None: indices among the parameters are indices in ``core``.
             reader: a _C.WeightReader, which several plans can share; None: the plan makes its own.
-
-        Raises:
-            IoError: on every rank; names the first that failed.
         """
         weight_map, indices = self._map, self._indices
         if known is not None:
@@ -171,11 +165,8 @@ def build_model(model_class, config, dtype, model_arguments):
     """A transformers model with meta parameters of the right shape and real buffers, in eval mode, not tied.
 
     The only weights with values are those that the model's class leaves out of its checkpoints. These and the buffers
-    get the values of ``from_pretrained``: those of the model's constructor and its ``_init_weights``.
-
-    Returns:
-        (model, {id(parameter): value} of the weights that the class leaves out).
-    """
+    get the values of ``from_pretrained``: those of the model's constructor and its ``_init_weights``. Returns (model,
+    {id(parameter): value} of the weights that the class leaves out)."""
     with _meta_parameters(), private("no_init_weights")():
         model = model_class._from_config(config, dtype=dtype, **model_arguments)
     for parameter in model.parameters():
@@ -219,11 +210,8 @@ def tie_as_checkpoint(model, present, same):
 
 
 def make_flat(model):
-    """Makes every meta parameter an empty one on the CPU, the same object as before.
-
-    Returns:
-        {id(parameter): full shape}.
-    """
+    """Makes every meta parameter an empty one on the CPU, the same object as before. Returns {id(parameter): full
+    shape}."""
     shapes = {}
     for parameter in model.parameters():
         shapes[id(parameter)] = torch.Size(parameter.shape)

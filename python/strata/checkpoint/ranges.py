@@ -26,11 +26,8 @@ class RangeTensor(torch.Tensor):
 
     @staticmethod
     def leaf(source, shape, dtype, alike=None):
-        """The whole of ``source``, any hashable object.
-
-        Args:
-            alike: a dict that remembers meta tensors between calls: to make one takes longer than all else here.
-        """
+        """The whole of ``source``, any hashable object. ``alike``: a dict that remembers meta tensors between calls: to
+        make one takes longer than all else here."""
         alike = {} if alike is None else alike
         key = (tuple(shape), dtype)
         if key not in alike:

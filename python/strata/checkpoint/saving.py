@@ -151,14 +151,8 @@ def whole_state_dict(model, keep=True, with_frozen=True):
 def set_whole_weights(engine, state_dict, strict=True, may_miss=()):
     """Gives the engine's model the values of a state dict. Collective; rank 0's names and values count, those of other
     ranks do not. The call checks all names and shapes before it changes a value. With ``strict`` names of ``may_miss``
-    may be missing.
-
-    Returns:
-        as ``torch.nn.Module.load_state_dict``: (missing keys, unexpected keys).
-
-    Raises:
-        UsageError: names or shapes do not fit; on every rank.
-    """
+    may be missing. Returns (missing keys, unexpected keys), as ``torch.nn.Module.load_state_dict``. UsageError on every
+    rank where names or shapes do not fit."""
     parameters, buffers = state_names(engine.module)
     left = _of_rank_0(engine, state_dict, buffers)
     missing = [name for name in [*parameters, *buffers] if name not in left]
@@ -220,11 +214,8 @@ def _set(parameter, value):
 
 def save_whole(engine, folder, filename, with_frozen):
     """Writes ``whole_state_dict`` with ``torch.save``, by rank 0. Collective. Under the name that readers of a folder
-    look for, the file replaces the weights of earlier saves in any format, since readers may take those.
-
-    Raises:
-        IoError: on every rank, where rank 0 cannot write.
-    """
+    look for, the file replaces the weights of earlier saves in any format, since readers may take those. IoError on
+    every rank, where rank 0 cannot write."""
     first = engine.global_rank == 0
     state_dict = whole_state_dict(engine.module, first, with_frozen)
     path = os.path.join(folder, filename)

@@ -151,11 +151,7 @@ class Files:
     """Writes a ``WholeCheckpoint`` as these files.
 
     Flat tensors lie in temporary files while this class fills them, since parts of each tensor of the model go to many
-    of them.
-
-    Args:
-        world_size, stage, sub_group_size: of DeepSpeed's run.
-    """
+    of them. ``world_size``, ``stage`` and ``sub_group_size`` are of DeepSpeed's run."""
 
     def __init__(self, whole, world_size, stage, sub_group_size):
         self._tensors, self._training, self._saved_world_size = whole.tensors, whole.training, whole.world_size

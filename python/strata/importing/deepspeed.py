@@ -36,15 +36,12 @@ _OWN_KEYS = {
 
 def import_deepspeed(checkpoint, out, tag=None):
     """Writes a checkpoint of DeepSpeed as one of Strata, which ``engine.load_checkpoint(out)`` loads at any number of
-    ranks and any stage. About one tensor is in memory at a time.
+    ranks and any stage. About one tensor is in memory at a time. Returns the path of the new checkpoint.
 
     Args:
         checkpoint: DeepSpeed's folder, that of all tags or of one.
         out: folder of Strata's checkpoints, made if need be; the tag stays the same.
         tag: default: the one that ``latest`` names.
-
-    Returns:
-        the path of the new checkpoint.
 
     Raises:
         FormatError: the folder is no such checkpoint, is damaged, holds objects other than data, or is of a model that

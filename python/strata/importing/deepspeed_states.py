@@ -58,11 +58,8 @@ class FlatLayout:
         return math.ceil(numel / self.world_size) if self.stage == 3 else numel
 
     def runs_in(self, name, lengths):
-        """[``Run``] of a parameter, which together hold each of its elements once.
-
-        Args:
-            lengths: [elements of the flat tensor that has it] by rank.
-        """
+        """[``Run``] of a parameter, which together hold each of its elements once. ``lengths``: [elements of the flat
+        tensor that has it] by rank."""
         flat, at, numel = self.places[name]
         if self.stage == 3:
             part = self.part(numel)
@@ -187,11 +184,8 @@ _NAMES = {"fp32": VALUE}  # names of files whose kinds have other names in Strat
 
 
 class UniversalStates:
-    """The states of all parameters, read one at a time.
-
-    Attributes:
-        stage, param_groups, loss_scaler: as of ``FlatStates``.
-    """
+    """The states of all parameters, read one at a time. ``stage``, ``param_groups`` and ``loss_scaler`` are as of
+    ``FlatStates``."""
 
     def __init__(self, folder):
         self._folder = folder

@@ -73,14 +73,8 @@ def stored(tensor):
 
 
 def write_checkpoint(checkpoint, folder):
-    """Writes ``folder/<tag>`` as one of Strata's checkpoints, a tensor at a time, and lets ``latest`` name it.
-
-    Returns:
-        the path of the new checkpoint.
-
-    Raises:
-        UsageError: a file or folder that is no checkpoint of Strata has that name.
-    """
+    """Writes ``folder/<tag>`` as one of Strata's checkpoints, a tensor at a time, and lets ``latest`` name it. Returns
+    the path of the new checkpoint. UsageError where a file or folder that is no checkpoint of Strata has that name."""
     path = os.path.join(folder, checkpoint.tag)
     if os.path.lexists(path) and _C.find_checkpoint(folder, checkpoint.tag) is None:
         raise _C.UsageError(f"'{path}' is there already, and is no checkpoint of Strata; give another folder to write "
@@ -102,11 +96,8 @@ def write_checkpoint(checkpoint, folder):
 
 
 def plain_values(values, tensors, where):
-    """JSON for the dict ``values``. Values that a checkpoint cannot hold are left out, with a warning.
-
-    Args:
-        tensors: {name: tensor}; the function adds the tensors among the values.
-    """
+    """JSON for the dict ``values``. Values that a checkpoint cannot hold are left out, with a warning. The function
+    adds the tensors among the values to ``tensors``, {name: tensor}."""
     kept = {}
     for key, value in values.items():
         try:
