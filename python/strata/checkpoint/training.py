@@ -80,7 +80,7 @@ def load_checkpoint(engine, folder, tag, strict, optimizer_states, scheduler_sta
         return None, None
     checkpoint = _C.TrainingCheckpoint(collectives, paths[0])
     training = json.loads(checkpoint.training)
-    optimizer_states = optimizer_states and not module_only and engine.optimizer is not None
+    optimizer_states = optimizer_states and not module_only and isinstance(engine.optimizer, torch.optim.Optimizer)
 
     @functools.cache
     def read_client(name):
