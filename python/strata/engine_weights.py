@@ -22,12 +22,9 @@ class EngineWeights:
 
     def module_state_dict(self, destination=None, prefix="", keep_vars=False, exclude_frozen_parameters=False):
         """{name: tensor}: the model's state dict; at stage 3 whole copies on the host, on every rank (collective).
-
-        Args:
-            destination, prefix: a dict to fill and return, or None; a text before every name.
-            keep_vars: return tensors that autograd knows; without effect at stage 3.
-            exclude_frozen_parameters: leave out parameters that need no gradient.
-        """
+        ``destination`` and ``prefix``: a dict to fill and return, or None; a text before every name. ``keep_vars``:
+        return tensors that autograd knows; without effect at stage 3. ``exclude_frozen_parameters``: leave out
+        parameters that need no gradient."""
         found = self._state_dict(True, destination, prefix, keep_vars, with_frozen=not exclude_frozen_parameters)
         if self._engine._config.stage >= 3:
             return found

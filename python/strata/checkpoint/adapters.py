@@ -37,12 +37,8 @@ def holds_adapter(folder):
 
 
 def read_adapter_config(folder):
-    """(peft.PeftConfig to train with, folder of the base model).
-
-    Raises:
-        FormatError: it names no existing folder of a base model.
-        UsageError: peft is not installed; the adapter's file does not hold all of its values.
-    """
+    """(peft.PeftConfig to train with, folder of the base model). FormatError where it names no existing folder of a
+    base model. UsageError where peft is not installed, or the adapter's file does not hold all of its values."""
     try:
         import peft
     except ImportError as error:
@@ -135,12 +131,8 @@ def save_adapters(engine, folder):
     """Writes every adapter as PEFT's ``save_pretrained`` does. Collective.
 
     The engine gathers one parameter at a time, or all parameters of a learned prompt. Rank 0 holds the adapters'
-    parameters on the host meanwhile, and puts the files in place when all are written.
-
-    Raises:
-        IoError: on every rank, where rank 0 cannot write.
-        UsageError: a method of PEFT that computes the tensors that it saves.
-    """
+    parameters on the host meanwhile, and puts the files in place when all are written. IoError on every rank, where
+    rank 0 cannot write. UsageError for a method of PEFT that computes the tensors that it saves."""
     model, writes = engine.module, engine.global_rank == 0
     with agree_after(engine._collectives, "listing the adapters"):
         engine.core.require_own_memory()

@@ -93,13 +93,9 @@ class LoadPlan:
     def read(self, core, known=None, reader=None):
         """Collective: reads this rank's part of the tensors that need no computation.
 
-        Memory: the reader's staging ring. IoError on every rank; it names the first that failed.
-
-        Args:
-            core: a _C.ShardedModel.
-            known: of its engine; None: indices among the parameters are indices in ``core``.
-            reader: a _C.WeightReader, which several plans can share; None: the plan makes its own.
-        """
+        Memory: the reader's staging ring. IoError on every rank; it names the first that failed. ``known`` is of
+        ``core``'s engine; None: indices among the parameters are indices in ``core``. Several plans can share a
+        ``reader``, a _C.WeightReader; None: the plan makes its own."""
         weight_map, indices = self._map, self._indices
         if known is not None:
             parts = [(source, part, known[place]) for place, source in zip(self._indices, self._sources)
@@ -190,14 +186,9 @@ def build_model(model_class, config, dtype, model_arguments):
 
 
 def tie_as_checkpoint(model, present, same):
-    """Ties parameters as ``from_pretrained`` would for this checkpoint.
-
-    Args:
-        model: with meta parameters.
-        present: names, in the model, of the checkpoint's tensors.
-        same: called with two of these names; returns whether their values are equal. Tensors that differ are not
-            tied, also where the configuration ties them.
-    """
+    """Ties parameters as ``from_pretrained`` would for this checkpoint. ``model`` has meta parameters; ``present`` are
+    the names in it of the checkpoint's tensors. ``same``, called with two of these names, returns whether their values
+    are equal. Tensors that differ are not tied, also where the configuration ties them."""
     parameters, _ = state_names(model)
     missing = set(parameters) - set(present)
     for target, source in list((model.all_tied_weights_keys or {}).items()):

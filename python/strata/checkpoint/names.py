@@ -181,12 +181,8 @@ class Leaves:
 
 def _converted_by_blocks(convert, tensors, known):
     """The result of ``convert(tensors)``, from that for a few of alike blocks; None: all names must be asked about.
-
-    Args:
-        convert: [names of tensors] -> ({name in the model: RangeTensor}, [names that the model does not use]).
-        tensors: ``Leaves``.
-        known: names in the model.
-    """
+    ``convert``: [names of tensors] -> ({name in the model: RangeTensor}, [names that the model does not use]).
+    ``tensors``: ``Leaves``. ``known``: names in the model."""
     groups, asked = _repeated_blocks(tensors)
     if not groups:
         return None

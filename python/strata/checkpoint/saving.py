@@ -127,12 +127,8 @@ def whole_state_dict(model, keep=True, with_frozen=True):
     """{name: tensor on the host}: ``model.state_dict()`` with whole parameters.
 
     Collective where parameters are sharded: the engine gathers one unit at a time and copies it to the host. Tensors
-    that the model shares are shared in the result.
-
-    Args:
-        keep: False: take part in gathers, and return None.
-        with_frozen: False leaves out parameters that need no gradient.
-    """
+    that the model shares are shared in the result. ``keep=False``: take part in gathers, and return None.
+    ``with_frozen=False`` leaves out parameters that need no gradient."""
     result, copies = OrderedDict(), {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         prefix = prefix and prefix + "."

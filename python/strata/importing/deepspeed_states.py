@@ -29,19 +29,10 @@ class Run(NamedTuple):
 
 
 class FlatLayout:
-    """The offsets of parameters in flat tensors.
-
-    Args:
-        shapes: [{name: shape}] by flat tensor.
-        world_size: number of ranks.
-        stage: of ZeRO.
-        paddings: [[elements behind each parameter]] by flat tensor, or None.
-
-    Attributes:
-        places: {name: (flat, begin, numel)}: the offset in the joined tensors of all ranks, or at stage 3 in each
-            rank's.
-        ends: [the end of the last parameter] by flat tensor.
-    """
+    """The offsets of parameters in flat tensors. ``shapes``: [{name: shape}] by flat tensor. ``stage`` is of ZeRO.
+    ``paddings``: [[elements behind each parameter]] by flat tensor, or None. ``places``: {name: (flat, begin, numel)}:
+    the offset in the joined tensors of all ranks, or at stage 3 in each rank's. ``ends``: [the end of the last
+    parameter] by flat tensor."""
 
     def __init__(self, shapes, world_size, stage, paddings=None):
         self.shapes, self.world_size, self.stage = shapes, world_size, stage
@@ -75,13 +66,8 @@ class FlatLayout:
 
 
 class FlatStates:
-    """The contents of every rank's optimizer file.
-
-    Attributes:
-        stage: of ZeRO.
-        param_groups: [dict], the optimizer's, or None.
-        loss_scaler: DeepSpeed's, as data, or None.
-    """
+    """The contents of every rank's optimizer file. ``stage`` is of ZeRO. ``param_groups``: [dict], the optimizer's, or
+    None. ``loss_scaler``: DeepSpeed's, as data, or None."""
 
     def __init__(self, paths, model):
         self._contents = [_optimizer_content(path) for path in paths]

@@ -154,16 +154,13 @@ _TRAINERS = {  # sections that the configuration must not have: the arguments of
 
 
 def engine_settings(config, args):
-    """The dict for ``strata.initialize``.
+    """The dict for ``strata.initialize``. ConfigError where the two have different values of a setting, or ``config``
+    has a section ``optimizer`` or ``scheduler``. UsageError where ``args`` have a setting that the engine does not
+    support.
 
     Args:
         config: dict, path or JSON text, whose batch sizes, ``gradient_clipping``, ``bf16`` and ``fp16`` are left out,
             "auto", or equal to those of ``args``, a ``TrainingArguments``; None: stage 3.
-
-    Raises:
-        ConfigError: the two have different values of a setting; ``config`` has a section ``optimizer`` or
-            ``scheduler``.
-        UsageError: ``args`` have a setting that the engine does not support.
     """
     _require_possible(args)
     settings = copy.deepcopy(DEFAULT if config is None else document_of(config))

@@ -53,13 +53,8 @@ class Groups:
 
 
 class Members:
-    """The rows of the ``groups`` [begin, end).
-
-    Attributes:
-        rows: slice of all rows.
-        each: [(group, counted from the first of these, slice of ``rows``)] without groups that have none.
-        count: int, groups.
-    """
+    """The rows of the ``groups`` [begin, end). ``rows``: slice of all rows. ``each``: [(group, counted from the first
+    of these, slice of ``rows``)] without groups that have none. ``count``: int, groups."""
 
     def __init__(self, groups, begin, end):
         bounds = groups.bounds[begin : end + 1]
