@@ -11,8 +11,8 @@ from ..model.tiles import tiles_of
 
 
 def values_on_host(parameter, keep=True):
-    """A copy on the host, in its dtype and shape, of the values of a parameter. Collective where gathers are. The device
-    has at most one tile at a time where it is used in tiles. ``keep=False``: take part, and return None."""
+    """A copy on the host, in its dtype and shape, of the values of a parameter. Collective where gathers are. Where
+    it is used in tiles, the device has one at a time. ``keep=False``: take part, and return None."""
     tiles = tiles_of(parameter)
     if tiles is None:
         for _, _, values in iter_pieces(parameter):  # one piece
