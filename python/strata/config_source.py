@@ -9,12 +9,9 @@ from . import _C
 
 
 def read_config(config):
-    """A _C.Config. ConfigError where the configuration is none of these, or is wrong.
-
-    Args:
-        config: a dict; or a str or os.PathLike: JSON, base64 of JSON, or the path of a JSON file; where the package
-            ``hjson`` is installed, also Hjson or the path of an Hjson file.
-    """
+    """A _C.Config. ConfigError where the configuration is none of these, or is wrong. ``config``: a dict; or a str or
+    os.PathLike: JSON, base64 of JSON, or the path of a JSON file; where the package ``hjson`` is installed, also Hjson
+    or the path of an Hjson file."""
     if isinstance(config, dict):
         return _C.Config.parse(_json_of(config))
     if not isinstance(config, (str, os.PathLike)):

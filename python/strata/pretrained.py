@@ -73,12 +73,8 @@ def load_weights(engine, path, strict=False):
 
     The model's names find the tensors; for transformers models transformers' rules do. Each rank reads the ranges of
     the files that its shards hold. The optimizer's state does not change. Tensors that the model does not use are a
-    warning, with ``strict`` an error.
-
-    Raises:
-        FormatError: the checkpoint contradicts itself or does not fit the model; the weights are unchanged then.
-        IoError: a file cannot be read; the weights are a mixture then.
-    """
+    warning, with ``strict`` an error. FormatError where the checkpoint contradicts itself or does not fit the model;
+    the weights are unchanged then. IoError where a file cannot be read; the weights are a mixture then."""
     with agree_after(engine._collectives, f"opening the checkpoint '{path}'"):
         checkpoint = _C.Checkpoint(os.fspath(path))
         parameters = [(i, known.parameter, known.shape) for i, known in enumerate(engine.known)]

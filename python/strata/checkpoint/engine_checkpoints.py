@@ -56,7 +56,8 @@ class EngineCheckpoints:
         load_module_only=False, custom_load_fn=None,
     ):  # fmt: skip
         """Loads a checkpoint of ``save_checkpoint``, which any number of ranks may have saved at any stage. Collective,
-        between steps; each rank reads and verifies the ranges of its own shards.
+        between steps; each rank reads and verifies the ranges of its own shards. Returns (path of the checkpoint,
+        client state); (None, None), with a warning, where ``load_dir`` has no ``latest``.
 
         Args:
             load_dir: folder of the checkpoints.
@@ -67,9 +68,6 @@ class EngineCheckpoints:
             load_lr_scheduler_states: of the configuration's scheduler, or of the script's.
             load_module_only: load only the values of parameters and buffers.
             custom_load_fn: refused; change values after loading, within ``GatheredParameters``.
-
-        Returns:
-            (path of the checkpoint, client state). (None, None), with a warning, where ``load_dir`` has no ``latest``.
 
         Raises:
             FormatError: on every rank, for a checkpoint of another model, for a damaged one (the message names file,

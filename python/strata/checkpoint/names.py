@@ -45,14 +45,9 @@ def homes_of(model, buffers):
 
 def model_tensors(model, known, tensors):
     """Finds the tensors of a checkpoint for each tensor of a model. Returns ({name in the model: RangeTensor}, [names
-    in the checkpoint that the model does not use]).
-
-    Args:
-        model: any module. A model of transformers keeps the conversions that were used, as after
-            ``from_pretrained``, and ``saved_tensors`` reverts these.
-        known: names of the model's parameters and buffers.
-        tensors: of the checkpoint, ``Leaves``.
-    """
+    in the checkpoint that the model does not use]). ``model`` is any module. A model of transformers keeps the
+    conversions that were used, as after ``from_pretrained``, and ``saved_tensors`` reverts these. ``known``: names of
+    the model's parameters and buffers. ``tensors``: of the checkpoint, ``Leaves``."""
     if not is_transformers_model(model):
         return {n: t for n, t in tensors.items() if n in known}, [n for n in tensors if n not in known]
     mapping = private("get_model_conversion_mapping")(model)

@@ -25,18 +25,12 @@ def save_pretrained(engine, folder, max_shard_size="5GB"):
     """Writes the weights as a Hugging Face checkpoint. Collective; ``engine.save_pretrained`` is this.
 
     The weights stay sharded: the engine gathers one unit at a time, and rank 0 writes it. Each weight has its
-    parameter's dtype, and the name that transformers' own ``save_pretrained`` writes. For transformers models
-    rank 0 also writes config.json and generation_config.json. An earlier checkpoint in the folder does not change
-    until the new one is complete. For a PEFT model the call writes the adapters, as PEFT does.
-
-    Args:
-        folder: made if need be.
-        max_shard_size: bytes of one file at most, as a number or as "5GB", "500MB", "2GiB".
-
-    Raises:
-        IoError: on every rank, where rank 0 cannot write.
-        UsageError: for a ``max_shard_size`` that is no size, and for a version of transformers that is not supported.
-    """
+    parameter's dtype, and the name that transformers' own ``save_pretrained`` writes. For transformers models rank 0
+    also writes config.json and generation_config.json. An earlier checkpoint in the folder does not change until the
+    new one is complete. For a PEFT model the call writes the adapters, as PEFT does. The call makes ``folder`` if need
+    be; ``max_shard_size``: bytes of one file at most, as a number or as "5GB", "500MB", "2GiB". IoError on every rank,
+    where rank 0 cannot write. UsageError for a ``max_shard_size`` that is no size, and for a version of transformers
+    that is not supported."""
     collectives, model = engine._collectives, engine.module
     if is_peft_model(model):
         return save_adapters(engine, folder)

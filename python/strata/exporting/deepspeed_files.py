@@ -84,20 +84,11 @@ def save(value, path):
 
 
 class Layout(FlatLayout):
-    """The offsets of all trained parameters.
-
-    Args:
-        groups: [{name: shape}], by param group, in the optimizer's order. Parameters without elements are left out.
-        world_size: number of ranks that DeepSpeed will train on.
-        stage: of ZeRO, 1 to 3.
-        sub_group_size: elements of a rank, of the configuration; counts at stage 3.
-
-    Attributes:
-        numel: [elements of each flat tensor of one rank].
-        group_flats: [[flat tensors]] by param group.
-        paddings: [[elements at the end of each rank's flat tensor that belong to no parameter]] by rank, at stages 1
-            and 2.
-    """
+    """The offsets of all trained parameters. ``groups``: [{name: shape}], by param group, in the optimizer's order,
+    without parameters that have no elements. ``world_size``, ``stage`` and ``sub_group_size`` are of DeepSpeed's run;
+    the last, elements of a rank, counts at stage 3. ``numel``: [elements of each flat tensor of one rank].
+    ``group_flats``: [[flat tensors]] by param group. ``paddings``: [[elements at the end of each rank's flat tensor
+    that belong to no parameter]] by rank, at stages 1 and 2."""
 
     def __init__(self, groups, world_size, stage, sub_group_size):
         self.world_size, self.stage = world_size, stage

@@ -38,7 +38,8 @@ _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")  # of torch's 
 
 def import_dcp(folder, out, tag=None, buffers=()):
     """Writes the contents of a folder of torch.distributed.checkpoint as a checkpoint of Strata. About one tensor is in
-    memory at a time, beside the chunk of it that is being read. Returns the path of the new checkpoint.
+    memory at a time, beside the chunk of it that is being read. Returns the path of the new checkpoint. FormatError
+    where the folder is damaged, holds objects other than data, or holds no model. IoError where a file is missing.
 
     Args:
         folder: the folder that ``dcp.save`` wrote.
@@ -46,10 +47,6 @@ def import_dcp(folder, out, tag=None, buffers=()):
         tag: of the new checkpoint; default: the folder's name.
         buffers: names of the model's buffers, since the folder does not distinguish them from frozen parameters.
             Tensors of other than floating dtypes, and batch norm's, count as buffers without being named.
-
-    Raises:
-        FormatError: the folder is damaged, holds objects other than data, or holds no model.
-        IoError: a file is missing.
     """
     return write_checkpoint(read_dcp(folder, tag, buffers), os.fspath(out))
 

@@ -36,17 +36,14 @@ _OWN_KEYS = {
 
 def import_deepspeed(checkpoint, out, tag=None):
     """Writes a checkpoint of DeepSpeed as one of Strata, which ``engine.load_checkpoint(out)`` loads at any number of
-    ranks and any stage. About one tensor is in memory at a time. Returns the path of the new checkpoint.
+    ranks and any stage. About one tensor is in memory at a time. Returns the path of the new checkpoint. FormatError
+    where the folder is no such checkpoint, is damaged, holds objects other than data, or is of a model that is also cut
+    by another kind of parallelism. IoError where a file is missing.
 
     Args:
         checkpoint: DeepSpeed's folder, that of all tags or of one.
         out: folder of Strata's checkpoints, made if need be; the tag stays the same.
         tag: default: the one that ``latest`` names.
-
-    Raises:
-        FormatError: the folder is no such checkpoint, is damaged, holds objects other than data, or is of a model that
-            is also cut by another kind of parallelism.
-        IoError: a file is missing.
     """
     return write_checkpoint(read_deepspeed(checkpoint, tag), os.fspath(out))
 
