@@ -196,9 +196,11 @@ class Files:
         flats = self._flats(work)
         module, frozen = self._fill(flats, work)
         self._write_model(folder, module, frozen)
+        bf16 = any(self._config.get(name, {}).get("enabled") is True for name in ("bf16", "bfloat16"))
         for rank in range(self._layout.world_size):
+            name = f"{'bf16_' if bf16 else ''}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
             save({"optimizer_state_dict": self._optimizer(flats, rank), "ds_config": self._config,
-                  "ds_version": _VERSION}, os.path.join(folder, self._optimizer_name(rank)))
+                  "ds_version": _VERSION}, os.path.join(folder, name))
         del flats, module, frozen
         shutil.rmtree(work)
 
@@ -296,10 +298,6 @@ class Files:
         return {name: t.kinds[VALUE].read().reshape(t.shape).clone() for name, t in buffers.items()}
 
     # --- the optimizer's files ---
-
-    def _optimizer_name(self, rank):
-        enabled = any(self._config.get(name, {}).get("enabled") is True for name in ("bf16", "bfloat16"))
-        return f"{'bf16_' if enabled else ''}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 
     def _optimizer(self, flats, rank):
         layout = self._layout
