@@ -258,12 +258,6 @@ class Engine(EngineCheckpoints, torch.nn.Module):
         self._settle_schedule()
         return self.core.last_step_applied
 
-    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters=False):
-        """Whole weights on the host of rank 0, None on the others. Collective."""
-        return self._weights.consolidated(exclude_frozen_parameters)
-
-    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
-
     def save_pretrained(self, save_directory, max_shard_size="5GB"):
         """``strata.pretrained.save_pretrained``: files for transformers' ``from_pretrained``. Collective, between
         steps."""
@@ -328,3 +322,4 @@ for _part, _class in (("_settings", EngineSettings), ("_batches", Batches), ("_n
     for _name, _member in vars(_class).items():
         if not _name.startswith("_"):
             setattr(Engine, _name, _delegated(_part, _name, _member))
+Engine._zero3_consolidated_16bit_state_dict = Engine._consolidated_16bit_state_dict = Engine.consolidated
