@@ -18,30 +18,21 @@ import types
 
 __version__ = "0.1.0"
 
-_HOMES = {  # name: the module that has it
-    "CommError": "_C",
-    "ConfigError": "_C",
-    "DeviceError": "_C",
-    "Engine": "engine",
-    "Error": "_C",
-    "FormatError": "_C",
-    "InternalError": "_C",
-    "IoError": "_C",
-    "LossScaleError": "_C",
-    "NumericsError": "_C",
-    "OutOfMemoryError": "_C",
-    "ScheduledLR": "schedule",
-    "ShardedOptimizer": "optimizer",
-    "UsageError": "_C",
-    "add_config_arguments": "config_source",
-    "init_distributed": "ranks.runtime",
+_NAMES = {  # module: the names that it has
+    "_C": "CommError ConfigError DeviceError Error FormatError InternalError IoError LossScaleError NumericsError "
+          "OutOfMemoryError UsageError",
+    "config_source": "add_config_arguments",
+    "engine": "Engine",
+    "forecast": "memory_forecast",
     "initialize": "initialize",
-    "iter_pieces": "tiles.host_copy",
-    "load_pretrained": "pretrained",
-    "load_weights": "pretrained",
-    "memory_forecast": "forecast",
-    "register_tiling": "tiles",
+    "optimizer": "ShardedOptimizer",
+    "pretrained": "load_pretrained load_weights",
+    "ranks.runtime": "init_distributed",
+    "schedule": "ScheduledLR",
+    "tiles": "register_tiling",
+    "tiles.host_copy": "iter_pieces",
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 _MODULES = ("_C", "engine", "forecast", "nn", "ops", "pretrained", "schedule", "tiles", "utils", "zero")
 
 __all__ = [*_HOMES, "nn", "ops", "schedule", "tiles", "utils", "zero"]

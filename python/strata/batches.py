@@ -15,11 +15,7 @@ _ROUTES = {"train": True, "eval": False, "predict": False}  # whether the route'
 
 
 class Batches:
-    """The part of an ``Engine`` that concerns samples and micro-steps.
-
-    Args:
-        engine: a weak proxy of the ``Engine``.
-    """
+    """The part of an ``Engine`` that concerns samples and micro-steps. It has a weak proxy of the engine."""
 
     def __init__(self, engine):
         self._engine = engine
@@ -46,10 +42,7 @@ class Batches:
 
     def set_train_batch_size(self, train_batch_size):
         """Changes the samples of a step, by more or fewer micro-steps of the same size. Between steps, on every rank.
-
-        Raises:
-            UsageError: it is no multiple of the samples of all ranks in one forward.
-        """
+        UsageError where it is no multiple of the samples of all ranks in one forward."""
         micro, world_size = self.train_micro_batch_size_per_gpu(), self._engine.world_size
         in_one_forward = micro * world_size
         if train_batch_size < 1 or train_batch_size % in_one_forward != 0:
@@ -118,7 +111,8 @@ class Batches:
 
     def deepspeed_io(self, dataset, batch_size=None, route="train", pin_memory=True, data_sampler=None,
                      collate_fn=None, num_local_io_workers=None):  # fmt: skip
-        """A DataLoader over this rank's part of ``dataset``, in batches on the host.
+        """A DataLoader over this rank's part of ``dataset``, in batches on the host. UsageError for a batch size that
+        is no number, another route, and an object that is no data set.
 
         Args:
             dataset: map-style, with ``__len__`` and ``__getitem__``; or iterable: every rank reads all of it, unless
@@ -130,9 +124,6 @@ class Batches:
             data_sampler: of this rank; None: a DistributedSampler by ``route``.
             collate_fn: None: the argument of ``initialize``.
             num_local_io_workers: number of processes that load; None: none.
-
-        Raises:
-            UsageError: for a batch size that is no number, another route, and an object that is no data set.
         """
         if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
             raise _C.UsageError("deepspeed_io: batch_size is the second argument, a number of samples of at least 1, "

@@ -68,14 +68,9 @@ def members_of(sharded, engine):
 
 
 class SegmentStates:
-    """The optimizer over this rank's parts of the parameters, each a Parameter of one dimension to it.
-
-    Args:
-        inner: the user's optimizer; its param groups get the parts.
-        core: a _C.ShardedModel, which keeps this object; this object does not keep it.
-        members: of ``members_of``.
-        world: number of ranks.
-    """
+    """The optimizer over this rank's parts of the parameters, each a Parameter of one dimension to it. ``inner`` is the
+    user's optimizer, whose param groups get the parts; ``members`` is of ``members_of``; ``world`` is the number of
+    ranks. ``core``, a _C.ShardedModel, keeps this object, which does not keep it."""
 
     def __init__(self, inner, core, members, world):
         self._inner, self._step, self._core = inner, inner.step, weakref.ref(core)

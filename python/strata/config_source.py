@@ -9,15 +9,9 @@ from . import _C
 
 
 def read_config(config):
-    """A _C.Config.
-
-    Args:
-        config: a dict; or a str or os.PathLike: JSON, base64 of JSON, or the path of a JSON file; where the package
-            ``hjson`` is installed, also Hjson or the path of an Hjson file.
-
-    Raises:
-        ConfigError: the configuration is none of these, or is wrong.
-    """
+    """A _C.Config. ConfigError where the configuration is none of these, or is wrong. ``config``: a dict; or a str or
+    os.PathLike: JSON, base64 of JSON, or the path of a JSON file; where the package ``hjson`` is installed, also Hjson
+    or the path of an Hjson file."""
     if isinstance(config, dict):
         return _C.Config.parse(_json_of(config))
     if not isinstance(config, (str, os.PathLike)):
@@ -91,14 +85,8 @@ def _without_duplicates(pairs):
 
 
 def document_of(config):
-    """The dict of a configuration: the same one, if it is one.
-
-    Args:
-        config: dict, path, JSON text, or base64 of that.
-
-    Raises:
-        ConfigError: it is none of these; for JSON the message of Strata's parser names the error.
-    """
+    """The dict of a configuration: the same one, if it is one. ``config``: dict, path, JSON text, or base64 of that.
+    ConfigError where it is none of these; for JSON the message of Strata's parser names the error."""
     if isinstance(config, dict):
         return config
     if not isinstance(config, (str, os.PathLike)):
@@ -127,11 +115,7 @@ def _decoded(text):
 
 def add_config_arguments(parser):
     """Adds ``--deepspeed`` (a flag for the script itself) and ``--deepspeed_config`` to an ``argparse`` parser;
-    ``strata.initialize(args=...)`` reads the latter. Scripts use these names.
-
-    Returns:
-        ``parser``.
-    """
+    ``strata.initialize(args=...)`` reads the latter. Scripts use these names. Returns ``parser``."""
     group = parser.add_argument_group("Strata", "configuration of the engine")
     group.add_argument("--deepspeed", action="store_true", help="train with the engine; for the script's own use")
     group.add_argument("--deepspeed_config", default=None, type=str, help="path of the JSON configuration")

@@ -21,12 +21,8 @@ _POSTPONED = 1 << 24  # elements of small parameters that stay whole until they 
 class DeferredInit:
     """Shards and frees parameters under ``zero.Init``. Every method that shards is collective. A home is a pair
     (module, name of a parameter). A deferred parameter is one without memory, which has a recipe.
-
-    Attributes:
-        values_come_later: whether later values replace those that constructors write: then many small parameters are
-            sharded at once.
-        waiting: modules with parameters that have no memory yet, each once.
-    """
+    ``values_come_later``: whether later values replace those that constructors write: then many small parameters are
+    sharded at once. ``waiting``: modules with parameters that have no memory yet, each once."""
 
     def __init__(self, config):
         self._config = config

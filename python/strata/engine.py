@@ -107,16 +107,14 @@ class Engine(EngineCheckpoints, torch.nn.Module):
 
     def backward(self, loss, retain_graph=False, scale_wrt_gas=True):
         """Runs autograd from ``loss`` and reduces gradients, as ``loss.backward()`` does. Returns the loss, divided by
-        the accumulation steps where ``scale_wrt_gas`` is True; not multiplied by the loss scale.
+        the accumulation steps where ``scale_wrt_gas`` is True; not multiplied by the loss scale. UsageError without a
+        forward before, and for a loss that depends on no parameter. CommError where another rank ended, or called
+        another collective.
 
         Args:
             loss: floating tensor of one element, shape [], from this engine's forward.
             retain_graph: as in ``torch.autograd.backward``.
             scale_wrt_gas: divide by the accumulation steps.
-
-        Raises:
-            UsageError: without a forward before; for a loss that depends on no parameter.
-            CommError: another rank ended, or called another collective.
         """
         self.core.begin_backward()
         try:
@@ -140,13 +138,10 @@ class Engine(EngineCheckpoints, torch.nn.Module):
 
     def step(self, lr_kwargs=None):
         """Ends a micro-step; at an accumulation boundary updates the weights and steps the scheduler. Does nothing
-        where ``optimizer.step()`` was called since the last backward pass.
-
-        Raises:
-            UsageError: without a backward pass since the last step; within ``coalesce_grad_reduction()``.
-            NumericsError: in fp32 and bf16, where gradients were not finite in more steps in a row than
-                ``strata.max_skipped_steps``. On a GPU the next ``step()`` or save raises it: this one does not wait.
-        """
+        where ``optimizer.step()`` was called since the last backward pass. UsageError without a backward pass since the
+        last step, and within ``coalesce_grad_reduction()``. NumericsError in fp32 and bf16, where gradients were not
+        finite in more steps in a row than ``strata.max_skipped_steps``; on a GPU the next ``step()`` or save raises it,
+        since this one does not wait."""
         if self.coalesces:
             raise _C.UsageError("step() was called within coalesce_grad_reduction(), whose gradients are not reduced "
                                 "yet; call it after the block")
@@ -263,12 +258,6 @@ class Engine(EngineCheckpoints, torch.nn.Module):
         self._settle_schedule()
         return self.core.last_step_applied
 
-    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters=False):
-        """Whole weights on the host of rank 0, None on the others. Collective."""
-        return self._weights.consolidated(exclude_frozen_parameters)
-
-    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
-
     def save_pretrained(self, save_directory, max_shard_size="5GB"):
         """``strata.pretrained.save_pretrained``: files for transformers' ``from_pretrained``. Collective, between
         steps."""
@@ -333,3 +322,4 @@ for _part, _class in (("_settings", EngineSettings), ("_batches", Batches), ("_n
     for _name, _member in vars(_class).items():
         if not _name.startswith("_"):
             setattr(Engine, _name, _delegated(_part, _name, _member))
+Engine._zero3_consolidated_16bit_state_dict = Engine._consolidated_16bit_state_dict = Engine.consolidated

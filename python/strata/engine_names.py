@@ -10,11 +10,8 @@ _WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compil
 
 
 class EngineNames:
-    """The part of an ``Engine`` that answers questions about its optimizer, its precision, its ranks and its work.
-
-    Args:
-        engine: a weak proxy of the ``Engine``.
-    """
+    """The part of an ``Engine`` that answers questions about its optimizer, its precision, its ranks and its work. It
+    has a weak proxy of the engine."""
 
     def __init__(self, engine):
         self._engine = engine
@@ -26,11 +23,8 @@ class EngineNames:
         return [float(rate or 0.0) for rate in self._of_groups("lr")]
 
     def set_lr(self, lr):
-        """Sets the learning rate of every param group, for the steps from now on; a scheduler overwrites it.
-
-        Raises:
-            UsageError: there is no optimizer.
-        """
+        """Sets the learning rate of every param group, for the steps from now on; a scheduler overwrites it. UsageError
+        where there is no optimizer."""
         if self._engine.optimizer is None:
             raise _C.UsageError("set_lr: this engine has no optimizer; name one in the configuration, or pass one as "
                                 "optimizer= to initialize")
@@ -134,13 +128,10 @@ class EngineNames:
         from a short measurement; ``of_limit``, the fraction of it that was reached. ``fetch_wait_seconds`` is the
         host's wait for drives, ``copy_wait_seconds`` the device's wait for copies. ``parts`` counts the leased parts of
         states and weights, ``parts_ready`` those of them that were in memory. ``drives`` is [{``folder``,
-        ``written_bytes`` to it since the start}]. A value that is not known is None.
-
-        Args:
-            wait: wait until the device has finished the last step. With offloading the first call takes some tenths of
-                a second more, to measure the links' limits. False: the report is of the last finished step; None if
-                there is none.
-        """
+        ``written_bytes`` to it since the start}]. A value that is not known is None. With ``wait`` the call waits until
+        the device has finished the last step. With offloading the first such call takes some tenths of a second more,
+        to measure the links' limits. With ``wait=False`` the report is of the last finished step; None if there is
+        none."""
         return self._engine.core.step_report(wait)
 
     def print_step_report(self):
@@ -162,18 +153,15 @@ class EngineNames:
         of the model that is not compiled, where the backend's kernels round in the same way.
 
         The engine's hooks stay out of graphs. At stages 0 to 2 each block is a graph, or several where its code breaks
-        it. At stage 3 a read of a sharded parameter ends a graph, so torch compiles the code between two reads.
-        The module stays compiled when the engine is destroyed.
+        it. At stage 3 a read of a sharded parameter ends a graph, so torch compiles the code between two reads. The
+        module stays compiled when the engine is destroyed. UsageError for ``fullgraph`` and for CUDA graphs, which the
+        engine's hooks do not allow; NotImplementedError for ``schedule`` and ``compiled_autograd_enabled``.
 
         Args:
             backend: of torch.compile, a name or a function. None: "inductor".
             compile_kwargs: dict, more arguments of torch.compile.
             schedule: None; Strata does not offer DeepCompile's passes.
             compiled_autograd_enabled: False; compiled autograd cannot trace the engine's hooks, which are C++.
-
-        Raises:
-            UsageError: for ``fullgraph`` and for CUDA graphs, which the engine's hooks do not allow.
-            NotImplementedError: for the last two arguments.
         """
         if schedule is not None:
             raise NotImplementedError("engine.compile: DeepCompile's passes are not offered; leave schedule out")

@@ -168,11 +168,7 @@ def _configured(path, default):
 
 class EngineSettings:
     """The part of an ``Engine`` that returns settings: the getters of the tables above, and those that compute their
-    value.
-
-    Args:
-        config: a _C.Config.
-    """
+    value. Made of a _C.Config."""
 
     def __init__(self, config):
         self._config = config

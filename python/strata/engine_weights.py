@@ -22,12 +22,9 @@ class EngineWeights:
 
     def module_state_dict(self, destination=None, prefix="", keep_vars=False, exclude_frozen_parameters=False):
         """{name: tensor}: the model's state dict; at stage 3 whole copies on the host, on every rank (collective).
-
-        Args:
-            destination, prefix: a dict to fill and return, or None; a text before every name.
-            keep_vars: return tensors that autograd knows; without effect at stage 3.
-            exclude_frozen_parameters: leave out parameters that need no gradient.
-        """
+        ``destination`` and ``prefix``: a dict to fill and return, or None; a text before every name. ``keep_vars``:
+        return tensors that autograd knows; without effect at stage 3. ``exclude_frozen_parameters``: leave out
+        parameters that need no gradient."""
         found = self._state_dict(True, destination, prefix, keep_vars, with_frozen=not exclude_frozen_parameters)
         if self._engine._config.stage >= 3:
             return found
@@ -82,11 +79,8 @@ class EngineWeights:
     def load_state_dict(self, state_dict, strict=True, assign=False):
         """Gives the model the values of ``state_dict()``, of ``engine.module``'s, or of a wrapper that calls the model
         "module". Collective; rank 0's names and values count, other ranks may pass {}. The masters get the same values;
-        the optimizer's states do not change. Returns (missing keys, unexpected keys).
-
-        Raises:
-            UsageError: on every rank, with ``strict``, where names do not fit; where shapes do not fit; for ``assign``.
-        """
+        the optimizer's states do not change. Returns (missing keys, unexpected keys). UsageError on every rank, with
+        ``strict``, where names do not fit; where shapes do not fit; for ``assign``."""
         if assign:
             raise _C.UsageError("load_state_dict: assign=True would take the parameters from the engine; leave it out, "
                                 "and values are copied")

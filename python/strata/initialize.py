@@ -105,13 +105,9 @@ def initialize_as(engine_class, model, mpu, mesh_param, config, *others):
 
 class StartUp:
     """One start of an engine on this rank, with ``initialize``'s arguments. ``run()`` is the list of its phases.
-    ``load_pretrained`` has a subclass, which builds the model.
-
-    Attributes:
-        clock: the ``StartUpClock`` that counts the phases.
-        config: from ``read_config()`` on the _C.Config.
-        from_files: {id(parameter): full shape} of parameters that are empty until they are loaded; None: there is none.
-    """
+    ``load_pretrained`` has a subclass, which builds the model. ``clock``: the ``StartUpClock`` that counts the phases.
+    ``config``: from ``read_config()`` on the _C.Config. ``from_files``: {id(parameter): full shape} of parameters that
+    are empty until they are loaded; None: there is none."""
 
     def __init__(self, config, model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn,
                  dist_init_required=None, engine_class=Engine):  # fmt: skip

@@ -41,13 +41,9 @@ class _Member:
 
     def parts_of(self, name, value, place, by_element):
         """This rank's elements of the state ``name``, one tensor for each parameter of the engine; None: ``value`` has
-        not one entry for each element. UsageError for a part with other ranges than this rank's.
-
-        Args:
-            value: the whole state, or a result of ``shaped`` on a rank that had the ranges ``place``.
-            place: the ``ranges`` of that rank; None: only whole states are accepted.
-            by_element: names of the states with one entry an element; None: the shape tells.
-        """
+        not one entry for each element. UsageError for a part with other ranges than this rank's. ``value`` is the whole
+        state, or a result of ``shaped`` on a rank that had the ranges ``place``; None: only whole states are accepted.
+        ``by_element``: names of the states with one entry an element; None: the shape tells."""
         if not isinstance(value, torch.Tensor):
             return None
         if name in _OF_ALL_ELEMENTS if by_element is None else name not in by_element:

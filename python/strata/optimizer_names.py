@@ -10,11 +10,7 @@ from . import _C
 
 class EngineStates(collections.defaultdict):
     """As torch's ``state`` before the first step. While an engine trains, ``clear()`` drops the engine's states, as it
-    would in torch, and reading a parameter's state is an error.
-
-    Args:
-        optimizer: the ``ShardedOptimizer``; this keeps a weak reference.
-    """
+    would in torch, and reading a parameter's state is an error. It has a weak reference to the ``ShardedOptimizer``."""
 
     def __init__(self, optimizer):
         super().__init__(dict)
@@ -45,11 +41,7 @@ class EngineStates(collections.defaultdict):
             drop_states(optimizer, optimizer._bound())
 
     def replace(self, states):
-        """``optimizer.state = states``.
-
-        Raises:
-            UsageError: they are not empty.
-        """
+        """``optimizer.state = states``. UsageError where they are not empty."""
         if states and self._trained() is not None:
             raise _C.UsageError("optimizer.state was set, and the engine keeps this optimizer's states; give them to "
                                 "optimizer.load_state_dict(), or an empty dict to begin anew")
@@ -66,11 +58,8 @@ def _while_dynamic(name, doc):
 
 
 class LossScale:
-    """``optimizer.loss_scaler`` and ``optimizer.loss_scale_config``: how the loss is scaled, live.
-
-    Args:
-        optimizer: the ``ShardedOptimizer`` of an engine.
-    """
+    """``optimizer.loss_scaler`` and ``optimizer.loss_scale_config``: how the loss is scaled, live. Made of the
+    ``ShardedOptimizer`` of an engine."""
 
     scale_factor = 2.0
 

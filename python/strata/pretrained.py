@@ -11,7 +11,7 @@ import torch
 
 from . import _C
 from .checkpoint.adapters import WEIGHTS, attach_adapter, holds_adapter, read_adapter_config, require_buffers
-from .checkpoint.load_plan import Contents, LoadPlan, LoadPlans, build_model, make_flat, tie_as_checkpoint
+from .checkpoint.load_plan import Contents, LoadPlan, build_model, make_flat, tie_as_checkpoint
 from .checkpoint.names import homes_of, model_tensors, state_names
 from .checkpoint.saving import save_pretrained
 from .checkpoint.supported_transformers import require_supported
@@ -73,19 +73,15 @@ def load_weights(engine, path, strict=False):
 
     The model's names find the tensors; for transformers models transformers' rules do. Each rank reads the ranges of
     the files that its shards hold. The optimizer's state does not change. Tensors that the model does not use are a
-    warning, with ``strict`` an error.
-
-    Raises:
-        FormatError: the checkpoint contradicts itself or does not fit the model; the weights are unchanged then.
-        IoError: a file cannot be read; the weights are a mixture then.
-    """
+    warning, with ``strict`` an error. FormatError where the checkpoint contradicts itself or does not fit the model;
+    the weights are unchanged then. IoError where a file cannot be read; the weights are a mixture then."""
     with agree_after(engine._collectives, f"opening the checkpoint '{path}'"):
         checkpoint = _C.Checkpoint(os.fspath(path))
         parameters = [(i, known.parameter, known.shape) for i, known in enumerate(engine.known)]
         names, buffers = _names_of(engine.module)
         entries = _entries(parameters, names, engine._config)
         plan = LoadPlan(engine.module, checkpoint, path, entries, homes_of(engine.module, buffers), strict)
-    _load(engine, plan, StartUpClock())
+    _load(engine, [plan], StartUpClock())
 
 
 class _PretrainedStartUp(StartUp):
@@ -134,8 +130,8 @@ class _PretrainedStartUp(StartUp):
     def finish(self):
         try:
             with self.agreed(self._what), self.clock.phase("plan"):
-                plan = self._planning.result()
-            _load(self.engine, plan, self.clock)
+                plans = self._planning.result()
+            _load(self.engine, plans, self.clock)
             if not self._warming.done():
                 with self.clock.phase("warm up"):
                     self._warming.result()
@@ -254,7 +250,7 @@ def _build_flat(importing, opening, config, model_arguments):
 
 
 def _plan(building, strict):
-    return LoadPlans(plan(strict=strict) for plan in building.result()[2])
+    return [plan(strict=strict) for plan in building.result()[2]]
 
 
 def _import_class(path, opening, model_class):
@@ -333,11 +329,13 @@ def _entries(parameters, names, config):
     ]
 
 
-def _load(engine, plan, clock):
+def _load(engine, plans, clock):
     with clock.phase("meet"):
-        plan.read(engine.core, engine.known)
+        for plan in plans:
+            plan.read(engine.core, engine.known)
         with agree_after(engine._collectives, "reading the weights"), torch.no_grad(), clock.phase("compute"):
-            plan.compute(engine.core, engine.known)
+            for plan in plans:
+                plan.compute(engine.core, engine.known)
     _C.weights_changed(engine.core)
-    if engine.global_rank == 0:
+    for plan in plans if engine.global_rank == 0 else ():
         plan.warn()

@@ -141,13 +141,9 @@ def _set_betas(group, values):
 
 class Advance:
     """One step of a scheduler, which can be taken back. On a GPU the engine steps the scheduler before the host knows
-    whether the device skipped the update, since the script reads the new rates at once.
-
-    Args:
-        scheduler: an object with ``step(**arguments)``; without a ``state_dict()`` only its rates are taken back.
-        optimizer: the scheduler writes into its param groups.
-        can_be_undone: False: ``undo()`` will not be called.
-    """
+    whether the device skipped the update, since the script reads the new rates at once. ``scheduler`` has
+    ``step(**arguments)``, and writes into the param groups of ``optimizer``; without a ``state_dict()`` only its rates
+    are taken back. With ``can_be_undone=False`` ``undo()`` does not work."""
 
     def __init__(self, scheduler, optimizer, arguments, can_be_undone):
         self.can_be_undone = can_be_undone

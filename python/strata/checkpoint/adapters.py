@@ -7,7 +7,6 @@ from contextlib import contextmanager
 import torch
 
 from .. import _C
-from ..model.tiles import tiles_of
 from ..ranks.runtime import agree_after
 from ..tiles.host_copy import values_on_host
 from .names import state_names
@@ -38,12 +37,8 @@ def holds_adapter(folder):
 
 
 def read_adapter_config(folder):
-    """(peft.PeftConfig to train with, folder of the base model).
-
-    Raises:
-        FormatError: it names no existing folder of a base model.
-        UsageError: peft is not installed; the adapter's file does not hold all of its values.
-    """
+    """(peft.PeftConfig to train with, folder of the base model). FormatError where it names no existing folder of a
+    base model. UsageError where peft is not installed, or the adapter's file does not hold all of its values."""
     try:
         import peft
     except ImportError as error:
@@ -62,14 +57,9 @@ def read_adapter_config(folder):
 
 
 def attach_adapter(model, config):
-    """The peft.PeftModel of a model with meta parameters; the adapter's are meta, too.
-
-    Returns:
-        (PeftModel, {name in the adapter's file: parameter or buffer}).
-
-    Raises:
-        UsageError: the adapter computes a buffer from the base model's weights.
-    """
+    """The peft.PeftModel of a model with meta parameters; the adapter's are meta, too. Returns it and {name in the
+    adapter's file: parameter or buffer}. UsageError where the adapter computes a buffer from the base model's
+    weights."""
     import peft
 
     with _without_values(config):
@@ -141,30 +131,19 @@ def save_adapters(engine, folder):
     """Writes every adapter as PEFT's ``save_pretrained`` does. Collective.
 
     The engine gathers one parameter at a time, or all parameters of a learned prompt. Rank 0 holds the adapters'
-    parameters on the host meanwhile, and puts the files in place when all are written.
-
-    Raises:
-        IoError: on every rank, where rank 0 cannot write.
-        UsageError: a method of PEFT that computes the tensors that it saves.
-    """
+    parameters on the host meanwhile, and puts the files in place when all are written. IoError on every rank, where
+    rank 0 cannot write. UsageError for a method of PEFT that computes the tensors that it saves."""
     model, writes = engine.module, engine.global_rank == 0
     with agree_after(engine._collectives, "listing the adapters"):
         engine.core.require_own_memory()
         parameters, buffers = state_names(model)
-        state = {**{name: entry for name, entry in parameters.items()}, **buffers}
+        state = {**parameters, **buffers}
         named = [name for name, config in model.peft_config.items() if not config.is_prompt_learning]
         wanted = {id(t) for adapter in named for t in _in_file(model, adapter, state).values()}
         prompts = {id(p) for p in model.prompt_encoder.parameters()} if len(named) < len(model.peft_config) else set()
     values = {id(b): b.detach().cpu() for b in buffers.values() if id(b) in wanted}
-    for known in engine.known:
-        parameter, index = known.parameter, known.parts[0].index
-        if id(parameter) in wanted and tiles_of(parameter) is not None:
-            values[id(parameter)] = values_on_host(parameter, writes)
-        elif id(parameter) in wanted:
-            engine.core.gather([index])
-            if writes:
-                values[id(parameter)] = parameter.detach().cpu().clone()
-            engine.core.release([index], True)
+    of_model = (known.parameter for known in engine.known)
+    values |= {id(p): values_on_host(p, writes) for p in of_model if id(p) in wanted}
     held = [index for index, (_, parameter, *_) in enumerate(engine._described) if id(parameter) in prompts]
     engine.core.gather(held)
     try:

@@ -19,11 +19,8 @@ class EngineCheckpoints:
 
     def wait_for_checkpoint(self):
         """Waits until the last checkpoint is on disk, where ``"checkpoint": {"async": true}`` writes it beside
-        training. Collective. ``save_checkpoint``, ``load_checkpoint`` and ``destroy`` wait, too.
-
-        Raises:
-            IoError: on every rank, where one of them could not write.
-        """
+        training. Collective. ``save_checkpoint``, ``load_checkpoint`` and ``destroy`` wait, too. IoError on every rank,
+        where one of them could not write."""
         if self._saver is not None:
             self._saver.wait()
 
@@ -34,7 +31,7 @@ class EngineCheckpoints:
         The checkpoint is ``save_dir/tag``. It is complete or absent: it gets its name when all of it is on disk, and an
         earlier one of that tag stays until then. It loads at any number of ranks and any stage. With ``"checkpoint":
         {"async": true}`` this call returns when the shards are copied to the host. Threads write them beside the next
-        steps; the next save, load, ``wait_for_checkpoint()`` or ``destroy()`` raises their error.
+        steps; the next save, load, ``wait_for_checkpoint()`` or ``destroy()`` raises their error. Returns True.
 
         Args:
             save_dir: folder of the checkpoints, on a file system that all ranks see; made if need be.
@@ -43,9 +40,6 @@ class EngineCheckpoints:
                 numpy's numbers and arrays. Rank 0's dict is saved.
             save_latest: write the tag to ``save_dir/latest``, which ``load_checkpoint`` without a tag reads.
             exclude_frozen_parameters: leave out parameters that need no gradient.
-
-        Returns:
-            True.
 
         Raises:
             UsageError: for a tag that is no plain name, differs between ranks, or names a folder or file that is no
@@ -62,7 +56,8 @@ class EngineCheckpoints:
         load_module_only=False, custom_load_fn=None,
     ):  # fmt: skip
         """Loads a checkpoint of ``save_checkpoint``, which any number of ranks may have saved at any stage. Collective,
-        between steps; each rank reads and verifies the ranges of its own shards.
+        between steps; each rank reads and verifies the ranges of its own shards. Returns (path of the checkpoint,
+        client state); (None, None), with a warning, where ``load_dir`` has no ``latest``.
 
         Args:
             load_dir: folder of the checkpoints.
@@ -73,9 +68,6 @@ class EngineCheckpoints:
             load_lr_scheduler_states: of the configuration's scheduler, or of the script's.
             load_module_only: load only the values of parameters and buffers.
             custom_load_fn: refused; change values after loading, within ``GatheredParameters``.
-
-        Returns:
-            (path of the checkpoint, client state). (None, None), with a warning, where ``load_dir`` has no ``latest``.
 
         Raises:
             FormatError: on every rank, for a checkpoint of another model, for a damaged one (the message names file,

@@ -30,7 +30,8 @@ class Contents:
 
 class LoadPlan:
     """The ranges of a checkpoint's tensors that fill an engine's parameters. Methods are local unless they say
-    "collective".
+    "collective". FormatError where tensors are missing, have another shape or an unfit dtype, or with ``strict`` are
+    unexpected; it lists them.
 
     Args:
         model: the module, for its naming rules.
@@ -42,10 +43,6 @@ class LoadPlan:
         contents: ``Contents`` of the checkpoint, where they are made already.
         constructed: {index: value} of parameters that the model's class leaves out of its checkpoints.
         found: a result of ``model_tensors`` for these parameters, and maybe for others.
-
-    Raises:
-        FormatError: tensors are missing, have another shape or an unfit dtype, or with ``strict`` are unexpected; lists
-            them.
     """
 
     def __init__(self, model, checkpoint, path, parameters, buffers, strict=False, contents=None, constructed=None,
@@ -96,16 +93,9 @@ class LoadPlan:
     def read(self, core, known=None, reader=None):
         """Collective: reads this rank's part of the tensors that need no computation.
 
-        Memory: the reader's staging ring.
-
-        Args:
-            core: a _C.ShardedModel.
-            known: of its engine; None: indices among the parameters are indices in ``core``.
-            reader: a _C.WeightReader, which several plans can share; None: the plan makes its own.
-
-        Raises:
-            IoError: on every rank; names the first that failed.
-        """
+        Memory: the reader's staging ring. IoError on every rank; it names the first that failed. ``known`` is of
+        ``core``'s engine; None: indices among the parameters are indices in ``core``. Several plans can share a
+        ``reader``, a _C.WeightReader; None: the plan makes its own."""
         weight_map, indices = self._map, self._indices
         if known is not None:
             parts = [(source, part, known[place]) for place, source in zip(self._indices, self._sources)
@@ -134,25 +124,6 @@ class LoadPlan:
             logger.warning("%s", _listing(f"{self._path}: not used by the model:", self.unexpected))
         if self.absent_buffers:
             logger.warning("%s", _listing(f"{self._path}: buffers not in the checkpoint:", self.absent_buffers))
-
-
-class LoadPlans:
-    """Several ``LoadPlan``s as one: a model's and its adapter's."""
-
-    def __init__(self, plans):
-        self._plans = list(plans)
-
-    def read(self, core, known):
-        for plan in self._plans:
-            plan.read(core, known)
-
-    def compute(self, core, known):
-        for plan in self._plans:
-            plan.compute(core, known)
-
-    def warn(self):
-        for plan in self._plans:
-            plan.warn()
 
 
 def _of_part(source, part, known):
@@ -190,11 +161,8 @@ def build_model(model_class, config, dtype, model_arguments):
     """A transformers model with meta parameters of the right shape and real buffers, in eval mode, not tied.
 
     The only weights with values are those that the model's class leaves out of its checkpoints. These and the buffers
-    get the values of ``from_pretrained``: those of the model's constructor and its ``_init_weights``.
-
-    Returns:
-        (model, {id(parameter): value} of the weights that the class leaves out).
-    """
+    get the values of ``from_pretrained``: those of the model's constructor and its ``_init_weights``. Returns (model,
+    {id(parameter): value} of the weights that the class leaves out)."""
     with _meta_parameters(), private("no_init_weights")():
         model = model_class._from_config(config, dtype=dtype, **model_arguments)
     for parameter in model.parameters():
@@ -218,14 +186,9 @@ def build_model(model_class, config, dtype, model_arguments):
 
 
 def tie_as_checkpoint(model, present, same):
-    """Ties parameters as ``from_pretrained`` would for this checkpoint.
-
-    Args:
-        model: with meta parameters.
-        present: names, in the model, of the checkpoint's tensors.
-        same: called with two of these names; returns whether their values are equal. Tensors that differ are not
-            tied, also where the configuration ties them.
-    """
+    """Ties parameters as ``from_pretrained`` would for this checkpoint. ``model`` has meta parameters; ``present`` are
+    the names in it of the checkpoint's tensors. ``same``, called with two of these names, returns whether their values
+    are equal. Tensors that differ are not tied, also where the configuration ties them."""
     parameters, _ = state_names(model)
     missing = set(parameters) - set(present)
     for target, source in list((model.all_tied_weights_keys or {}).items()):
@@ -238,11 +201,8 @@ def tie_as_checkpoint(model, present, same):
 
 
 def make_flat(model):
-    """Makes every meta parameter an empty one on the CPU, the same object as before.
-
-    Returns:
-        {id(parameter): full shape}.
-    """
+    """Makes every meta parameter an empty one on the CPU, the same object as before. Returns {id(parameter): full
+    shape}."""
     shapes = {}
     for parameter in model.parameters():
         shapes[id(parameter)] = torch.Size(parameter.shape)

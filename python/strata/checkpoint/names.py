@@ -44,17 +44,10 @@ def homes_of(model, buffers):
 
 
 def model_tensors(model, known, tensors):
-    """Finds the tensors of a checkpoint for each tensor of a model.
-
-    Args:
-        model: any module. A model of transformers keeps the conversions that were used, as after
-            ``from_pretrained``, and ``saved_tensors`` reverts these.
-        known: names of the model's parameters and buffers.
-        tensors: of the checkpoint, ``Leaves``.
-
-    Returns:
-        ({name in the model: RangeTensor}, [names in the checkpoint that the model does not use]).
-    """
+    """Finds the tensors of a checkpoint for each tensor of a model. Returns ({name in the model: RangeTensor}, [names
+    in the checkpoint that the model does not use]). ``model`` is any module. A model of transformers keeps the
+    conversions that were used, as after ``from_pretrained``, and ``saved_tensors`` reverts these. ``known``: names of
+    the model's parameters and buffers. ``tensors``: of the checkpoint, ``Leaves``."""
     if not is_transformers_model(model):
         return {n: t for n, t in tensors.items() if n in known}, [n for n in tensors if n not in known]
     mapping = private("get_model_conversion_mapping")(model)
@@ -113,11 +106,8 @@ def saved_tensors(model, tensors):
 
 
 def preferred_names(model, names):
-    """[name] with one of each parameter's names: not one that transformers ties to another.
-
-    Args:
-        names: {name: parameter}.
-    """
+    """[name] with one of each parameter's names: not one that transformers ties to another. ``names``: {name:
+    parameter}."""
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     chosen = {}
     for name, parameter in names.items():
@@ -164,11 +154,8 @@ _ASKED = 2  # of the blocks that are alike
 
 
 class Leaves:
-    """The tensors of a checkpoint, as RangeTensors by name, each made when it is asked for.
-
-    Args:
-        listed: [(name, shape, dtype)]; the attribute is {name: (shape, dtype)}.
-    """
+    """The tensors of a checkpoint, as RangeTensors by name, each made when it is asked for. Made of [(name, shape,
+    dtype)]; ``listed`` is {name: (shape, dtype)}."""
 
     def __init__(self, listed):
         self.listed = {name: (shape, dtype) for name, shape, dtype in listed}
@@ -189,12 +176,8 @@ class Leaves:
 
 def _converted_by_blocks(convert, tensors, known):
     """The result of ``convert(tensors)``, from that for a few of alike blocks; None: all names must be asked about.
-
-    Args:
-        convert: [names of tensors] -> ({name in the model: RangeTensor}, [names that the model does not use]).
-        tensors: ``Leaves``.
-        known: names in the model.
-    """
+    ``convert``: [names of tensors] -> ({name in the model: RangeTensor}, [names that the model does not use]).
+    ``tensors``: ``Leaves``. ``known``: names in the model."""
     groups, asked = _repeated_blocks(tensors)
     if not groups:
         return None

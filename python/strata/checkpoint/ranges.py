@@ -16,21 +16,14 @@ _RUNS_MAX = 1 << 16  # more runs than this in one tensor: computing it is cheape
 
 
 class RangeTensor(torch.Tensor):
-    """A meta tensor with provenance.
-
-    Attributes:
-        source: a leaf's source, which it is the whole of; else None.
-        runs: [(source, first element, number of elements)], in its own row-major order; None where its
-            elements are not runs of its sources.
-    """
+    """A meta tensor with provenance. ``source``: a leaf's source, which it is the whole of; else None. ``runs``:
+    [(source, first element, number of elements)], in its own row-major order; None where its elements are not runs of
+    its sources."""
 
     @staticmethod
     def leaf(source, shape, dtype, alike=None):
-        """The whole of ``source``, any hashable object.
-
-        Args:
-            alike: a dict that remembers meta tensors between calls: to make one takes longer than all else here.
-        """
+        """The whole of ``source``, any hashable object. ``alike``: a dict that remembers meta tensors between calls: to
+        make one takes longer than all else here."""
         alike = {} if alike is None else alike
         key = (tuple(shape), dtype)
         if key not in alike:

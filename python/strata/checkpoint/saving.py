@@ -25,18 +25,12 @@ def save_pretrained(engine, folder, max_shard_size="5GB"):
     """Writes the weights as a Hugging Face checkpoint. Collective; ``engine.save_pretrained`` is this.
 
     The weights stay sharded: the engine gathers one unit at a time, and rank 0 writes it. Each weight has its
-    parameter's dtype, and the name that transformers' own ``save_pretrained`` writes. For transformers models
-    rank 0 also writes config.json and generation_config.json. An earlier checkpoint in the folder does not change
-    until the new one is complete. For a PEFT model the call writes the adapters, as PEFT does.
-
-    Args:
-        folder: made if need be.
-        max_shard_size: bytes of one file at most, as a number or as "5GB", "500MB", "2GiB".
-
-    Raises:
-        IoError: on every rank, where rank 0 cannot write.
-        UsageError: for a ``max_shard_size`` that is no size, and for a version of transformers that is not supported.
-    """
+    parameter's dtype, and the name that transformers' own ``save_pretrained`` writes. For transformers models rank 0
+    also writes config.json and generation_config.json. An earlier checkpoint in the folder does not change until the
+    new one is complete. For a PEFT model the call writes the adapters, as PEFT does. The call makes ``folder`` if need
+    be; ``max_shard_size``: bytes of one file at most, as a number or as "5GB", "500MB", "2GiB". IoError on every rank,
+    where rank 0 cannot write. UsageError for a ``max_shard_size`` that is no size, and for a version of transformers
+    that is not supported."""
     collectives, model = engine._collectives, engine.module
     if is_peft_model(model):
         return save_adapters(engine, folder)
@@ -127,44 +121,28 @@ def whole_state_dict(model, keep=True, with_frozen=True):
     """{name: tensor on the host}: ``model.state_dict()`` with whole parameters.
 
     Collective where parameters are sharded: the engine gathers one unit at a time and copies it to the host. Tensors
-    that the model shares are shared in the result.
-
-    Args:
-        keep: False: take part in gathers, and return None.
-        with_frozen: False leaves out parameters that need no gradient.
-    """
+    that the model shares are shared in the result. ``keep=False``: take part in gathers, and return None.
+    ``with_frozen=False`` leaves out parameters that need no gradient."""
     result, copies = OrderedDict(), {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         prefix = prefix and prefix + "."
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            if parameter.requires_grad or with_frozen:
-                result[prefix + name] = _copy_of(parameter, copies, keep)
+            if not parameter.requires_grad and not with_frozen:
+                continue
+            if id(parameter) not in copies:
+                copies[id(parameter)] = values_on_host(parameter, keep)
+            result[prefix + name] = copies[id(parameter)]
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             if keep and name not in module._non_persistent_buffers_set:
                 result[prefix + name] = buffer.detach().cpu().clone()
     return result if keep else None
 
 
-def _copy_of(parameter, copies, keep):
-    if id(parameter) not in copies and tiles_of(parameter) is not None:
-        copies[id(parameter)] = values_on_host(parameter, keep)
-    if id(parameter) not in copies:
-        for _, _, values in iter_pieces(parameter):
-            copies[id(parameter)] = values.cpu().clone() if keep else None
-    return copies[id(parameter)]
-
-
 def set_whole_weights(engine, state_dict, strict=True, may_miss=()):
     """Gives the engine's model the values of a state dict. Collective; rank 0's names and values count, those of other
     ranks do not. The call checks all names and shapes before it changes a value. With ``strict`` names of ``may_miss``
-    may be missing.
-
-    Returns:
-        as ``torch.nn.Module.load_state_dict``: (missing keys, unexpected keys).
-
-    Raises:
-        UsageError: names or shapes do not fit; on every rank.
-    """
+    may be missing. Returns (missing keys, unexpected keys), as ``torch.nn.Module.load_state_dict``. UsageError on every
+    rank where names or shapes do not fit."""
     parameters, buffers = state_names(engine.module)
     left = _of_rank_0(engine, state_dict, buffers)
     missing = [name for name in [*parameters, *buffers] if name not in left]
@@ -226,11 +204,8 @@ def _set(parameter, value):
 
 def save_whole(engine, folder, filename, with_frozen):
     """Writes ``whole_state_dict`` with ``torch.save``, by rank 0. Collective. Under the name that readers of a folder
-    look for, the file replaces the weights of earlier saves in any format, since readers may take those.
-
-    Raises:
-        IoError: on every rank, where rank 0 cannot write.
-    """
+    look for, the file replaces the weights of earlier saves in any format, since readers may take those. IoError on
+    every rank, where rank 0 cannot write."""
     first = engine.global_rank == 0
     state_dict = whole_state_dict(engine.module, first, with_frozen)
     path = os.path.join(folder, filename)

@@ -30,11 +30,8 @@ def is_transformers_model(model):
 
 
 def private(name):
-    """The object of transformers with this name, one of ``PRIVATE``.
-
-    Raises:
-        UsageError: this version of transformers is not supported.
-    """
+    """The object of transformers with this name, one of ``PRIVATE``. UsageError where this version of transformers is
+    not supported."""
     (module,) = (module for module, names in PRIVATE.items() if name in names)
     require_supported()
     return getattr(importlib.import_module(f"transformers.{module}"), name)

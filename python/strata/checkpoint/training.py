@@ -63,11 +63,8 @@ def save_checkpoint(engine, folder, tag, client_state, save_latest, exclude_froz
 
 
 def load_checkpoint(engine, folder, tag, strict, optimizer_states, scheduler_states, module_only):
-    """``engine.load_checkpoint`` is this. Collective.
-
-    Returns:
-        (path of the checkpoint, client state); (None, None) where the folder has no ``latest``.
-    """
+    """``engine.load_checkpoint`` is this. Collective. Returns (path of the checkpoint, client state); (None, None)
+    where the folder has no ``latest``."""
     collectives = engine._collectives
     engine.wait_for_checkpoint()  # it may be the one to load
     _require_same_tag(collectives, tag)
@@ -83,7 +80,7 @@ def load_checkpoint(engine, folder, tag, strict, optimizer_states, scheduler_sta
         return None, None
     checkpoint = _C.TrainingCheckpoint(collectives, paths[0])
     training = json.loads(checkpoint.training)
-    optimizer_states = optimizer_states and not module_only and engine.optimizer is not None
+    optimizer_states = optimizer_states and not module_only and isinstance(engine.optimizer, torch.optim.Optimizer)
 
     @functools.cache
     def read_client(name):

@@ -16,10 +16,7 @@ logger = logging.getLogger("strata")
 
 def save_whole_file(value, path):
     """``torch.save(value, path)``. The file has a random temporary name until all of it is on disk. Makes the folder.
-
-    Raises:
-        IoError: the file cannot be written. An earlier file does not change, and no temporary file is left.
-    """
+    IoError where it cannot be written: an earlier file does not change then, and no temporary file is left."""
     with _saying_where(path):
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         with _C.AtomicFile(path) as whole:
@@ -29,11 +26,7 @@ def save_whole_file(value, path):
 
 class SavedTogether(ExitStack):
     """Context for several files of ``torch.save`` in one folder, which is made if need be. The files get their names in
-    ``publish``; the end of the context removes files that have none.
-
-    Raises:
-        IoError: a file cannot be written.
-    """
+    ``publish``; the end of the context removes files that have none. IoError where a file cannot be written."""
 
     def __init__(self, folder):
         super().__init__()
@@ -57,11 +50,8 @@ class SavedTogether(ExitStack):
 
 
 def file_bytes(size):
-    """int: bytes of one file at most, from a number, or a text such as "5GB" or "512MiB".
-
-    Raises:
-        UsageError: ``size`` is neither.
-    """
+    """int: bytes of one file at most, from a number, or a text such as "5GB" or "512MiB". UsageError where ``size`` is
+    neither."""
     size_bytes = size if isinstance(size, int) else _C.parse_size(size)
     if size_bytes is None:
         raise _C.UsageError(f"max_shard_size must be a number of bytes or like '5GB' or '512MiB'; got {size!r}")
@@ -71,11 +61,8 @@ def file_bytes(size):
 @contextmanager
 def moved_into(folder, what):
     """Context that gives an empty folder. When it ends without an exception, its files replace those of ``folder`` one
-    by one; else ``folder`` does not change.
-
-    Raises:
-        IoError: a file cannot be written or moved; the message names ``what``.
-    """
+    by one; else ``folder`` does not change. IoError where a file cannot be written or moved; the message names
+    ``what``."""
     try:
         os.makedirs(folder, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as temporary:

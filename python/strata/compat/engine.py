@@ -45,16 +45,6 @@ class DeepSpeedEngine(Engine):
         """bool: whether this engine updates anything."""
         return not isinstance(self.optimizer, (type(None), ParameterOffload))
 
-    def load_checkpoint(
-        self, load_dir, tag=None, load_module_strict=True, load_optimizer_states=True, load_lr_scheduler_states=True,
-        load_module_only=False, custom_load_fn=None,
-    ):  # fmt: skip
-        """As Strata's; an engine without an optimizer loads the weights alone."""
-        return super().load_checkpoint(
-            load_dir, tag, load_module_strict, load_optimizer_states and self.has_optimizer,
-            load_lr_scheduler_states, load_module_only, custom_load_fn,
-        )  # fmt: skip
-
     def save_checkpoint(self, save_dir, tag=None, client_state=None, save_latest=True,
                         exclude_frozen_parameters=False):  # fmt: skip
         """As Strata's. ValueError where ``save_dir`` is None or empty."""

@@ -14,7 +14,7 @@ def export_deepspeed(checkpoint, out, tag=None, world_size=None, stage=None, sub
     tools that read these files (``zero_to_fp32``, ``ds_to_universal``, Lightning's converter).
 
     The folder is complete or absent. About one tensor is in memory at a time; the disk of ``out`` needs room for twice
-    the checkpoint during the call.
+    the checkpoint during the call. Returns the path of the new checkpoint.
 
     Args:
         checkpoint: folder of Strata's checkpoints, or of one tag.
@@ -23,9 +23,6 @@ def export_deepspeed(checkpoint, out, tag=None, world_size=None, stage=None, sub
         world_size: ranks that DeepSpeed will train on; default: the number that saved. The files fit no other number.
         stage: of ZeRO that DeepSpeed will train with, 1 to 3; default: that of the checkpoint.
         sub_group_size: elements, as in the configuration of DeepSpeed's run; counts at stage 3.
-
-    Returns:
-        str, the path of the new checkpoint.
 
     Raises:
         UsageError: ``out`` has this tag already; ``stage`` or ``world_size`` is out of range.

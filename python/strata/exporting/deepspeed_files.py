@@ -84,20 +84,11 @@ def save(value, path):
 
 
 class Layout(FlatLayout):
-    """The offsets of all trained parameters.
-
-    Args:
-        groups: [{name: shape}], by param group, in the optimizer's order. Parameters without elements are left out.
-        world_size: number of ranks that DeepSpeed will train on.
-        stage: of ZeRO, 1 to 3.
-        sub_group_size: elements of a rank, of the configuration; counts at stage 3.
-
-    Attributes:
-        numel: [elements of each flat tensor of one rank].
-        group_flats: [[flat tensors]] by param group.
-        paddings: [[elements at the end of each rank's flat tensor that belong to no parameter]] by rank, at stages 1
-            and 2.
-    """
+    """The offsets of all trained parameters. ``groups``: [{name: shape}], by param group, in the optimizer's order,
+    without parameters that have no elements. ``world_size``, ``stage`` and ``sub_group_size`` are of DeepSpeed's run;
+    the last, elements of a rank, counts at stage 3. ``numel``: [elements of each flat tensor of one rank].
+    ``group_flats``: [[flat tensors]] by param group. ``paddings``: [[elements at the end of each rank's flat tensor
+    that belong to no parameter]] by rank, at stages 1 and 2."""
 
     def __init__(self, groups, world_size, stage, sub_group_size):
         self.world_size, self.stage = world_size, stage
@@ -151,11 +142,7 @@ class Files:
     """Writes a ``WholeCheckpoint`` as these files.
 
     Flat tensors lie in temporary files while this class fills them, since parts of each tensor of the model go to many
-    of them.
-
-    Args:
-        world_size, stage, sub_group_size: of DeepSpeed's run.
-    """
+    of them. ``world_size``, ``stage`` and ``sub_group_size`` are of DeepSpeed's run."""
 
     def __init__(self, whole, world_size, stage, sub_group_size):
         self._tensors, self._training, self._saved_world_size = whole.tensors, whole.training, whole.world_size
@@ -209,9 +196,11 @@ class Files:
         flats = self._flats(work)
         module, frozen = self._fill(flats, work)
         self._write_model(folder, module, frozen)
+        bf16 = any(self._config.get(name, {}).get("enabled") is True for name in ("bf16", "bfloat16"))
         for rank in range(self._layout.world_size):
+            name = f"{'bf16_' if bf16 else ''}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
             save({"optimizer_state_dict": self._optimizer(flats, rank), "ds_config": self._config,
-                  "ds_version": _VERSION}, os.path.join(folder, self._optimizer_name(rank)))
+                  "ds_version": _VERSION}, os.path.join(folder, name))
         del flats, module, frozen
         shutil.rmtree(work)
 
@@ -309,10 +298,6 @@ class Files:
         return {name: t.kinds[VALUE].read().reshape(t.shape).clone() for name, t in buffers.items()}
 
     # --- the optimizer's files ---
-
-    def _optimizer_name(self, rank):
-        enabled = any(self._config.get(name, {}).get("enabled") is True for name in ("bf16", "bfloat16"))
-        return f"{'bf16_' if enabled else ''}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 
     def _optimizer(self, flats, rank):
         layout = self._layout

@@ -39,13 +39,9 @@ def main(arguments=None):
 
 
 def run(parser, given, convert, source):
-    """The exit code of a conversion. Prints the path of the new checkpoint, or its report as JSON.
-
-    Args:
-        given: of ``parser``; ``checkpoint`` and ``json`` count here.
-        convert: given -> path.
-        source: the name of ``given.checkpoint`` in the report.
-    """
+    """The exit code of a conversion. Prints the path of the new checkpoint, or its report as JSON. ``given``, of
+    ``parser``, has ``checkpoint`` and ``json``; ``convert``: given -> path; ``source``: the name of
+    ``given.checkpoint`` in the report."""
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     try:
         path = convert(given)

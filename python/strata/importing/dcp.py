@@ -38,7 +38,8 @@ _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")  # of torch's 
 
 def import_dcp(folder, out, tag=None, buffers=()):
     """Writes the contents of a folder of torch.distributed.checkpoint as a checkpoint of Strata. About one tensor is in
-    memory at a time, beside the chunk of it that is being read.
+    memory at a time, beside the chunk of it that is being read. Returns the path of the new checkpoint. FormatError
+    where the folder is damaged, holds objects other than data, or holds no model. IoError where a file is missing.
 
     Args:
         folder: the folder that ``dcp.save`` wrote.
@@ -46,13 +47,6 @@ def import_dcp(folder, out, tag=None, buffers=()):
         tag: of the new checkpoint; default: the folder's name.
         buffers: names of the model's buffers, since the folder does not distinguish them from frozen parameters.
             Tensors of other than floating dtypes, and batch norm's, count as buffers without being named.
-
-    Returns:
-        the path of the new checkpoint.
-
-    Raises:
-        FormatError: the folder is damaged, holds objects other than data, or holds no model.
-        IoError: a file is missing.
     """
     return write_checkpoint(read_dcp(folder, tag, buffers), os.fspath(out))
 
@@ -225,11 +219,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class DcpFolder:
-    """An open folder.
-
-    Attributes:
-        paths: {key: path in the saved state dict, a tuple of keys and indices}.
-    """
+    """An open folder. ``paths``: {key: path in the saved state dict, a tuple of keys and indices}."""
 
     def __init__(self, folder):
         self._folder = os.fspath(folder)
@@ -261,11 +251,8 @@ class DcpFolder:
         return [int(n) for n in self._entries[key].size]
 
     def stored(self, key):
-        """Stored for a tensor; its ``read`` joins the pieces.
-
-        Raises:
-            FormatError: the pieces do not cover a tensor of its shape, or overlap.
-        """
+        """Stored for a tensor; its ``read`` joins the pieces. FormatError where the pieces do not cover a tensor of its
+        shape, or overlap."""
         entry = self._entries[key]
         shape, dtype = self.shape_of(key), entry.properties.state[0]
         pieces = []

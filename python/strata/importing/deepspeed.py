@@ -36,20 +36,14 @@ _OWN_KEYS = {
 
 def import_deepspeed(checkpoint, out, tag=None):
     """Writes a checkpoint of DeepSpeed as one of Strata, which ``engine.load_checkpoint(out)`` loads at any number of
-    ranks and any stage. About one tensor is in memory at a time.
+    ranks and any stage. About one tensor is in memory at a time. Returns the path of the new checkpoint. FormatError
+    where the folder is no such checkpoint, is damaged, holds objects other than data, or is of a model that is also cut
+    by another kind of parallelism. IoError where a file is missing.
 
     Args:
         checkpoint: DeepSpeed's folder, that of all tags or of one.
         out: folder of Strata's checkpoints, made if need be; the tag stays the same.
         tag: default: the one that ``latest`` names.
-
-    Returns:
-        the path of the new checkpoint.
-
-    Raises:
-        FormatError: the folder is no such checkpoint, is damaged, holds objects other than data, or is of a model that
-            is also cut by another kind of parallelism.
-        IoError: a file is missing.
     """
     return write_checkpoint(read_deepspeed(checkpoint, tag), os.fspath(out))
 
@@ -181,19 +175,13 @@ _LATEST = ("latest", "latest_universal")
 
 @dataclass
 class DeepSpeedFiles:
-    """Paths of one checkpoint.
-
-    Attributes:
-        model: of rank 0, or of every rank at stage 3.
-        optimizer: of every rank; empty where ``universal``.
-        universal: the folder ``zero`` of a universal checkpoint, or None.
-    """
+    """Paths of one checkpoint."""
 
     folder: str
     tag: str
-    model: list
-    optimizer: list
-    universal: str | None
+    model: list  # of rank 0, or of every rank at stage 3
+    optimizer: list  # of every rank; empty where ``universal``
+    universal: str | None  # the folder ``zero`` of a universal checkpoint
 
 
 def is_deepspeed_checkpoint(folder):
@@ -206,16 +194,9 @@ def is_deepspeed_checkpoint(folder):
 
 
 def find_deepspeed_files(folder, tag=None):
-    """The DeepSpeedFiles of a checkpoint.
-
-    Args:
-        folder: that of all tags, or of one tag.
-        tag: default: the one that ``latest`` or ``latest_universal`` names.
-
-    Raises:
-        IoError: there is no such folder, or a file is missing.
-        FormatError: it holds no checkpoint of DeepSpeed's ZeRO, or one that is cut by another kind of parallelism.
-    """
+    """The DeepSpeedFiles of a checkpoint. Arguments as of ``import_deepspeed``; ``latest_universal`` may name the tag,
+    too. IoError where there is no such folder, or a file is missing. FormatError where it holds no checkpoint of
+    DeepSpeed's ZeRO, or one that is cut by another kind of parallelism."""
     folder = os.path.normpath(os.fspath(folder))
     if not os.path.isdir(folder):
         raise _C.IoError(f"there is no folder '{folder}'")
@@ -288,13 +269,9 @@ def _tensor_parallel(path, sign):
 
 
 class ModelFiles:
-    """The contents of the model's files.
-
-    Attributes:
-        shapes: [{name: shape}] of the trained parameters, by param group, or sub-group at stage 3, in the order of the
-            flat tensors.
-        of_ranks: the content of every file: one, or at stage 3 one for each rank.
-    """
+    """The contents of the model's files. ``shapes``: [{name: shape}] of the trained parameters, by param group, or
+    sub-group at stage 3, in the order of the flat tensors. ``of_ranks``: the content of every file: one, or at stage 3
+    one for each rank."""
 
     def __init__(self, paths):
         self.of_ranks = [load_tensors(path) for path in paths]

@@ -29,19 +29,10 @@ class Run(NamedTuple):
 
 
 class FlatLayout:
-    """The offsets of parameters in flat tensors.
-
-    Args:
-        shapes: [{name: shape}] by flat tensor.
-        world_size: number of ranks.
-        stage: of ZeRO.
-        paddings: [[elements behind each parameter]] by flat tensor, or None.
-
-    Attributes:
-        places: {name: (flat, begin, numel)}: the offset in the joined tensors of all ranks, or at stage 3 in each
-            rank's.
-        ends: [the end of the last parameter] by flat tensor.
-    """
+    """The offsets of parameters in flat tensors. ``shapes``: [{name: shape}] by flat tensor. ``stage`` is of ZeRO.
+    ``paddings``: [[elements behind each parameter]] by flat tensor, or None. ``places``: {name: (flat, begin, numel)}:
+    the offset in the joined tensors of all ranks, or at stage 3 in each rank's. ``ends``: [the end of the last
+    parameter] by flat tensor."""
 
     def __init__(self, shapes, world_size, stage, paddings=None):
         self.shapes, self.world_size, self.stage = shapes, world_size, stage
@@ -58,11 +49,8 @@ class FlatLayout:
         return math.ceil(numel / self.world_size) if self.stage == 3 else numel
 
     def runs_in(self, name, lengths):
-        """[``Run``] of a parameter, which together hold each of its elements once.
-
-        Args:
-            lengths: [elements of the flat tensor that has it] by rank.
-        """
+        """[``Run``] of a parameter, which together hold each of its elements once. ``lengths``: [elements of the flat
+        tensor that has it] by rank."""
         flat, at, numel = self.places[name]
         if self.stage == 3:
             part = self.part(numel)
@@ -78,13 +66,8 @@ class FlatLayout:
 
 
 class FlatStates:
-    """The contents of every rank's optimizer file.
-
-    Attributes:
-        stage: of ZeRO.
-        param_groups: [dict], the optimizer's, or None.
-        loss_scaler: DeepSpeed's, as data, or None.
-    """
+    """The contents of every rank's optimizer file. ``stage`` is of ZeRO. ``param_groups``: [dict], the optimizer's, or
+    None. ``loss_scaler``: DeepSpeed's, as data, or None."""
 
     def __init__(self, paths, model):
         self._contents = [_optimizer_content(path) for path in paths]
@@ -187,11 +170,8 @@ _NAMES = {"fp32": VALUE}  # names of files whose kinds have other names in Strat
 
 
 class UniversalStates:
-    """The states of all parameters, read one at a time.
-
-    Attributes:
-        stage, param_groups, loss_scaler: as of ``FlatStates``.
-    """
+    """The states of all parameters, read one at a time. ``stage``, ``param_groups`` and ``loss_scaler`` are as of
+    ``FlatStates``."""
 
     def __init__(self, folder):
         self._folder = folder

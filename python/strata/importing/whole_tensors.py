@@ -33,19 +33,13 @@ class Stored:
 
 @dataclass
 class WholeTensor:
-    """A parameter, a buffer, or a value of the script's.
-
-    Attributes:
-        kinds: {kind: Stored}, ``VALUE`` first; the others are an optimizer's states with one entry an element.
-        dtype: its dtype in the model.
-        role: the core's name of its role: "parameter", "buffer", "rank buffer" ("<rank>:<name>"), "client".
-    """
+    """A parameter, a buffer, or a value of the script's."""
 
     name: str
     shape: list
-    dtype: torch.dtype
-    kinds: dict
-    role: str = "parameter"
+    dtype: torch.dtype  # in the model
+    kinds: dict  # {kind: Stored}, ``VALUE`` first; the others are an optimizer's states with one entry an element
+    role: str = "parameter"  # the core's name of it; or "buffer", "rank buffer" ("<rank>:<name>"), "client"
     trainable: bool = False
     aliases: list = field(default_factory=list)
 
@@ -73,14 +67,8 @@ def stored(tensor):
 
 
 def write_checkpoint(checkpoint, folder):
-    """Writes ``folder/<tag>`` as one of Strata's checkpoints, a tensor at a time, and lets ``latest`` name it.
-
-    Returns:
-        the path of the new checkpoint.
-
-    Raises:
-        UsageError: a file or folder that is no checkpoint of Strata has that name.
-    """
+    """Writes ``folder/<tag>`` as one of Strata's checkpoints, a tensor at a time, and lets ``latest`` name it. Returns
+    the path of the new checkpoint. UsageError where a file or folder that is no checkpoint of Strata has that name."""
     path = os.path.join(folder, checkpoint.tag)
     if os.path.lexists(path) and _C.find_checkpoint(folder, checkpoint.tag) is None:
         raise _C.UsageError(f"'{path}' is there already, and is no checkpoint of Strata; give another folder to write "
@@ -102,11 +90,8 @@ def write_checkpoint(checkpoint, folder):
 
 
 def plain_values(values, tensors, where):
-    """JSON for the dict ``values``. Values that a checkpoint cannot hold are left out, with a warning.
-
-    Args:
-        tensors: {name: tensor}; the function adds the tensors among the values.
-    """
+    """JSON for the dict ``values``. Values that a checkpoint cannot hold are left out, with a warning. The function
+    adds the tensors among the values to ``tensors``, {name: tensor}."""
     kept = {}
     for key, value in values.items():
         try:
@@ -145,12 +130,8 @@ def client_tensors(tensors):
 
 
 def find_own(folder, tag=None):
-    """Path of a checkpoint of Strata; None: there is none.
-
-    Args:
-        folder: that of all tags, or of one tag.
-        tag: default: the one that ``latest`` names.
-    """
+    """Path of a checkpoint of Strata; None: there is none. ``folder``: that of all tags, or of one tag; ``tag``:
+    default: the one that ``latest`` names."""
     folder = os.path.abspath(folder)
     if tag is None and os.path.isfile(os.path.join(folder, "manifest.json")):
         folder, tag = os.path.split(folder)
@@ -159,12 +140,8 @@ def find_own(folder, tag=None):
 
 
 def read_own(path):
-    """The WholeCheckpoint at ``path``. Its reads verify every block of a file that they touch.
-
-    Raises:
-        FormatError: it is damaged.
-        IoError: a file is missing.
-    """
+    """The WholeCheckpoint at ``path``. Its reads verify every block of a file that they touch. FormatError where it is
+    damaged, IoError where a file is missing."""
     checkpoint = _C.TrainingCheckpoint(path)
     tensors = []
     for role, name, shape, dtype, trainable, aliases in checkpoint.tensors():
@@ -210,13 +187,8 @@ def _plain_classes():
 
 def load_tensors(path):
     """The value that ``torch.save`` wrote to ``path``. Tensors are mapped, so that the system reads only the bytes that
-    are used.
-
-    Raises:
-        FormatError: for a file that holds objects other than data (the message has their class); for one that is cut
-            off.
-        IoError: it is not there.
-    """
+    are used. FormatError for a file that holds objects other than data (the message has their class), and for one that
+    is cut off. IoError where it is not there."""
     try:
         with torch.serialization.safe_globals(_DEEPSPEED_CLASSES + _plain_classes()):
             refused = torch.serialization.get_unsafe_globals_in_checkpoint(path)

@@ -25,16 +25,13 @@ _ARGUMENTS = "training_args.bin"
 class StrataTrainerMixin:
     """A Trainer whose model trains sharded. Trainer makes optimizer and scheduler; the engine computes the update on
     shards. A method that Trainer calls on every rank is collective. ``engine`` is the ``strata.Engine``; None before
-    ``train()``, ``evaluate()`` or ``predict()`` is called.
+    ``train()``, ``evaluate()`` or ``predict()`` is called. ConfigError where ``strata_config`` is wrong, or differs
+    from ``TrainingArguments``. UsageError where the engine does not support an argument; the message names it.
 
     Args:
         strata_config: dict, path or JSON text (docs/CONFIG.md) without the settings of ``TrainingArguments``: batch
             sizes, clipping, precision, optimizer and scheduler. None: stage 3.
         The others are Trainer's.
-
-    Raises:
-        ConfigError: ``strata_config`` is wrong, or differs from ``TrainingArguments``.
-        UsageError: the engine does not support an argument; the message names it.
     """
 
     engine = None
@@ -154,17 +151,10 @@ _TRAINERS = {  # sections that the configuration must not have: the arguments of
 
 
 def engine_settings(config, args):
-    """The dict for ``strata.initialize``.
-
-    Args:
-        config: dict, path or JSON text, whose batch sizes, ``gradient_clipping``, ``bf16`` and ``fp16`` are left out,
-            "auto", or equal to those of ``args``, a ``TrainingArguments``; None: stage 3.
-
-    Raises:
-        ConfigError: the two have different values of a setting; ``config`` has a section ``optimizer`` or
-            ``scheduler``.
-        UsageError: ``args`` have a setting that the engine does not support.
-    """
+    """The dict for ``strata.initialize``. ConfigError where the two have different values of a setting, or ``config``
+    has a section ``optimizer`` or ``scheduler``. UsageError where ``args`` have a setting that the engine does not
+    support. ``config``: dict, path or JSON text, whose batch sizes, ``gradient_clipping``, ``bf16`` and ``fp16`` are
+    left out, "auto", or equal to those of ``args``, a ``TrainingArguments``; None: stage 3."""
     _require_possible(args)
     settings = copy.deepcopy(DEFAULT if config is None else document_of(config))
     for section, instead in _TRAINERS.items():

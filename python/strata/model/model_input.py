@@ -49,13 +49,10 @@ class ModelTree:
 def describe_parameters(tree, groups, from_files=None, takes_unfrozen=False):
     """[(name, tensor, full shape, has values, param group, owner, index there, tile)] for every parameter of a
     ``ModelTree``, each once. The param group is -1 for a parameter that is in none. ``tile`` is None, or for a tile
-    (name of the whole parameter, its shape, first element there, number of modules that use it).
-
-    Args:
-        groups: {id(parameter): index of its param group}; none: all are in one.
-        from_files: {id(parameter): full shape} of parameters that are empty until they are loaded.
-        takes_unfrozen: whether frozen parameters that are in no group are in the first.
-    """
+    (name of the whole parameter, its shape, first element there, number of modules that use it). ``groups``:
+    {id(parameter): index of its param group}; none: all are in one. ``from_files``: {id(parameter): full shape} of
+    parameters that are empty until they are loaded. ``takes_unfrozen``: whether frozen parameters that are in no group
+    are in the first."""
     from_files = from_files or {}
     outside = -1 if groups else 0
     entries = []

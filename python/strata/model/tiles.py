@@ -123,14 +123,10 @@ class GradientTarget(Destination):
 
 
 class Tile:
-    """Rows [begin, end) of a parameter: a context in which their values are whole on this rank.
-
-    Attributes:
-        parameter: the torch.nn.Parameter that the engine owns for it.
-        begin, end, rows: ints, rows of the whole parameter, and their number.
-        index: int, its index in ``core``.
-        tiles: [``Tile``], this one alone; ``TileRun`` has the same attribute.
-    """
+    """Rows [begin, end) of a parameter: a context in which their values are whole on this rank. ``parameter`` is the
+    torch.nn.Parameter that the engine owns for it, ``index`` its index in ``core``. ``begin``, ``end``, ``rows``: ints,
+    rows of the whole parameter, and their number. ``tiles``: [``Tile``], this one alone; ``TileRun`` has the same
+    attribute."""
 
     def __init__(self, parameter, begin, end):
         self.parameter, self.begin, self.end, self.rows = parameter, begin, end, end - begin

@@ -5,7 +5,7 @@ operators do not, nor do kernels that torch does not know. A multiplication and 
 """
 
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
@@ -53,12 +53,9 @@ class _Counter(TorchDispatchMode):
 
 
 class PassProfile:
-    """One micro-batch's forward and backward, counted.
-
-    Attributes:
-        forward_flops, backward_flops: int; None before.
-        modules: {module: [forward FLOP, seconds]}, inclusive; seconds by the host's clock, which waits for the device.
-    """
+    """One micro-batch's forward and backward, counted. ``forward_flops``, ``backward_flops``: int; None before.
+    ``modules``: {module: [forward FLOP, seconds]}, inclusive; seconds by the host's clock, which waits for the
+    device."""
 
     def __init__(self, model, device):
         self._model, self._device = model, device
@@ -75,18 +72,14 @@ class PassProfile:
     def forward(self):
         """Context of the forward."""
         self.forward_flops = 0
-        handles = []
-        for module in self._model.modules():
-            self.modules[module] = [0, 0.0]
-            handles.append(module.register_forward_pre_hook(self._entered))
-            handles.append(module.register_forward_hook(self._left, always_call=True))
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._open.clear)
+            for module in self._model.modules():
+                self.modules[module] = [0, 0.0]
+                undo.enter_context(module.register_forward_pre_hook(self._entered))
+                undo.enter_context(module.register_forward_hook(self._left, always_call=True))
             with _Counter(self._count_forward):
                 yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            self._open.clear()
 
     @contextmanager
     def backward(self):

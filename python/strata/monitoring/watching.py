@@ -117,11 +117,9 @@ def memory_text(device):
 def log_summary(show_straggler=False, return_dict=False):
     """Logs on rank 0 the transfers of each engine's last step: gathers, reductions and refreshes (lazy all-gathers of
     units that stay whole), with times where steps are timed (``comms_logger.enabled``, or ``engine.record_steps()``).
-    With ``return_dict`` returns them, an entry an engine: [{"step", "transfers": as of ``engine.step_report()``}].
-
-    Args:
-        show_straggler: collective: also logs the shortest wait of a rank, and the sum of the other ranks' excess.
-    """
+    With ``return_dict`` returns them, an entry an engine: [{"step", "transfers": as of ``engine.step_report()``}]. With
+    ``show_straggler``, collective then, it also logs the shortest wait of a rank, and the sum of the other ranks'
+    excess."""
     logged = []
     for engine in engines():
         report = engine.step_report()

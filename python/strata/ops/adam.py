@@ -76,12 +76,8 @@ class FusedAdam(_Adam):
     whose errors and other arguments this class has. States have the parameter's dtype.
 
     On a GPU this is torch's fused Adam over the whole list, which computes in fp32 and rounds once, too. Given to
-    ``strata.initialize``, the engine's own kernel does it.
-
-    Args:
-        adam_w_mode: True: AdamW; False: Adam.
-        set_grad_none: the default of ``zero_grad()``: True drops gradients, False zeroes them.
-    """
+    ``strata.initialize``, the engine's own kernel does it. ``adam_w_mode``: True: AdamW; False: Adam.
+    ``set_grad_none``: the default of ``zero_grad()``: True drops gradients, False zeroes them."""
 
     def __init__(self, params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, adam_w_mode=True,
                  weight_decay=0.0, amsgrad=False, set_grad_none=True):  # fmt: skip

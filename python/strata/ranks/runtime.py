@@ -74,12 +74,8 @@ def init_distributed(dist_backend=None, timeout=None, **_ignored):
     """Opens torch's default process group from the environment (torchrun's RANK, WORLD_SIZE, ...). Without a launcher
     the group has this process alone, so that scripts may use torch.distributed either way. The end of the program
     destroys the group, unless the script has done so. Does nothing where there is a group; UsageError where it has
-    other ranks than the launcher's.
-
-    Args:
-        dist_backend: of torch.distributed; None: gloo, and NCCL beside it where GPUs can be used.
-        timeout: a ``datetime.timedelta``; torch's default when None.
-    """
+    other ranks than the launcher's. ``dist_backend`` is of torch.distributed; None: gloo, and NCCL beside it where GPUs
+    can be used. ``timeout``: a ``datetime.timedelta``; torch's default when None."""
     if dist.is_initialized():
         _require_launchers_group()
         return

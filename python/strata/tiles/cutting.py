@@ -187,17 +187,14 @@ def _has_hooks(parameter):
 
 class Cut:
     """The parameters of one model that are in tiles. After an error within the constructor the model is unchanged.
+    ConfigError where a module with a too large parameter has no rule, one row exceeds the budget, or a rule's tiles do
+    not hold every row exactly once. UsageError where a module cannot be used in tiles, or a parameter has hooks.
 
     Args:
         tree: the ``ModelTree``; it gets the tiles in place of the parameters that are cut.
         config, budget: a _C.Config and a ``Budget``.
         from_files: {id(parameter): full shape} of parameters that are empty until they are loaded, or None; it gets
             their tiles as well.
-
-    Raises:
-        ConfigError: a module with a too large parameter has no rule; one row exceeds the budget; a rule's tiles do not
-            hold every row exactly once.
-        UsageError: a module cannot be used in tiles; a parameter has hooks.
     """
 
     def __init__(self, tree, config, budget, from_files=None):

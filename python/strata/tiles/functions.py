@@ -53,13 +53,8 @@ class Groups:
 
 
 class Members:
-    """The rows of the ``groups`` [begin, end).
-
-    Attributes:
-        rows: slice of all rows.
-        each: [(group, counted from the first of these, slice of ``rows``)] without groups that have none.
-        count: int, groups.
-    """
+    """The rows of the ``groups`` [begin, end). ``rows``: slice of all rows. ``each``: [(group, counted from the first
+    of these, slice of ``rows``)] without groups that have none. ``count``: int, groups."""
 
     def __init__(self, groups, begin, end):
         bounds = groups.bounds[begin : end + 1]
@@ -132,12 +127,9 @@ def embedding(ids, tiles, padding_idx=None, scale_grad_by_freq=False):
 
 def grouped_linear(x, tiles, counts, transposed=False):
     """One linear layer a group of rows: the first ``counts[0]`` rows of ``x`` [rows, in], floating, go through the
-    first matrix of the weight, and so on. Returns [rows, out]; zeroes for rows that belong to no group.
-
-    Args:
-        tiles: ``Tiles`` of a weight [groups, out, in], or [groups, in, out] if ``transposed``.
-        counts: [int], rows of each group, or ``Groups``, which has them on the device.
-    """
+    first matrix of the weight, and so on. Returns [rows, out]; zeroes for rows that belong to no group. ``tiles``:
+    ``Tiles`` of a weight [groups, out, in], or [groups, in, out] if ``transposed``. ``counts``: [int], rows of each
+    group, or ``Groups``, which has them on the device."""
     x, _, dtype = _autocast(x, None)
     if not isinstance(counts, Groups):
         counts = Groups(torch.tensor(counts, dtype=torch.int32, device=x.device).cumsum(0))

@@ -11,9 +11,13 @@ from ..model.tiles import tiles_of
 
 
 def values_on_host(parameter, keep=True):
-    """A copy on the host, in its dtype and shape, of the values of a parameter that is used in tiles. Collective where
-    gathers are. The device has at most one whole tile at a time. ``keep=False``: take part, and return None."""
+    """A copy on the host, in its dtype and shape, of the values of a parameter. Collective where gathers are. Where
+    it is used in tiles, the device has one at a time. ``keep=False``: take part, and return None."""
     tiles = tiles_of(parameter)
+    if tiles is None:
+        for _, _, values in iter_pieces(parameter):  # one piece
+            copied = values.cpu().clone() if keep else None
+        return copied
     free = available_host_memory() if keep else None
     if free is not None and tiles.nbytes > free:
         raise _C.UsageError(

@@ -30,7 +30,9 @@ def linear_cross_entropy(hidden, weight, labels, bias=None, ignore_index=-100, r
 
     Logits are computed in hidden's dtype, as ``torch.nn.functional.linear`` does, and all that follows in fp32. Against
     the plain expression with fp32 logits, losses and gradients agree to the rounding of sums in another order: to 1e-5
-    of their size in fp32; in bf16 as far as two of its roundings lie apart, 1e-2.
+    of their size in fp32; in bf16 as far as two of its roundings lie apart, 1e-2. Returns fp32, of one element; with
+    "none" of labels' shape. UsageError for shapes that do not fit each other, or another reduction. Labels beyond the
+    vocabulary give a loss that is not finite.
 
     Args:
         hidden: [..., width], floating.
@@ -41,13 +43,6 @@ def linear_cross_entropy(hidden, weight, labels, bias=None, ignore_index=-100, r
         ignore_index: labels that count for nothing.
         reduction: "mean" over the labels that count, "sum", or "none".
         block_bytes: int, the most bytes of fp32 logits that exist at once; None: 128 MiB.
-
-    Returns:
-        fp32, of one element; with "none" of labels' shape.
-
-    Raises:
-        UsageError: shapes that do not fit each other, or another reduction. Labels beyond the vocabulary give a loss
-            that is not finite.
     """
     if isinstance(weight, torch.nn.Module):
         weight, bias = dict.__getitem__(weight._parameters, "weight"), weight.bias if bias is None else bias
