@@ -116,6 +116,12 @@ def _evaluates_and_restores(folder):
     engine.load_checkpoint(folder, "pytorch_model")
     with torch.no_grad():
         assert torch.equal(loss_of(engine.eval(), tokens), loss_of(trained.eval(), tokens))
+    engine.save_checkpoint(folder, "evaluated")  # parameters, without an optimizer's state
+    again, *_ = initialize(model=make_model(seed=1), config=config)
+    again.load_checkpoint(folder, "evaluated")
+    with torch.no_grad():
+        assert torch.equal(loss_of(again.eval(), tokens), loss_of(trained, tokens))
+    again.destroy()
     said = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())

@@ -280,7 +280,7 @@ def _load_scheduler(engine, saved):
 def optimizer_state(engine, tensors):
     """Param groups, and the states of the user's optimizer that do not have one entry for each element."""
     optimizer = engine.optimizer
-    if optimizer is None:
+    if not isinstance(optimizer, torch.optim.Optimizer):  # none, or the stand-in's placeholder
         return None
     groups = [
         {k: to_plain(v, tensors, f"optimizer.param_groups[{i}].{k}") for k, v in group.items() if k != "params"}
