@@ -221,7 +221,8 @@ void remove_other_weights(const std::string& folder, const std::set<std::string>
     throw IoError(
         fmt::format("cannot list a folder: path={} {}", folder, errno_text(error.value())));
   }
-  std::ranges::partition(others, [](const std::string& n) { return n.ends_with(kIndexEnding); });
+  std::partition(others.begin(), others.end(),
+                 [](const std::string& n) { return n.ends_with(kIndexEnding); });
   for (const std::string& name : others) io::remove_file(folder + "/" + name);
 }
 
