@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
-#include <cstring>
 #include <utility>
 
 #include "strata/base/error.h"
@@ -17,9 +16,6 @@
 
 namespace strata::device {
 namespace {
-
-// Copies and fills below this many bytes a thread are not worth handing over.
-constexpr Bytes kCopyGrain = 1_MiB;
 
 // Nothing can be moved faster within the host by pinning it.
 class CpuMemory final : public HostMemory {
@@ -267,26 +263,6 @@ Bytes CpuDevice::free_bytes() const {
 
 std::unique_ptr<Stream> CpuDevice::create_stream() {
   return std::make_unique<CpuStream>();
-}
-
-void CpuDevice::copy(std::span<std::byte> target, std::span<const std::byte> source, Stream&) {
-  STRATA_ASSERT(target.size() == source.size());
-  if (target.empty()) return;
-  const std::lock_guard lock(pool_mutex_);
-  pool_.parallel_for(static_cast<std::int64_t>(target.size()), kCopyGrain.value,
-                     [&](std::int64_t begin, std::int64_t end) {
-                       std::memcpy(target.data() + begin, source.data() + begin,
-                                   static_cast<std::size_t>(end - begin));
-                     });
-}
-
-void CpuDevice::fill_zero(std::span<std::byte> target, Stream&) {
-  if (target.empty()) return;
-  const std::lock_guard lock(pool_mutex_);
-  pool_.parallel_for(static_cast<std::int64_t>(target.size()), kCopyGrain.value,
-                     [&](std::int64_t begin, std::int64_t end) {
-                       std::memset(target.data() + begin, 0, static_cast<std::size_t>(end - begin));
-                     });
 }
 
 }  // namespace strata::device

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -56,9 +57,17 @@ class CpuDevice : public Device {
   std::unique_ptr<Stream> create_stream() override;
   Stream& compute_stream() override { return *compute_stream_; }
 
-  void copy(std::span<std::byte> target, std::span<const std::byte> source,
-            Stream& stream) override;
-  void fill_zero(std::span<std::byte> target, Stream& stream) override;
+  void copy(std::span<std::byte> target, std::span<const std::byte> source, Stream&) override {
+    STRATA_ASSERT(target.size() == source.size());
+    for_bytes(target, [&](std::span<std::byte> part, std::size_t at) {
+      std::memcpy(part.data(), source.data() + at, part.size());
+    });
+  }
+  void fill_zero(std::span<std::byte> target, Stream&) override {
+    for_bytes(target, [](std::span<std::byte> part, std::size_t) {
+      std::memset(part.data(), 0, part.size());
+    });
+  }
   void cast(std::byte* target, DType target_dtype, const std::byte* source, DType source_dtype,
             Numel numel, Stream&) override {
     STRATA_ASSERT(is_floating(target_dtype) && is_floating(source_dtype) && numel.value >= 0);
@@ -149,6 +158,16 @@ class CpuDevice : public Device {
 
  private:
   memory::ByteBudget::Hold take_part(Bytes bytes, std::string_view what);
+  // Calls work(part, offset) for parts of `bytes`: less in a thread is not worth handing over.
+  template <typename Work>
+  void for_bytes(std::span<std::byte> bytes, const Work& work) {
+    if (bytes.empty()) return;
+    const std::lock_guard lock(pool_mutex_);
+    pool_.parallel_for(std::ssize(bytes), (1_MiB).value, [&](std::int64_t begin, std::int64_t end) {
+      const auto at = static_cast<std::size_t>(begin);
+      work(bytes.subspan(at, static_cast<std::size_t>(end - begin)), at);
+    });
+  }
 
   const std::shared_ptr<memory::Ledger> ledger_;
   const std::shared_ptr<HostWaits> waits_;
