@@ -135,8 +135,8 @@ TEST(SwapFolder, MemoryThatPassesForADriveIsRemarkedOn) {
   struct statfs status {};
   if (::statfs("/dev/shm", &status) != 0 || status.f_type != 0x01021994) GTEST_SKIP();
   const SwapFolder folder("/dev/shm", 0);
-  EXPECT_EQ(folder.medium(), SwapFolder::Medium::kMemory);
-  EXPECT_EQ(folder.file_system(), "tmpfs");
+  EXPECT_EQ(folder.file_system().medium, FileSystem::Medium::kMemory);
+  EXPECT_EQ(folder.file_system().name, "tmpfs");
   EXPECT_THAT(folder.warning(), HasSubstr("/dev/shm is on tmpfs"));
 }
 

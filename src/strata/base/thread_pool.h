@@ -5,6 +5,7 @@
 // Errors: an exception thrown by `body` is rethrown by parallel_for, the first one by chunk order.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <filesystem>
 #include <functional>
@@ -66,5 +67,13 @@ class ThreadPool : NonCopyable {
   struct State;
   std::unique_ptr<State> state_;
 };
+
+// Calls body(begin, end) for the same chunks, over `pool` if one is given and there is more than
+// one chunk; else in this thread, in their order.
+template <typename Body>
+void for_chunks(ThreadPool* pool, std::int64_t count, std::int64_t grain, const Body& body) {
+  if (pool != nullptr && count > grain) return pool->parallel_for(count, grain, body);
+  for (std::int64_t at = 0; at < count; at += grain) body(at, std::min(count, at + grain));
+}
 
 }  // namespace strata

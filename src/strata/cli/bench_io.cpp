@@ -1,14 +1,9 @@
 #include "strata/cli/bench_io.h"
 
 #include <fmt/core.h>
-#include <linux/magic.h>
 #include <sys/statvfs.h>
-#include <sys/vfs.h>
 
 #include <algorithm>
-#include <array>
-#include <cerrno>
-#include <cstring>
 #include <filesystem>
 #include <limits>
 #include <utility>
@@ -19,47 +14,14 @@
 #include "strata/io/folder_calls.h"
 #include "strata/io/io_engine.h"
 #include "strata/memory/host_buffer.h"
+#include "strata/offload/block_file.h"
 
 namespace strata::cli {
 namespace {
 
 using Json = nlohmann::json;
 
-enum class Medium { kDrive, kMemory, kNetwork };
-
-struct FileSystem {
-  std::uint32_t magic;
-  const char* name;
-  Medium medium;
-};
-
-constexpr std::array kFileSystems{
-    FileSystem{EXT4_SUPER_MAGIC, "ext4", Medium::kDrive},
-    FileSystem{XFS_SUPER_MAGIC, "xfs", Medium::kDrive},
-    FileSystem{BTRFS_SUPER_MAGIC, "btrfs", Medium::kDrive},
-    FileSystem{F2FS_SUPER_MAGIC, "f2fs", Medium::kDrive},
-    FileSystem{OVERLAYFS_SUPER_MAGIC, "overlay", Medium::kDrive},
-    FileSystem{0x2FC12FC1, "zfs", Medium::kDrive},
-    FileSystem{TMPFS_MAGIC, "tmpfs", Medium::kMemory},
-    FileSystem{RAMFS_MAGIC, "ramfs", Medium::kMemory},
-    FileSystem{NFS_SUPER_MAGIC, "nfs", Medium::kNetwork},
-    FileSystem{CIFS_SUPER_MAGIC, "cifs", Medium::kNetwork},
-    FileSystem{SMB2_SUPER_MAGIC, "smb", Medium::kNetwork},
-    FileSystem{CEPH_SUPER_MAGIC, "ceph", Medium::kNetwork},
-    FileSystem{V9FS_MAGIC, "9p", Medium::kNetwork},
-    FileSystem{FUSE_SUPER_MAGIC, "fuse", Medium::kNetwork},
-    FileSystem{0x0BD00BD0, "lustre", Medium::kNetwork},
-    FileSystem{0x47504653, "gpfs", Medium::kNetwork},
-};
-
-std::pair<std::string, Medium> file_system_of(const std::string& path) {
-  struct statfs status {};
-  if (::statfs(path.c_str(), &status) != 0) return {"unknown", Medium::kDrive};
-  const auto magic = static_cast<std::uint32_t>(status.f_type);
-  const auto* const found = std::ranges::find(kFileSystems, magic, &FileSystem::magic);
-  if (found != kFileSystems.end()) return {found->name, found->medium};
-  return {fmt::format("type {:#x}", magic), Medium::kDrive};
-}
+using Medium = offload::FileSystem::Medium;
 
 // A file of zeroes that has lost its name.
 io::File make_file(const std::string& folder, Bytes bytes) {
@@ -116,17 +78,6 @@ void check(const DriveRequest& request) {
   }
 }
 
-// Bytes that no drive compresses. Whole words: `bytes` are blocks.
-void fill(std::span<std::byte> bytes) {
-  std::uint64_t state = 88172645463325252U;
-  for (std::size_t at = 0; at < bytes.size(); at += sizeof state) {
-    state ^= state << 13U;
-    state ^= state >> 7U;
-    state ^= state << 17U;
-    std::memcpy(bytes.data() + at, &state, sizeof state);
-  }
-}
-
 // One drive under measurement, by a file in a folder; past the page cache, where that is offered.
 class DriveBench {
  public:
@@ -141,7 +92,7 @@ class DriveBench {
                   request.size * static_cast<std::int64_t>(
                                      request.blocks.size() * request.depths.size() * 3 + 1),
                   console) {
-    const auto [file_system, medium] = file_system_of(path);
+    const auto [file_system, medium] = offload::file_system_of(path);
     // Newer kernels take O_DIRECT for files in memory, and copy all the same.
     const bool direct = file_.direct_fd() >= 0 && medium != Medium::kMemory;
     json_ = {{"path", path}, {"file_system", file_system}, {"direct", direct}};
@@ -262,7 +213,7 @@ Report measure_drives(const DriveRequest& request, const std::shared_ptr<memory:
   // Refuses what cannot be meant before there is anything to wait for.
   for (const std::string& path : request.paths) make_file(path, request.size);
   memory::HostBuffer memory(memory_for(request), {.ledger = ledger});
-  fill(memory.bytes());
+  offload::fill_with_noise(memory.bytes());  // no drive compresses it
   DriveSpeeds speeds;
   Report report;
   for (const std::string& path : request.paths) {

@@ -5,13 +5,19 @@
 // Errors: OutOfMemoryError from allocate, reserve and grow_to.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
+#include <cstring>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <thread>
 #include <vector>
 
+#include "strata/base/error.h"
 #include "strata/base/thread_pool.h"
 #include "strata/device/device.h"
+#include "strata/kernels/elementwise.h"
 #include "strata/memory/ledger.h"
 
 namespace strata::device {
@@ -51,39 +57,117 @@ class CpuDevice : public Device {
   std::unique_ptr<Stream> create_stream() override;
   Stream& compute_stream() override { return *compute_stream_; }
 
-  void copy(std::span<std::byte> target, std::span<const std::byte> source,
-            Stream& stream) override;
-  void fill_zero(std::span<std::byte> target, Stream& stream) override;
+  void copy(std::span<std::byte> target, std::span<const std::byte> source, Stream&) override {
+    STRATA_ASSERT(target.size() == source.size());
+    for_bytes(target, [&](std::span<std::byte> part, std::size_t at) {
+      std::memcpy(part.data(), source.data() + at, part.size());
+    });
+  }
+  void fill_zero(std::span<std::byte> target, Stream&) override {
+    for_bytes(target, [](std::span<std::byte> part, std::size_t) {
+      std::memset(part.data(), 0, part.size());
+    });
+  }
   void cast(std::byte* target, DType target_dtype, const std::byte* source, DType source_dtype,
-            Numel numel, Stream& stream) override;
+            Numel numel, Stream&) override {
+    STRATA_ASSERT(is_floating(target_dtype) && is_floating(source_dtype) && numel.value >= 0);
+    const std::lock_guard lock(pool_mutex_);
+    kernels::cast(target, target_dtype, source, source_dtype, numel, &pool_);
+  }
   void accumulate(std::byte* target, DType target_dtype, const std::byte* source,
-                  DType source_dtype, Numel numel, Stream& stream) override;
+                  DType source_dtype, Numel numel, Stream&) override {
+    STRATA_ASSERT(is_floating(target_dtype) && is_floating(source_dtype) && numel.value >= 0);
+    const std::lock_guard lock(pool_mutex_);
+    kernels::accumulate(target, target_dtype, source, source_dtype, numel, &pool_);
+  }
   void scale(std::span<float> target, std::span<const float> source, float factor,
-             Stream& stream) override;
+             Stream&) override {
+    STRATA_ASSERT(target.size() == source.size());
+    const std::lock_guard lock(pool_mutex_);
+    const std::byte* sources[] = {reinterpret_cast<const std::byte*>(source.data())};
+    kernels::sum_in_order(target, sources, DType::kFloat32, factor, false, &pool_);
+  }
   void sum_in_order(std::span<float> target, std::span<const std::byte* const> sources, DType dtype,
-                    float scale, bool accumulate, Stream& stream) override;
+                    float scale, bool accumulate, Stream&) override {
+    STRATA_ASSERT(sources.size() <= kSourcesMax);
+    const std::lock_guard lock(pool_mutex_);
+    kernels::sum_in_order(target, sources, dtype, scale, accumulate, &pool_);
+  }
   void store_remainder(const kernels::MasterRemainder& target, Numel first, const std::byte* source,
-                       DType source_dtype, Numel numel, Stream& stream) override;
+                       DType source_dtype, Numel numel, Stream&) override {
+    const std::lock_guard lock(pool_mutex_);
+    kernels::store_remainder(target, first, source, source_dtype, numel, &pool_);
+  }
   void join_masters(std::span<float> masters, const std::byte* weights,
-                    const kernels::MasterRemainder& remainder, Numel first,
-                    Stream& stream) override;
+                    const kernels::MasterRemainder& remainder, Numel first, Stream&) override {
+    kernels::join_masters(masters, weights, remainder, first);
+  }
   void adopt_written(std::span<float> masters, const std::byte* weights, DType dtype,
-                     Stream& stream) override;
+                     Stream&) override {
+    const std::lock_guard lock(pool_mutex_);
+    kernels::adopt_written(masters, weights, dtype, &pool_);
+  }
   void adam_step(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
-                 Stream& stream) override;
+                 Stream&) override {
+    const std::lock_guard lock(pool_mutex_);
+    kernels::AdamScalars known = scalars;
+    if (scalars.late_scale != nullptr) {
+      if (std::isnan(*scalars.late_scale)) return;
+      known.gradient_scale = *scalars.late_scale;
+    }
+    kernels::adam_step(spans, known, &pool_);
+  }
   std::vector<kernels::Fingerprint> fingerprints(std::span<const std::span<const std::byte>> runs,
-                                                 Bytes piece, Stream& stream) override;
+                                                 Bytes piece, Stream& /*stream*/) override {
+    const std::lock_guard lock(pool_mutex_);
+    std::vector<kernels::Fingerprint> result;
+    for (const std::span<const std::byte> run : runs) {
+      for (std::size_t at = 0; at < run.size(); at += piece.size()) {
+        result.push_back(
+            kernels::fingerprint(run.subspan(at, std::min(piece.size(), run.size() - at)), &pool_));
+      }
+    }
+    return result;
+  }
   std::vector<kernels::GradStats> grad_stats(std::span<const std::span<const float>> gradients,
-                                             Stream& stream) override;
+                                             Stream&) override {
+    const std::lock_guard lock(pool_mutex_);
+    std::vector<kernels::GradStats> result;
+    for (const std::span<const float> values : gradients) {
+      result.push_back(kernels::grad_stats(values, &pool_));
+    }
+    return result;
+  }
   void sums_of_squares(std::span<double> sums, std::span<const std::span<const float>> gradients,
-                       Stream& stream) override;
+                       Stream&) override {
+    STRATA_ASSERT(sums.size() == gradients.size());
+    const std::lock_guard lock(pool_mutex_);
+    for (std::size_t i = 0; i < sums.size(); ++i)
+      sums[i] = kernels::grad_stats(gradients[i], &pool_).sum_of_squares;
+  }
   void gradient_factor(kernels::GradientFactor& result, std::span<const double> sums,
-                       double loss_scale, double clipping, Stream& stream) override;
-  void write_flag(Flag& flag, std::uint32_t value, Stream& stream) override;
-  void wait_flag(const Flag& flag, std::uint32_t value, Stream& stream) override;
+                       double loss_scale, double clipping, Stream&) override {
+    result = kernels::gradient_factor(sums, loss_scale, clipping);
+  }
+  void write_flag(Flag& flag, std::uint32_t value, Stream&) override {
+    flag.store(value, std::memory_order_release);
+  }
+  void wait_flag(const Flag& flag, std::uint32_t value, Stream&) override {
+    while (!reached(flag.load(std::memory_order_acquire), value)) std::this_thread::yield();
+  }
 
  private:
   memory::ByteBudget::Hold take_part(Bytes bytes, std::string_view what);
+  // Calls work(part, offset) for parts of `bytes`: less in a thread is not worth handing over.
+  template <typename Work>
+  void for_bytes(std::span<std::byte> bytes, const Work& work) {
+    if (bytes.empty()) return;
+    const std::lock_guard lock(pool_mutex_);
+    pool_.parallel_for(std::ssize(bytes), (1_MiB).value, [&](std::int64_t begin, std::int64_t end) {
+      const auto at = static_cast<std::size_t>(begin);
+      work(bytes.subspan(at, static_cast<std::size_t>(end - begin)), at);
+    });
+  }
 
   const std::shared_ptr<memory::Ledger> ledger_;
   const std::shared_ptr<HostWaits> waits_;

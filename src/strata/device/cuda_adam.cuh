@@ -7,13 +7,15 @@
 
 namespace {
 
+// Those of kernels/adam_constants.h, and two more.
 struct AdamConstants {
-  float gradient_scale, decay, l2, lerp_weight, beta2, square_weight, correction2_root, eps,
-      negative_step_size;
-  int lerp_from_gradient;
+  float gradient_scale, decay, l2;
+  bool lerp_from_gradient;
+  float lerp_weight, beta2, square_weight, correction2_root, eps, negative_step_size;
   int follows_copies;       // a master whose copy was written is what was written
   const float* late_scale;  // null: gradient_scale is known
 };
+static_assert(sizeof(AdamConstants) == 56, "as the host passes it");
 
 template <typename Copy>
 __device__ float followed(float master, Copy copy) {

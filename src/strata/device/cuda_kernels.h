@@ -46,28 +46,11 @@ struct SumArguments {
 
 // As the kernels declare it.
 struct AdamArguments {
-  float gradient_scale, decay, l2, lerp_weight, beta2, square_weight, correction2_root, eps,
-      negative_step_size;
-  int lerp_from_gradient;
+  kernels::AdamConstants constants;
   int follows_copies;
   const float* late_scale;
 };
-
-inline AdamArguments arguments_from(const kernels::AdamScalars& scalars, bool follows_copies) {
-  const kernels::AdamConstants c(scalars);
-  return {c.gradient_scale,
-          c.decay,
-          c.l2,
-          c.lerp_weight,
-          c.beta2,
-          c.square_weight,
-          c.correction2_root,
-          c.eps,
-          c.negative_step_size,
-          c.lerp_from_gradient ? 1 : 0,
-          follows_copies ? 1 : 0,
-          scalars.late_scale};
-}
+static_assert(sizeof(kernels::AdamConstants) == 40 && sizeof(AdamArguments) == 56);
 
 class CudaKernels : public Device {
  public:
@@ -156,7 +139,8 @@ class CudaKernels : public Device {
     kernels::check_adam(spans, scalars);
     const std::int64_t count = std::ssize(spans.gradient);
     if (count == 0) return;
-    const AdamArguments constants = arguments_from(scalars, spans.follows_weight16);
+    const AdamArguments constants{kernels::AdamConstants(scalars), spans.follows_weight16 ? 1 : 0,
+                                  scalars.late_scale};
     const std::int64_t threads = count / kPack + kPack;
     float* const exp_avg = spans.exp_avg.data();
     float* const exp_avg_sq = spans.exp_avg_sq.data();

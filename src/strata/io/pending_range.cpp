@@ -60,29 +60,6 @@ PendingRange::PendingRange(const File& file, Bytes offset, std::byte* target,
   }
 }
 
-PendingRange PendingRange::reading(const File& file, Bytes offset, std::span<std::byte> target) {
-  return PendingRange(file, offset, target.data(), nullptr, Bytes(target.size()));
-}
-
-PendingRange PendingRange::writing(const File& file, Bytes offset,
-                                   std::span<const std::byte> source) {
-  return PendingRange(file, offset, nullptr, source.data(), Bytes(source.size()));
-}
-
-PendingRange PendingRange::piece(Bytes begin, Bytes bytes) const {
-  STRATA_ASSERT(begin.value >= 0 && bytes.value >= 0 && begin + bytes <= wanted());
-  PendingRange part = *this;
-  part.begin_ = begin_ + begin;
-  part.next_ = part.begin_;
-  part.end_ = part.begin_ + bytes;
-  return part;
-}
-
-Bytes PendingRange::to_direct_block() const {
-  const Bytes past_block = (offset_ + next_) % File::kDirectBlock;
-  return direct_ && past_block > Bytes() ? File::kDirectBlock - past_block : Bytes();
-}
-
 PendingRange::Call PendingRange::next_call() const {
   const Bytes at = offset_ + next_;
   const Bytes rest = end_ - next_;
@@ -154,56 +131,6 @@ TransferJob::TransferJob(const PendingRange& range, Bytes piece)
       piece_(piece),
       first_extra_(range.to_direct_block()),
       pieces_(pieces_of(range.wanted(), piece, first_extra_)) {}
-
-std::optional<TransferJob::Piece> TransferJob::claim() {
-  const std::lock_guard lock(mutex_);
-  if (error_ != nullptr || claimed_ == pieces_) return std::nullopt;
-  const std::int64_t index = claimed_++;
-  if (index == 0) times_.begin = std::chrono::steady_clock::now();
-  const Bytes begin = index == 0 ? Bytes() : piece_ * index + first_extra_;
-  const Bytes end = claimed_ == pieces_ ? range_.wanted() : piece_ * claimed_ + first_extra_;
-  return Piece{index, range_.piece(begin, end - begin), claimed_ == pieces_};
-}
-
-// Pieces are claimed in order, so all those below a failed one have been claimed and will be
-// settled: the error at the lowest offset always wins.
-void TransferJob::settle(std::int64_t index, std::exception_ptr error) {
-  const std::lock_guard lock(mutex_);
-  ++settled_;
-  if (error != nullptr && (error_ == nullptr || index < error_index_)) {
-    error_ = std::move(error);
-    error_index_ = index;
-  }
-  if (!finished()) return;
-  times_.end = std::chrono::steady_clock::now();
-  finished_.notify_all();
-}
-
-bool TransferJob::done() {
-  const std::lock_guard lock(mutex_);
-  return finished();
-}
-
-void TransferJob::wait() {
-  std::unique_lock lock(mutex_);
-  finished_.wait(lock, [this] { return finished(); });
-  if (error_ != nullptr) std::rethrow_exception(error_);
-}
-
-void TransferJob::wait_quietly() {
-  std::unique_lock lock(mutex_);
-  finished_.wait(lock, [this] { return finished(); });
-}
-
-std::optional<TransferTimes> TransferJob::times() const {
-  const std::lock_guard lock(mutex_);
-  if (!finished() || pieces_ == 0) return std::nullopt;
-  return times_;
-}
-
-bool TransferJob::finished() const {
-  return settled_ == claimed_ && (error_ != nullptr || claimed_ == pieces_);
-}
 
 std::unique_ptr<Transfer> JobEngine::start(const PendingRange& range) {
   auto job = std::make_shared<TransferJob>(range, piece_);

@@ -15,7 +15,9 @@
 #include <mutex>
 #include <optional>
 #include <span>
+#include <utility>
 
+#include "strata/base/error.h"
 #include "strata/base/interface.h"
 #include "strata/base/units.h"
 #include "strata/io/file.h"
@@ -37,17 +39,31 @@ class SystemCalls : public Interface {
 class PendingRange {
  public:
   // Throw UsageError if no file can have the range.
-  static PendingRange reading(const File& file, Bytes offset, std::span<std::byte> target);
-  static PendingRange writing(const File& file, Bytes offset, std::span<const std::byte> source);
+  static PendingRange reading(const File& file, Bytes offset, std::span<std::byte> target) {
+    return PendingRange(file, offset, target.data(), nullptr, Bytes(target.size()));
+  }
+  static PendingRange writing(const File& file, Bytes offset, std::span<const std::byte> source) {
+    return PendingRange(file, offset, nullptr, source.data(), Bytes(source.size()));
+  }
 
   // The part [begin, begin + bytes) of this range. Its errors describe the whole transfer: `got`
   // counts from the transfer's first byte.
-  PendingRange piece(Bytes begin, Bytes bytes) const;
+  PendingRange piece(Bytes begin, Bytes bytes) const {
+    STRATA_ASSERT(begin.value >= 0 && bytes.value >= 0 && begin + bytes <= wanted());
+    PendingRange part = *this;
+    part.begin_ = begin_ + begin;
+    part.next_ = part.begin_;
+    part.end_ = part.begin_ + bytes;
+    return part;
+  }
 
   Bytes wanted() const { return end_ - begin_; }
   bool complete() const { return next_ == end_; }
   // The bytes before the first block of the file, if there is a descriptor for direct transfers.
-  Bytes to_direct_block() const;
+  Bytes to_direct_block() const {
+    const Bytes past_block = (offset_ + next_) % File::kDirectBlock;
+    return direct_ && past_block > Bytes() ? File::kDirectBlock - past_block : Bytes();
+  }
   // The next call of an incomplete transfer.
   struct Call {
     int fd;
@@ -105,20 +121,56 @@ class TransferJob {
   TransferJob(const PendingRange& range, Bytes piece);
 
   // The next piece to serve; nullopt when all are handed out, or when one has failed.
-  std::optional<Piece> claim();
+  std::optional<Piece> claim() {
+    const std::lock_guard lock(mutex_);
+    if (error_ != nullptr || claimed_ == pieces_) return std::nullopt;
+    const std::int64_t index = claimed_++;
+    if (index == 0) times_.begin = std::chrono::steady_clock::now();
+    const Bytes begin = index == 0 ? Bytes() : piece_ * index + first_extra_;
+    const Bytes end = claimed_ == pieces_ ? range_.wanted() : piece_ * claimed_ + first_extra_;
+    return Piece{index, range_.piece(begin, end - begin), claimed_ == pieces_};
+  }
   // Ends a claimed piece; `error` is null if it is complete.
-  void settle(std::int64_t index, std::exception_ptr error);
+  // Pieces are claimed in order, so all those below a failed one have been claimed and will be
+  // settled: the error at the lowest offset always wins.
+  void settle(std::int64_t index, std::exception_ptr error) {
+    const std::lock_guard lock(mutex_);
+    ++settled_;
+    if (error != nullptr && (error_ == nullptr || index < error_index_)) {
+      error_ = std::move(error);
+      error_index_ = index;
+    }
+    if (!finished()) return;
+    times_.end = std::chrono::steady_clock::now();
+    finished_.notify_all();
+  }
 
-  bool done();
+  bool done() {
+    const std::lock_guard lock(mutex_);
+    return finished();
+  }
   // Blocks until no thread serves a piece. Throws the failure.
-  void wait();
-  void wait_quietly();
+  void wait() {
+    std::unique_lock lock(mutex_);
+    finished_.wait(lock, [this] { return finished(); });
+    if (error_ != nullptr) std::rethrow_exception(error_);
+  }
+  void wait_quietly() {
+    std::unique_lock lock(mutex_);
+    finished_.wait(lock, [this] { return finished(); });
+  }
   // The times of the first claim and of the last piece's end; nullopt if it is not done, or had no
   // bytes.
-  std::optional<TransferTimes> times() const;
+  std::optional<TransferTimes> times() const {
+    const std::lock_guard lock(mutex_);
+    if (!finished() || pieces_ == 0) return std::nullopt;
+    return times_;
+  }
 
  private:
-  bool finished() const;
+  bool finished() const {
+    return settled_ == claimed_ && (error_ != nullptr || claimed_ == pieces_);
+  }
 
   const PendingRange range_;
   const Bytes piece_;

@@ -5,7 +5,12 @@
 // transfers wait for a thread; the next read() or write() blocks until one is begun.
 #pragma once
 
+#include <condition_variable>
+#include <deque>
 #include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
 
 #include "strata/io/io_engine.h"
 #include "strata/io/pending_range.h"
@@ -23,15 +28,23 @@ class ThreadEngine final : public JobEngine {
   // UsageError if an option is not positive.
   explicit ThreadEngine(const ThreadEngineOptions& options = {},
                         std::shared_ptr<SystemCalls> calls = std::make_shared<SystemCalls>());
-  ~ThreadEngine() override;
+  ~ThreadEngine() override { stop(); }
 
   std::string_view name() const override { return "threads"; }
 
  private:
-  class Pool;
   void enqueue(const std::shared_ptr<TransferJob>& job) override;
+  void serve();
+  void stop();
 
-  std::unique_ptr<Pool> pool_;
+  const std::size_t queue_max_;
+  const std::shared_ptr<SystemCalls> calls_;
+  std::mutex mutex_;
+  std::condition_variable work_;
+  std::condition_variable room_;
+  std::deque<std::shared_ptr<TransferJob>> queue_;  // guarded by mutex_, like the next
+  bool stopping_ = false;
+  std::vector<std::thread> threads_;
 };
 
 }  // namespace strata::io

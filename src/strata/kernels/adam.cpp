@@ -192,12 +192,8 @@ constexpr std::int64_t kGrain = 32768;
 void adam_step(const AdamSpans& spans, const AdamScalars& scalars, ThreadPool* pool) {
   check_adam(spans, scalars);
   const AdamConstants constants(scalars);
-  if (pool == nullptr) {
-    HWY_DYNAMIC_DISPATCH(adam_range)(spans, constants);
-    return;
-  }
   const auto numel = static_cast<std::int64_t>(spans.gradient.size());
-  pool->parallel_for(numel, kGrain, [&](std::int64_t begin, std::int64_t end) {
+  for_chunks(pool, numel, kGrain, [&](std::int64_t begin, std::int64_t end) {
     HWY_DYNAMIC_DISPATCH(adam_range)
     (part_of(spans, static_cast<std::size_t>(begin), static_cast<std::size_t>(end)), constants);
   });
@@ -398,14 +394,11 @@ void adam_step(std::span<const AdamTensor> tensors, const AdamScalars& scalars, 
     chunks += (tensor.numel.value + kGrain - 1) / kGrain;
     ends.push_back(chunks);
   }
-  const auto run = [&](std::int64_t first, std::int64_t last) {
-    for (std::int64_t chunk = first; chunk < last; ++chunk) {
-      const auto i = static_cast<std::size_t>(std::ranges::upper_bound(ends, chunk) - ends.begin());
-      const std::int64_t before = i == 0 ? 0 : ends[i - 1];
-      update_chunk(tensors[i], scalars, (chunk - before) * kGrain);
-    }
-  };
-  pool == nullptr ? run(0, chunks) : pool->parallel_for(chunks, 1, run);
+  for_chunks(pool, chunks, 1, [&](std::int64_t chunk, std::int64_t) {
+    const auto i = static_cast<std::size_t>(std::ranges::upper_bound(ends, chunk) - ends.begin());
+    const std::int64_t before = i == 0 ? 0 : ends[i - 1];
+    update_chunk(tensors[i], scalars, (chunk - before) * kGrain);
+  });
 }
 
 }  // namespace strata::kernels

@@ -174,12 +174,9 @@ constexpr std::int64_t kGrain = 65536;
 constexpr std::int64_t kAlone = 4 * kGrain;
 
 template <typename Range>
-void split(std::int64_t numel, std::size_t sources, ThreadPool* pool, Range&& range) {
-  if (pool == nullptr || numel * static_cast<std::int64_t>(sources) <= kAlone) {
-    if (numel > 0) range(std::int64_t{0}, numel);
-  } else {
-    pool->parallel_for(numel, kGrain, range);
-  }
+void split(std::int64_t numel, std::size_t sources, ThreadPool* pool, const Range& range) {
+  const bool alone = numel * static_cast<std::int64_t>(sources) <= kAlone;
+  for_chunks(alone ? nullptr : pool, numel, kGrain, range);
 }
 
 }  // namespace

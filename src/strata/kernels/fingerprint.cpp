@@ -140,13 +140,9 @@ Fingerprint sum_run(const std::byte* bytes, std::byte* target, std::size_t begin
 Fingerprint fingerprint(std::span<const std::byte> bytes, ThreadPool* pool) {
   const std::size_t whole = bytes.size() / kWord;
   Fingerprint sum = last_word(bytes);
-  if (pool == nullptr || static_cast<std::int64_t>(whole) <= kGrain) {
-    sum += sum_run(bytes.data(), nullptr, 0, whole);
-    return sum;
-  }
   std::mutex mutex;
-  pool->parallel_for(
-      static_cast<std::int64_t>(whole), kGrain, [&](std::int64_t begin, std::int64_t end) {
+  for_chunks(
+      pool, static_cast<std::int64_t>(whole), kGrain, [&](std::int64_t begin, std::int64_t end) {
         const Fingerprint part = sum_run(bytes.data(), nullptr, static_cast<std::size_t>(begin),
                                          static_cast<std::size_t>(end));
         const std::lock_guard lock(mutex);

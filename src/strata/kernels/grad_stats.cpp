@@ -85,35 +85,19 @@ namespace strata::kernels {
 
 HWY_EXPORT(chunk_sum);
 
-namespace {
-
-// The squares are too small to overflow fp64, and they cannot cancel: the sum is finite if and only
-// if every gradient is.
-GradStats stats_of(double sum) {
-  return {.sum_of_squares = sum, .finite = std::isfinite(sum)};
-}
-
-}  // namespace
-
 GradStats grad_stats(std::span<const float> gradients, ThreadPool* pool) {
+  std::vector<double> partial((gradients.size() + kChunk - 1) / kChunk);
+  for_chunks(pool, static_cast<std::int64_t>(gradients.size()), kChunk,
+             [&](std::int64_t begin, std::int64_t end) {
+               const auto at = static_cast<std::size_t>(begin);
+               const auto numel = static_cast<std::size_t>(end - begin);
+               partial[at / kChunk] = HWY_DYNAMIC_DISPATCH(chunk_sum)(gradients.subspan(at, numel));
+             });
   double sum = 0.0;
-  if (pool == nullptr || gradients.size() <= kChunk) {
-    for (std::size_t i = 0; i < gradients.size(); i += kChunk) {
-      sum += HWY_DYNAMIC_DISPATCH(chunk_sum)(
-          gradients.subspan(i, std::min(kChunk, gradients.size() - i)));
-    }
-    return stats_of(sum);
-  }
-  std::vector<double> partial((gradients.size() - 1) / kChunk + 1);
-  pool->parallel_for(static_cast<std::int64_t>(gradients.size()), kChunk,
-                     [&](std::int64_t begin, std::int64_t end) {
-                       const auto at = static_cast<std::size_t>(begin);
-                       const auto numel = static_cast<std::size_t>(end - begin);
-                       partial[at / kChunk] =
-                           HWY_DYNAMIC_DISPATCH(chunk_sum)(gradients.subspan(at, numel));
-                     });
   for (const double value : partial) sum += value;
-  return stats_of(sum);
+  // The squares are too small to overflow fp64, and they cannot cancel: the sum is finite if and
+  // only if every gradient is.
+  return {.sum_of_squares = sum, .finite = std::isfinite(sum)};
 }
 
 double norm_of(double sum_of_squares, double loss_scale) {

@@ -53,11 +53,8 @@ void store_remainder(const MasterRemainder& target, Numel first, const std::byte
   // Chunks must not share a byte of halves_up.
   const std::int64_t head = std::min((8 - first.value % 8) % 8, numel.value);
   if (head > 0) range(0, head);
-  if (numel.value == head) return;
-  if (pool == nullptr) return range(head, numel.value);
-  pool->parallel_for(numel.value - head, kGrain, [&](std::int64_t begin, std::int64_t end) {
-    range(head + begin, head + end);
-  });
+  for_chunks(pool, numel.value - head, kGrain,
+             [&](std::int64_t begin, std::int64_t end) { range(head + begin, head + end); });
 }
 
 void join_masters(std::span<float> masters, const std::byte* weights,

@@ -255,15 +255,10 @@ void replay_range(std::span<const RecipeStep> recipe, std::int64_t begin, std::i
 void replay(std::span<const RecipeStep> recipe, Numel begin, Numel numel, std::byte* target,
             DType dtype, ThreadPool* pool) {
   check_replay(dtype);
-  const auto part = [&](std::int64_t first, std::int64_t last) {
+  for_chunks(pool, numel.value, kReplayGrain, [&](std::int64_t first, std::int64_t last) {
     replay_range(recipe, begin.value + first, begin.value + last,
                  target + bytes_of(Numel(first), dtype).size(), dtype);
-  };
-  if (pool == nullptr || numel.value <= kReplayGrain) {
-    part(0, numel.value);
-  } else {
-    pool->parallel_for(numel.value, kReplayGrain, part);
-  }
+  });
 }
 
 }  // namespace strata::kernels

@@ -3,7 +3,6 @@
 #include <fmt/core.h>
 
 #include <algorithm>
-#include <utility>
 
 #include "strata/base/error.h"
 
@@ -31,36 +30,11 @@ std::string_view name_of(Kind kind) {
   return kNames.at(index_of(kind));
 }
 
-Charge::Charge(std::shared_ptr<Ledger> ledger, Tier tier, Kind kind, Bytes bytes)
-    : ledger_(std::move(ledger)), tier_(tier), kind_(kind), bytes_(bytes) {
-  STRATA_ASSERT(bytes.value >= 0);
-  if (ledger_) ledger_->add(tier_, kind_, bytes_);
-}
-
-Charge::Charge(Charge&& other) noexcept
-    : ledger_(std::exchange(other.ledger_, nullptr)),
-      tier_(other.tier_),
-      kind_(other.kind_),
-      bytes_(std::exchange(other.bytes_, Bytes())) {}
-
-Charge& Charge::operator=(Charge&& other) noexcept {
-  if (this == &other) return *this;
-  if (ledger_) ledger_->remove(tier_, kind_, bytes_);
-  ledger_ = std::exchange(other.ledger_, nullptr);
-  tier_ = other.tier_;
-  kind_ = other.kind_;
-  bytes_ = std::exchange(other.bytes_, Bytes());
-  return *this;
-}
-
-Charge::~Charge() {
-  if (ledger_) ledger_->remove(tier_, kind_, bytes_);
-}
-
 void Charge::grow(Bytes by) {
   STRATA_ASSERT(by.value >= 0);
-  if (ledger_) ledger_->add(tier_, kind_, by);
-  bytes_ += by;
+  GiveBack& mine = held_.get_deleter();
+  if (held_) held_->add(mine.tier, mine.kind, by);
+  mine.bytes += by;
 }
 
 Bytes Ledger::held(Tier tier, Kind kind) const {

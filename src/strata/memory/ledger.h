@@ -33,26 +33,6 @@ inline constexpr int kKindCount = 8;
 std::string_view name_of(Tier tier);
 std::string_view name_of(Kind kind);
 
-class Ledger;
-
-// Bytes held; given back by the destructor. Movable. One without a ledger counts nothing.
-class Charge {
- public:
-  Charge() = default;
-  Charge(std::shared_ptr<Ledger> ledger, Tier tier, Kind kind, Bytes bytes);
-  Charge(Charge&& other) noexcept;
-  Charge& operator=(Charge&& other) noexcept;
-  ~Charge();
-  Bytes bytes() const { return bytes_; }
-  void grow(Bytes by);  // holds `by` (>= 0) more from now on
-
- private:
-  std::shared_ptr<Ledger> ledger_;
-  Tier tier_{};
-  Kind kind_{};
-  Bytes bytes_;
-};
-
 class Ledger {
  public:
   Bytes held(Tier tier, Kind kind) const;
@@ -80,6 +60,28 @@ class Ledger {
   std::array<std::array<Count, kKindCount>, kTierCount> by_kind_{};  // guarded by mutex_
   std::array<Count, kTierCount> by_tier_{};                          // guarded by mutex_
   std::array<std::int64_t, kTierCount> charges_{};                   // guarded by mutex_
+};
+
+// Bytes held; given back by the destructor. Movable. One without a ledger counts nothing.
+class Charge {
+ public:
+  Charge() = default;
+  Charge(std::shared_ptr<Ledger> ledger, Tier tier, Kind kind, Bytes bytes)
+      : held_(ledger.get(), {ledger, tier, kind, Bytes()}) {
+    grow(bytes);
+  }
+  Bytes bytes() const { return held_.get_deleter().bytes; }
+  void grow(Bytes by);  // holds `by` (>= 0) more from now on
+
+ private:
+  struct GiveBack {
+    std::shared_ptr<Ledger> ledger;
+    Tier tier;
+    Kind kind;
+    Bytes bytes;
+    void operator()(Ledger* from) const noexcept { from->remove(tier, kind, bytes); }
+  };
+  std::unique_ptr<Ledger, GiveBack> held_;  // null: without a ledger
 };
 
 // A number of bytes that holders share: each takes a part, and the destructor of its Hold gives it

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <fmt/core.h>
+#include <linux/magic.h>
 #include <stdlib.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
@@ -25,35 +26,37 @@
 namespace strata::offload {
 namespace {
 
-using Medium = SwapFolder::Medium;
+using Medium = FileSystem::Medium;
 
 constexpr std::string_view kPrefix = "strata-swap.";
 constexpr std::string_view kLockName = "lock";
 constexpr int kAttempts = 100;
 
-struct FileSystem {
-  std::uint32_t type;
-  std::string_view name;
+struct KnownFileSystem {
+  std::uint32_t magic;
+  const char* name;
   Medium medium;
 };
 
-// The magic numbers of statfs(2).
-constexpr std::array kFileSystems = {
-    FileSystem{0x01021994, "tmpfs", Medium::kMemory},
-    FileSystem{0x858458F6, "ramfs", Medium::kMemory},
-    FileSystem{0x00006969, "nfs", Medium::kNetwork},
-    FileSystem{0x0000517B, "smb", Medium::kNetwork},
-    FileSystem{0xFE534D42, "smb", Medium::kNetwork},
-    FileSystem{0xFF534D42, "cifs", Medium::kNetwork},
-    FileSystem{0x00C36400, "ceph", Medium::kNetwork},
-    FileSystem{0x0BD00BD0, "lustre", Medium::kNetwork},
-    FileSystem{0x47504653, "gpfs", Medium::kNetwork},
-    FileSystem{0x19830326, "beegfs", Medium::kNetwork},
-    FileSystem{0x01021997, "9p", Medium::kNetwork},
-    FileSystem{0x65735546, "fuse", Medium::kNetwork},
-    FileSystem{0xEF53, "ext4", Medium::kDrive},
-    FileSystem{0x58465342, "xfs", Medium::kDrive},
-    FileSystem{0x9123683E, "btrfs", Medium::kDrive},
+constexpr std::array kFileSystems{
+    KnownFileSystem{EXT4_SUPER_MAGIC, "ext4", Medium::kDrive},
+    KnownFileSystem{XFS_SUPER_MAGIC, "xfs", Medium::kDrive},
+    KnownFileSystem{BTRFS_SUPER_MAGIC, "btrfs", Medium::kDrive},
+    KnownFileSystem{F2FS_SUPER_MAGIC, "f2fs", Medium::kDrive},
+    KnownFileSystem{OVERLAYFS_SUPER_MAGIC, "overlay", Medium::kDrive},
+    KnownFileSystem{0x2FC12FC1, "zfs", Medium::kDrive},
+    KnownFileSystem{TMPFS_MAGIC, "tmpfs", Medium::kMemory},
+    KnownFileSystem{RAMFS_MAGIC, "ramfs", Medium::kMemory},
+    KnownFileSystem{NFS_SUPER_MAGIC, "nfs", Medium::kNetwork},
+    KnownFileSystem{SMB_SUPER_MAGIC, "smb", Medium::kNetwork},
+    KnownFileSystem{SMB2_SUPER_MAGIC, "smb", Medium::kNetwork},
+    KnownFileSystem{CIFS_SUPER_MAGIC, "cifs", Medium::kNetwork},
+    KnownFileSystem{CEPH_SUPER_MAGIC, "ceph", Medium::kNetwork},
+    KnownFileSystem{V9FS_MAGIC, "9p", Medium::kNetwork},
+    KnownFileSystem{FUSE_SUPER_MAGIC, "fuse", Medium::kNetwork},
+    KnownFileSystem{0x0BD00BD0, "lustre", Medium::kNetwork},
+    KnownFileSystem{0x47504653, "gpfs", Medium::kNetwork},
+    KnownFileSystem{0x19830326, "beegfs", Medium::kNetwork},
 };
 
 std::string host_name() {
@@ -247,7 +250,17 @@ constexpr Bytes kAll = kTransfer * kAtOnce;
 constexpr Bytes kMost = kAll * 4;
 constexpr double kSecondsEnough = 0.02;
 
-// Some drives store zeroes without writing any.
+}  // namespace
+
+FileSystem file_system_of(const std::string& path) {
+  struct statfs status {};
+  if (::statfs(path.c_str(), &status) != 0) return {};
+  const auto magic = static_cast<std::uint32_t>(status.f_type);
+  const auto* const found = std::ranges::find(kFileSystems, magic, &KnownFileSystem::magic);
+  if (found != kFileSystems.end()) return {found->name, found->medium};
+  return {fmt::format("type {:#x}", magic), Medium::kDrive};
+}
+
 void fill_with_noise(std::span<std::byte> bytes) {
   std::mt19937_64 random(1);
   for (std::size_t i = 0; i + sizeof(std::uint64_t) <= bytes.size(); i += sizeof(std::uint64_t)) {
@@ -256,21 +269,12 @@ void fill_with_noise(std::span<std::byte> bytes) {
   }
 }
 
-}  // namespace
-
 SwapFolder::SwapFolder(const std::string& path, int rank) : owner_(::getpid()) {
   require_folder(path);
   std::error_code failed;
   root_ = std::filesystem::absolute(path, failed).string();
   if (failed) root_ = path;
-  struct statfs status {};
-  if (::statfs(root_.c_str(), &status) == 0) {
-    for (const FileSystem& known : kFileSystems) {
-      if (known.type != static_cast<std::uint32_t>(status.f_type)) continue;
-      medium_ = known.medium;
-      file_system_ = known.name;
-    }
-  }
+  file_system_ = file_system_of(root_);
   remove_leftovers();
   // Another rank that looks for leftovers may take a folder for one until it is locked.
   for (int attempt = 0; !make(rank); ++attempt) {
@@ -340,7 +344,7 @@ bool SwapFolder::remove_leftover(const std::string& folder) const {
   if (!file.valid()) return errno == ENOENT && ::rmdir(folder.c_str()) == 0;
   io::FileLock lock(std::move(file));
   if (lock.take() != io::FileLock::Outcome::kTaken) return false;
-  if (medium_ == Medium::kNetwork && !is_of_this_host(lock.file().get())) return false;
+  if (file_system_.medium == Medium::kNetwork && !is_of_this_host(lock.file().get())) return false;
   std::error_code failed;
   std::filesystem::remove_all(folder, failed);
   return !failed;
@@ -348,16 +352,16 @@ bool SwapFolder::remove_leftover(const std::string& folder) const {
 
 std::string SwapFolder::warning() const {
   std::string text;
-  if (medium_ == Medium::kMemory) {
+  if (file_system_.medium == Medium::kMemory) {
     text = fmt::format(
         "states that are to lie on a drive lie in memory: {} is on {}, which takes the memory that "
         "this is meant to save",
-        root_, file_system_);
-  } else if (medium_ == Medium::kNetwork) {
+        root_, file_system_.name);
+  } else if (file_system_.medium == Medium::kNetwork) {
     text = fmt::format(
         "states that are to lie on a drive lie on a network file system: {} is on {}; every step "
         "reads and writes all of them over the network, and a local drive is faster",
-        root_, file_system_);
+        root_, file_system_.name);
   }
   if (locks_) return text;
   return fmt::format(

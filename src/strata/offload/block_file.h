@@ -11,7 +11,6 @@
 #include <memory>
 #include <span>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "strata/base/interface.h"
@@ -21,6 +20,17 @@
 #include "strata/offload/state_store.h"
 
 namespace strata::offload {
+
+// The file system of a folder, as statfs(2) tells it. An unknown one counts as a drive.
+struct FileSystem {
+  enum class Medium { kDrive, kMemory, kNetwork };
+  std::string name = "unknown";  // "tmpfs"; "type 0x..." for one without a name here
+  Medium medium = Medium::kDrive;
+};
+FileSystem file_system_of(const std::string& path);
+
+// Some drives store zeroes without writing any, or compress what they can.
+void fill_with_noise(std::span<std::byte> bytes);
 
 // A rank's own folder for states on a drive, below a path that users name. It is private to its
 // user, locked while its rank lives, and removed at the end. Two jobs may use one path; each makes
@@ -38,9 +48,7 @@ class SwapFolder : NonCopyable {
 
   const std::string& path() const { return folder_; }  // its own, absolute
 
-  enum class Medium { kDrive, kMemory, kNetwork };
-  Medium medium() const { return medium_; }
-  std::string_view file_system() const { return file_system_; }  // "tmpfs"; empty: not a known one
+  const FileSystem& file_system() const { return file_system_; }
   // The number of folders of ended jobs that were removed.
   int removed() const { return removed_; }
   // A message for users, shown once, if the path is not on a drive; empty otherwise.
@@ -54,8 +62,7 @@ class SwapFolder : NonCopyable {
   std::string root_;
   std::string folder_;
   io::FileLock lock_;
-  Medium medium_ = Medium::kDrive;
-  std::string_view file_system_;
+  FileSystem file_system_;
   bool locks_ = true;  // whether the file system has them
   int removed_ = 0;
   pid_t owner_ = 0;  // a process that was forked removes nothing

@@ -39,31 +39,21 @@ std::unique_ptr<device::HostMemory> pinned_memory(device::Device& device, Bytes 
       device.name(), memory::name_of(kind), to_string(bytes), device.ledger()->report()));
 }
 
-OffloadedCopy::OffloadedCopy(device::Device& device, Bytes bytes, memory::Kind kind, bool pinned)
-    : device_(device), memory_(host_memory(device, bytes, kind, pinned)) {}
-
-void OffloadedCopy::take(std::span<const std::byte> source) {
-  device_.copy(memory_->bytes(), source, device_.compute_stream());
-}
-
-void OffloadedCopy::give_back(std::span<std::byte> target) {
-  device_.copy(target, memory_->bytes(), device_.compute_stream());
-}
-
 void offload_all(device::Device& device, std::span<const OffloadedMemory> memory, memory::Kind kind,
                  bool pinned) {
   std::vector<std::unique_ptr<OffloadedCopy>> copies;
   for (const OffloadedMemory& each : memory)
-    copies.push_back(
-        std::make_unique<OffloadedCopy>(device, Bytes(each.bytes.size()), kind, pinned));
-  for (std::size_t i = 0; i < memory.size(); ++i) copies[i]->take(memory[i].bytes);
+    copies.push_back(host_memory(device, Bytes(each.bytes.size()), kind, pinned));
+  for (std::size_t i = 0; i < memory.size(); ++i)
+    device.copy(copies[i]->bytes(), memory[i].bytes, device.compute_stream());
   device.compute_stream().synchronize();
   for (std::size_t i = 0; i < memory.size(); ++i) *memory[i].copy = std::move(copies[i]);
 }
 
-void reload(std::unique_ptr<OffloadedCopy>& copy, std::span<std::byte> target) {
-  copy->give_back(target);
-  copy->device().compute_stream().synchronize();
+void reload(device::Device& device, std::unique_ptr<OffloadedCopy>& copy,
+            std::span<std::byte> target) {
+  device.copy(target, copy->bytes(), device.compute_stream());
+  device.compute_stream().synchronize();
   copy.reset();
 }
 

@@ -2,9 +2,9 @@
 // while that is freed, from a script's offload_states() to its reload_states(). Both are charged to
 // the host tier.
 //
-// Threads: one at a time. Ownership: as for Device::allocate_host(); an OffloadedCopy owns its
-// memory, and the device outlives it. Errors: OutOfMemoryError, for pinned_memory() also if the
-// system does not let this process pin as much.
+// Threads: one at a time. Ownership: as for Device::allocate_host(); the device outlives an
+// OffloadedCopy. Errors: OutOfMemoryError, for pinned_memory() also if the system does not let this
+// process pin as much.
 #pragma once
 
 #include <memory>
@@ -18,22 +18,8 @@ namespace strata::offload {
 std::unique_ptr<device::HostMemory> pinned_memory(device::Device& device, Bytes bytes,
                                                   memory::Kind kind);
 
-// The content of device memory, on the host. Work on the compute stream uses the copy, so its owner
-// waits for that work before it destroys the copy.
-class OffloadedCopy {
- public:
-  // `pinned`: uses pinned memory as far as the system lets this process pin it.
-  OffloadedCopy(device::Device& device, Bytes bytes, memory::Kind kind, bool pinned);
-
-  // These queue the copy on the compute stream. `source` and `target` have the size of the copy.
-  void take(std::span<const std::byte> source);
-  void give_back(std::span<std::byte> target);
-  device::Device& device() { return device_; }
-
- private:
-  device::Device& device_;
-  std::unique_ptr<device::Memory> memory_;
-};
+// The content of device memory, on the host.
+using OffloadedCopy = device::Memory;
 
 // Device memory and the place of its copy.
 struct OffloadedMemory {
@@ -41,10 +27,12 @@ struct OffloadedMemory {
   std::unique_ptr<OffloadedCopy>* copy = nullptr;
 };
 // Copies all of them to the host, and waits for the copies. If it throws, no copy has changed.
+// `pinned`: uses pinned memory as far as the system lets this process pin it.
 void offload_all(device::Device& device, std::span<const OffloadedMemory> memory, memory::Kind kind,
                  bool pinned);
 // Copies the content back, waits for that, and frees the copy.
-void reload(std::unique_ptr<OffloadedCopy>& copy, std::span<std::byte> target);
+void reload(device::Device& device, std::unique_ptr<OffloadedCopy>& copy,
+            std::span<std::byte> target);
 
 // Throws the UsageError which says that `what` is offloaded.
 [[noreturn]] void throw_offloaded(std::string_view what);

@@ -82,7 +82,7 @@ class MemoryStore final : public StateStore {
     for (const auto& buffer : buffers_) {
       if (buffer->offloaded == nullptr) continue;
       buffer->memory = allocate(buffer->bytes, buffer->kind);
-      reload(buffer->offloaded, buffer->memory->bytes());
+      reload(device_, buffer->offloaded, buffer->memory->bytes());
     }
   }
   StoreCounts counts() const override { return counts_; }

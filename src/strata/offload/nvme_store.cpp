@@ -14,14 +14,6 @@
 namespace strata::offload {
 namespace {
 
-constexpr std::size_t kPartsMost = 1 << 20;
-constexpr std::int64_t kForgets = 8;  // the part of a round's length that each shorter one takes
-
-std::uint64_t key_of(int before, int last) {
-  return (std::uint64_t{static_cast<std::uint32_t>(before)} << 32U) |
-         static_cast<std::uint32_t>(last);
-}
-
 using Clock = std::chrono::steady_clock;
 using enum ResidentParts::State;
 
@@ -266,71 +258,6 @@ class PartCache final : public StagingArena::Holder {
   ResidentParts resident_;
   std::int64_t round_ = 0;  // 0: unknown
 };
-
-}  // namespace
-
-std::vector<Part> FetchSequence::record(const Part& part) {
-  std::vector<Part> dropped;
-  const int index = index_of(part);
-  if (index < 0) {  // too many: all over again
-    for (const int predicted : predicted_) dropped.push_back(at(predicted).part);
-    *this = FetchSequence();
-    return dropped;
-  }
-  const auto found = std::ranges::find(predicted_, index);
-  for (auto it = predicted_.begin(); it != found; ++it) dropped.push_back(at(*it).part);
-  predicted_.erase(predicted_.begin(), found == predicted_.end() ? found : found + 1);
-  learn(index);
-  return dropped;
-}
-
-int FetchSequence::index_of(const Part& part) {
-  const auto found = indices_.find(part);
-  if (found != indices_.end()) return found->second;
-  if (parts_.size() == kPartsMost) return -1;
-  const int index = static_cast<int>(parts_.size());
-  indices_.emplace(part, index);
-  parts_.push_back({.part = part});
-  return index;
-}
-
-void FetchSequence::learn(int index) {
-  if (current_.last >= 0) {
-    at(current_.last).next = index;
-    // Random fetches never repeat a pair, so their pairs are worth no memory.
-    if (by_two_.size() >= 2 * kPartsMost) by_two_.clear();
-    if (current_.before >= 0) by_two_[key_of(current_.before, current_.last)] = index;
-  }
-  current_ = {current_.last, index};
-  std::int64_t& recorded = at(index).recorded;
-  ++now_;
-  if (recorded > 0) round_ = std::max(now_ - recorded, round_ - round_ / kForgets);
-  recorded = now_;
-}
-
-FetchSequence::Pair FetchSequence::end() const {
-  if (predicted_.empty()) return current_;
-  const int before = predicted_.size() > 1 ? *(predicted_.end() - 2) : current_.last;
-  return {before, predicted_.back()};
-}
-
-int FetchSequence::next_of(Pair at) const {
-  if (at.last < 0) return -1;
-  const auto found = by_two_.find(key_of(at.before, at.last));
-  return found != by_two_.end() ? found->second : parts_[static_cast<std::size_t>(at.last)].next;
-}
-
-std::optional<Part> FetchSequence::following() const {
-  const int next = next_of(end());
-  if (next < 0) return std::nullopt;
-  return parts_[static_cast<std::size_t>(next)].part;
-}
-
-void FetchSequence::predict_following() {
-  if (const int next = next_of(end()); next >= 0) predicted_.push_back(next);
-}
-
-namespace {
 
 class PartLease final : public Lease {
  public:

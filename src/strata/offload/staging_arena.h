@@ -15,12 +15,17 @@
 // KiB. Errors: OutOfMemoryError; UsageError for a budget below one page.
 #pragma once
 
+#include <fmt/core.h>
+
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
+#include "strata/base/error.h"
 #include "strata/base/interface.h"
 #include "strata/device/device.h"
 #include "strata/memory/arena.h"
@@ -42,16 +47,30 @@ class StagingArena {
   };
 
   // The arena rounds `budget` down to whole pages and charges it as staging on the host.
-  StagingArena(device::Device& device, Bytes budget);
+  StagingArena(device::Device& device, Bytes budget)
+      : memory_(staging_memory(device, budget)), arena_(memory_->bytes(), kPartAlignment) {}
 
   // Takes `bytes` from the free room; nullopt if they are not free.
-  std::optional<memory::Extent> try_take(Bytes bytes);
+  std::optional<memory::Extent> try_take(Bytes bytes) { return arena_.try_allocate(bytes); }
   // Also takes room that holders free without effort. `asks` gives way first, here and below.
-  std::optional<memory::Extent> take_spare(Bytes bytes, Holder& asks);
+  std::optional<memory::Extent> take_spare(Bytes bytes, Holder& asks) {
+    while (true) {
+      if (auto extent = try_take(bytes)) return extent;
+      if (!make_way(Effort::kNone, &asks)) return std::nullopt;
+    }
+  }
   // One extent for each size, or nullopt when no holder can give way any more. The least effort
   // comes first.
   std::optional<std::vector<memory::Extent>> take_together(std::span<const Bytes> sizes,
-                                                           Holder* asks = nullptr);
+                                                           Holder* asks = nullptr) {
+    while (true) {
+      if (auto extents = try_together(sizes)) return extents;
+      if (!make_way(Effort::kNone, asks) && !make_way(Effort::kWait, asks) &&
+          !make_way(Effort::kReadAgain, asks)) {
+        return std::nullopt;
+      }
+    }
+  }
 
   // The whole memory, which stays in place as long as the arena, for an I/O engine that registers
   // it.
@@ -61,7 +80,11 @@ class StagingArena {
   // prefetch. All holders together lease a third of the budget. The holder at work may prefetch
   // into a second third, while the last third is still being written.
   static constexpr std::int64_t kShares = 3;
-  Bytes lease_share() const;
+  Bytes lease_share() const {
+    const auto holders = std::max<std::int64_t>(1, std::ssize(holders_));
+    const Bytes share = budget() / (kShares * holders);
+    return std::max(share - share % kPartAlignment, kPartAlignment);
+  }
   Bytes ahead_share() const { return budget() / kShares; }
   Bytes in_use() const { return arena_.in_use(); }
 
@@ -70,8 +93,36 @@ class StagingArena {
   void leave(Holder& holder) { std::erase(holders_, &holder); }
 
  private:
-  std::optional<std::vector<memory::Extent>> try_together(std::span<const Bytes> sizes);
-  bool make_way(Effort effort, Holder* asks);
+  static std::unique_ptr<device::HostMemory> staging_memory(device::Device& device, Bytes budget) {
+    const Bytes bytes = budget - budget % kPartAlignment;
+    if (bytes < kPartAlignment) {
+      throw UsageError(fmt::format("a staging arena needs a budget of {} at least: {} given",
+                                   to_string(kPartAlignment), to_string(budget)));
+    }
+    auto memory = device.allocate_host(bytes, memory::Kind::kStaging);
+    if (!memory->pinned()) {
+      throw OutOfMemoryError(
+          fmt::format("the system does not let this process pin the memory that states on a drive "
+                      "are staged through: {} wanted; raise the limit on locked memory (ulimit -l) "
+                      "or lower the budget; held: {}",
+                      to_string(bytes), device.ledger()->report()));
+    }
+    return memory;
+  }
+  std::optional<std::vector<memory::Extent>> try_together(std::span<const Bytes> sizes) {
+    std::vector<memory::Extent> extents;
+    for (const Bytes size : sizes) {
+      auto extent = try_take(size);
+      if (!extent) return std::nullopt;
+      extents.push_back(std::move(*extent));
+    }
+    return extents;
+  }
+  bool make_way(Effort effort, Holder* asks) {
+    if (asks != nullptr && asks->free_memory(effort)) return true;
+    return std::ranges::any_of(
+        holders_, [&](Holder* holder) { return holder != asks && holder->free_memory(effort); });
+  }
 
   std::unique_ptr<device::HostMemory> memory_;
   memory::Arena arena_;

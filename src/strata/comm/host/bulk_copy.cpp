@@ -56,29 +56,21 @@ HWY_EXPORT(stream_copy);
 
 constexpr std::int64_t kGrain = std::int64_t{1} << 20;
 
-void copy_range(std::byte* target, const std::byte* source, std::size_t bytes, CopyHint hint) {
-  if (hint == CopyHint::kPastCaches) {
-    HWY_DYNAMIC_DISPATCH(stream_copy)(target, source, bytes);
-  } else {
-    std::memcpy(target, source, bytes);
-  }
-}
-
 }  // namespace
 
 void bulk_copy(std::span<std::byte> target, std::span<const std::byte> source, CopyHint hint,
                ThreadPool* pool) {
   STRATA_ASSERT(target.size() == source.size());
-  if (target.empty()) return;
-  if (pool == nullptr || target.size() <= static_cast<std::size_t>(kGrain)) {
-    copy_range(target.data(), source.data(), source.size(), hint);
-    return;
-  }
-  pool->parallel_for(static_cast<std::int64_t>(target.size()), kGrain,
-                     [&](std::int64_t begin, std::int64_t end) {
-                       copy_range(target.data() + begin, source.data() + begin,
-                                  static_cast<std::size_t>(end - begin), hint);
-                     });
+  for_chunks(pool, static_cast<std::int64_t>(target.size()), kGrain,
+             [&](std::int64_t begin, std::int64_t end) {
+               const auto bytes = static_cast<std::size_t>(end - begin);
+               if (hint == CopyHint::kPastCaches) {
+                 HWY_DYNAMIC_DISPATCH(stream_copy)
+                 (target.data() + begin, source.data() + begin, bytes);
+               } else {
+                 std::memcpy(target.data() + begin, source.data() + begin, bytes);
+               }
+             });
 }
 
 }  // namespace strata::comm

@@ -266,7 +266,7 @@ void GradientShards::offload_states(bool pinned) {
 void GradientShards::reload_states() {
   for (const Unit& unit : units_) {
     auto& offloaded = nth(shards_, unit.id).offloaded;
-    if (offloaded != nullptr) offload::reload(offloaded, memory_.of(unit));
+    if (offloaded != nullptr) offload::reload(device_, offloaded, memory_.of(unit));
   }
 }
 

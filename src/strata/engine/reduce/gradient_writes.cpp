@@ -194,7 +194,7 @@ void GradientWrites::reload_states() {
     UnitBuffer& b = of(unit.id);
     if (b.offloaded == nullptr) continue;
     b.buffer = take_buffer(unit.id);
-    offload::reload(b.offloaded, b.buffer->bytes());
+    offload::reload(device_, b.offloaded, b.buffer->bytes());
   }
 }
 

@@ -100,7 +100,7 @@ void Weights::reload_states() {
   if (offloaded_ == nullptr) return;
   const Bytes all = offsets_.back();
   memory_->buffer->back(all);
-  offload::reload(offloaded_, memory_->buffer->local().first(all.size()));
+  offload::reload(device_, offloaded_, memory_->buffer->local().first(all.size()));
   memory_->charge.grow(all);
 }
 
