@@ -112,19 +112,15 @@ void bind_values(py::class_<engine::Config>& config) {
 
 void bind_config(py::module_& module) {
   // Bytes of a text such as "5GB" or "512mib"; None for any other.
-  module.def(
-      "parse_size",
-      [](const std::string& text) {
-        return mapped(engine::parse_size(text, engine::SizeText::kAnyCase), &engine::clamped);
-      },
-      py::arg("text"));
+  module.def("parse_size", [](const std::string& text) {
+    return mapped(engine::parse_size(text, engine::SizeText::kAnyCase), &engine::clamped);
+  });
   using engine::Config;
   py::class_<Config> config(module, "Config");
-  config.def_static("parse", &Config::parse, py::arg("text_or_path"))
-      .def("complete_batch", &Config::complete_batch, py::arg("world_size"))
-      .def("require_filled_in", &Config::require_filled_in, py::arg("section"))
-      .def("require_for_training", &Config::require_for_training, py::arg("own_optimizer"),
-           py::arg("own_scheduler"))
+  config.def_static("parse", &Config::parse)
+      .def("complete_batch", &Config::complete_batch)
+      .def("require_filled_in", &Config::require_filled_in)
+      .def("require_for_training", &Config::require_for_training)
       .def("digest", &Config::digest)
       .def("for_construction", &for_construction)
       .def("weight_dtype",

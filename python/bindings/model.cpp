@@ -213,9 +213,9 @@ void bind_passes(ModelClass& model) {
       .def("begin_backward", &ShardedModel::begin_backward, unlocked)
       .def("end_backward", &ShardedModel::end_backward, unlocked)
       .def("abandon_backward", &ShardedModel::abandon_backward, unlocked)
-      .def("scale", &ShardedModel::scale, py::arg("loss"), unlocked)
-      .def("step", &step, py::arg("groups"))
-      .def("offload_states", &offload_states, py::arg("states"), py::arg("pinned"))
+      .def("scale", &ShardedModel::scale, unlocked)
+      .def("step", &step)
+      .def("offload_states", &offload_states)
       .def("reload_states", &ShardedModel::reload_states, unlocked)
       // UsageError if states, or the weights, are offloaded; `call` names the operation in the
       // message.
@@ -229,8 +229,7 @@ void bind_passes(ModelClass& model) {
            })
       .def(
           "finish_step", [](ShardedModel& m) { m.engine().finish_step(); }, unlocked)
-      .def("factored", &ShardedModel::factored, py::arg("loss"), py::arg("by_accumulation"),
-           unlocked)
+      .def("factored", &ShardedModel::factored, unlocked)
       .def("at_boundary", &of_control<&StepControl::at_boundary>)
       .def("ends_step", &of_control<&StepControl::ends_step>)
       .def("set_boundary",
@@ -293,16 +292,16 @@ void bind_access(ModelClass& model) {
            })
       .def("scope_needed", [](ShardedModel& m, int scope) { return m.scopes().needed(scope); })
       .def("memory_report", &memory_report)
-      .def("memory_forecast", &memory_forecast, py::arg("tier"))
+      .def("memory_forecast", &memory_forecast)
       .def("reset_memory_peaks", [](ShardedModel& m) { m.ledger().reset_peaks(); })
       .def("init_report", &init_report)
       .def("placement", &placement)
       .def("measure_link", &measure_link, unlocked)
       .def("units", &units)
-      .def("destroy", &ShardedModel::destroy, py::arg("keep_values"), unlocked)
+      .def("destroy", &ShardedModel::destroy, unlocked)
       .def("wait_for_all", &ShardedModel::wait_for_all, unlocked)
-      .def("leave", &leave, py::arg("reason"), unlocked)
-      .def("announce_departure", &announce_departure, py::arg("words"), unlocked)
+      .def("leave", &leave, unlocked)
+      .def("announce_departure", &announce_departure, unlocked)
       .def("depart", &depart, unlocked)
       .def(
           "free_gathered", [](ShardedModel& m) { m.passes().free_gathered(); }, unlocked)
@@ -319,10 +318,7 @@ void bind_model(py::module_& module) {
   ModelClass model(module, "ShardedModel", py::dynamic_attr());
   model.def(py::init(&make_model), py::arg("parameters"), py::arg("modules"), py::arg("config"),
             py::arg("rule"), py::arg("runtime"), py::arg("name"), py::arg("progress") = py::none());
-  module.def("forecast_job", &forecast_job, py::arg("parameters"), py::arg("modules"),
-             py::arg("config"), py::arg("rule"), py::arg("world_size"), py::arg("on_gpus"),
-             py::arg("ranks_per_host"), py::arg("tier"), py::arg("device_memory"),
-             py::arg("host_memory"));
+  module.def("forecast_job", &forecast_job);
   bind_passes(model);
   bind_access(model);
   bind_large_parameters(module, model);

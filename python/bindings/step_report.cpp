@@ -123,7 +123,7 @@ std::pair<bool, std::string> trace_state(ShardedModel& model) {
 }  // namespace
 
 void bind_steps(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& model) {
-  model.def("step_report", &step_report, py::arg("wait"))
+  model.def("step_report", &step_report)
       .def("record_steps", [](ShardedModel& m, bool on) { m.engine().recorder().set_timed(on); })
       // The norm of the last step whose norm is known; does not wait for the device.
       .def_property_readonly(
