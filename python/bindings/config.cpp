@@ -1,6 +1,5 @@
 // The configuration as Python reads it.
 #include <algorithm>
-#include <nlohmann/json.hpp>
 #include <set>
 
 #include "bindings.h"

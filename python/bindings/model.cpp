@@ -2,7 +2,6 @@
 #include <map>
 
 #include "bindings.h"
-#include "strata/torch/base/placement.h"
 #include "strata/torch/model/model_plan.h"
 
 namespace strata::python {

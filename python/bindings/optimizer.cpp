@@ -1,5 +1,4 @@
 // The trained parameters, the optimizers that update them, and the training states of each.
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
 
@@ -10,7 +9,6 @@
 #include "strata/offload/state_store.h"
 #include "strata/torch/base/placement.h"
 #include "strata/torch/base/tensors.h"
-#include "strata/torch/sharded/sharded_model.h"
 
 namespace strata::python {
 namespace {

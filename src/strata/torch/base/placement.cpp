@@ -24,7 +24,6 @@
 #include <cstdlib>
 #include <fstream>
 #include <limits>
-#include <string_view>
 
 #include "strata/base/error.h"
 #include "strata/base/thread_pool.h"

@@ -14,7 +14,6 @@
 #include <thread>
 #include <utility>
 
-#include "strata/base/error.h"
 #include "strata/torch/base/tensors.h"
 
 namespace strata::torch {

@@ -18,7 +18,6 @@
 #include "strata/comm/host/host_collectives.h"
 #include "strata/comm/peer/peer_collectives.h"
 #include "strata/engine/unit/unit.h"
-#include "strata/torch/base/placement.h"
 
 namespace strata::torch {
 namespace {

@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <system_error>
 
-#include "strata/base/error.h"
 #include "strata/engine/checkpoint/shard_states.h"
 #include "strata/format/manifest.h"
 #include "strata/torch/base/placement.h"
