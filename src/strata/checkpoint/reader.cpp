@@ -293,7 +293,7 @@ void ReadProbe::time_reads(ReadFigures& figures, io::IoEngine& io, TransferRing&
     const FileRange range{file, offset, options_.piece};
     const auto start = std::chrono::steady_clock::now();
     RangeSource source(files_, {&range, 1}, io, ring.buffer_bytes(), {.direct = direct});
-    Discard sink;
+    Taker sink([](const Piece&) { return nullptr; });
     copy(source, sink, ring);
     (direct ? direct_s : buffered_s) +=
         std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
@@ -317,8 +317,8 @@ std::unique_ptr<io::Transfer> ExtentSink::take(const Piece& piece) {
     const Bytes from = std::max(extent.offset, piece.offset);
     const Bytes to = std::min(end_of(extent), stop);
     if (from < to)
-      take_elements(next_, from - extent.offset,
-                    piece.content.subspan((from - piece.offset).size(), (to - from).size()));
+      take_elements_(next_, from - extent.offset,
+                     piece.content.subspan((from - piece.offset).size(), (to - from).size()));
     if (end_of(extent) > stop) break;
   }
   return nullptr;

@@ -189,7 +189,7 @@ void AsyncSaver::copy_shards(Job& job, ShardStates& states) {
     const auto image = copy_->bytes().subspan(at.size(), file.bytes().size());
     checkpoint::TransferRing ring(image, kImagePiece);
     checkpoint::WholeFile source = shard_file(file, states, device, kImagePiece);
-    checkpoint::Discard sink;
+    checkpoint::Taker sink([](const checkpoint::Piece&) { return nullptr; });
     copy(source, sink, ring);
     job.images.push_back(image);
     at += align_up(file.bytes(), io::File::kDirectBlock);

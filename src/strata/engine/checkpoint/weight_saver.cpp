@@ -43,17 +43,6 @@ class TensorSource final : public checkpoint::Source {
   std::span<const std::byte> bytes_;
 };
 
-class TensorSink final : public checkpoint::Sink {
- public:
-  explicit TensorSink(format::ShardedWriter& writer) : writer_(writer) {}
-  std::unique_ptr<io::Transfer> take(const checkpoint::Piece& piece) override {
-    return writer_.write(piece.file, piece.offset, piece.content);
-  }
-
- private:
-  format::ShardedWriter& writer_;
-};
-
 std::vector<format::TensorSpec> specs_of(std::span<const SavedTensor> tensors) {
   std::vector<format::TensorSpec> specs;
   for (const SavedTensor& tensor : tensors) specs.push_back(tensor.spec);
@@ -69,7 +58,9 @@ struct WeightSaver::Output {
       : writer(std::move(folder), specs_of(tensors), io, {.shard_max = options.shard_max}),
         ring(options.staging, device),
         source(device, ring.buffer_bytes()),
-        sink(writer),
+        sink([this](const checkpoint::Piece& piece) {
+          return writer.write(piece.file, piece.offset, piece.content);
+        }),
         pipeline(source, sink, ring, {.taking = ring.size() / 2}) {}
 
   // Begins to write bytes of a tensor.
@@ -81,7 +72,7 @@ struct WeightSaver::Output {
   format::ShardedWriter writer;
   checkpoint::TransferRing ring;
   TensorSource source;
-  TensorSink sink;
+  checkpoint::Taker sink;
   checkpoint::Pipeline pipeline;
 };
 
