@@ -12,6 +12,7 @@
 
 #include "strata/comm/collectives.h"
 #include "strata/engine/config/config.h"
+#include "strata/torch/ranks/c10d_collectives.h"
 
 namespace strata::torch {
 
