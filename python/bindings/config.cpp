@@ -47,12 +47,6 @@ std::set<std::string> states_tiers(const engine::Config& c) {
   return names;
 }
 
-// `function` of the value, if there is one.
-template <typename T, typename Function>
-auto mapped(const std::optional<T>& value, const Function& function) {
-  return value ? std::optional(function(*value)) : std::nullopt;
-}
-
 void bind_values(py::class_<engine::Config>& config) {
   using engine::Config;
   const auto read = [&](const char* name, auto value) {
@@ -74,9 +68,7 @@ void bind_values(py::class_<engine::Config>& config) {
   read("threads", [](const Config& c) { return c.strata.threads; });
   read("replay_above", [](const Config& c) { return c.strata.replay_above.value; });
   read("init_report", [](const Config& c) { return c.strata.init_report; });
-  read("tile_max", [](const Config& c) {
-    return mapped(c.strata.tile_max, [](Bytes bytes) { return bytes.value; });
-  });
+  read("tile_max", [](const Config& c) { return mapped(c.strata.tile_max, &Bytes::value); });
   read("tile_matches", [](const Config& c) { return c.strata.tile_matches; });
   read("trace", [](const Config& c) { return c.strata.trace; });
   read("optimizer", &optimizer_of);

@@ -75,15 +75,10 @@ py::object step(ShardedModel& model, const std::vector<GroupTuple>& groups) {
   std::vector<engine::GroupScalars> scalars;
   for (const auto& [lr, beta1, beta2, eps, decay, correction] : groups)
     scalars.push_back({lr, beta1, beta2, eps, decay, correction});
-  std::optional<engine::StepResult> result;
-  {
-    const py::gil_scoped_release release;
-    result = model.step(scalars);
-  }
+  const auto result = without_lock([&] { return model.step(scalars); });
   if (!result) return py::none();
-  const bool known = result->grad_norm.has_value();
-  return py::make_tuple(known ? py::object(py::bool_(result->applied)) : py::none(),
-                        result->warning);
+  const auto applied = mapped(result->grad_norm, [&](double) { return result->applied; });
+  return py::make_tuple(applied, result->warning);
 }
 
 // `states`: DeepSpeed's names of states. False: the weights were among them, and do not move.
@@ -96,8 +91,7 @@ bool offload_states(ShardedModel& model, const std::vector<std::string>& states,
       {"contiguous_grad_buffer", &engine::StateSet::gradient_buffers}};
   engine::StateSet set;
   for (const std::string& name : states) set.*flags.at(name) = true;
-  const py::gil_scoped_release release;
-  return model.offload_states(set, pinned);
+  return without_lock([&] { return model.offload_states(set, pinned); });
 }
 
 memory::Tier tier_from(const std::string& name) {
@@ -124,16 +118,7 @@ py::dict as_dict(const forecast::MemoryForecast& forecast, memory::Tier tier) {
 
 py::dict memory_forecast(ShardedModel& model, const std::string& tier) {
   const memory::Tier wanted = tier_from(tier);
-  forecast::MemoryForecast forecast;
-  {
-    const py::gil_scoped_release release;
-    forecast = model.memory_forecast();
-  }
-  return as_dict(forecast, wanted);
-}
-
-std::optional<Bytes> as_bytes(std::optional<std::int64_t> value) {
-  return value ? std::optional(Bytes(*value)) : std::nullopt;
+  return as_dict(without_lock([&] { return model.memory_forecast(); }), wanted);
 }
 
 // The forecast of a job that does not run. `config.batch` must be complete for its number of ranks.
@@ -146,8 +131,9 @@ py::dict forecast_job(const std::vector<ParameterTuple>& parameters,
                       std::optional<std::int64_t> host_memory) {
   const torch::ModelInput input = input_from(parameters, modules);
   const forecast::Job job{world_size, on_gpus, ranks_per_host};
+  const auto bytes = [](std::int64_t count) { return Bytes(count); };
   const forecast::FreeMemory free =
-      forecast::free_memory_of(job, as_bytes(device_memory), as_bytes(host_memory));
+      forecast::free_memory_of(job, mapped(device_memory, bytes), mapped(host_memory, bytes));
   const forecast::Trainers trainers = forecast::trainers_of(config, rule_from(rule), job);
   const torch::PlannedModel model =
       torch::plan_model(input, config, trainers, forecast::room_for(config.offload, free));

@@ -80,11 +80,7 @@ py::tuple join_ranks(const engine::Config& config, int rank, int world_size, c10
                                    std::move(waits),
                                    make,
                                    log};
-  comm::JoinedTransports joined;
-  {
-    const py::gil_scoped_release release;
-    joined = torch::join_ranks(config, joining);
-  }
+  comm::JoinedTransports joined = without_lock([&] { return torch::join_ranks(config, joining); });
   return py::make_tuple(std::move(joined.collectives), as_dict(joined.probe), std::move(used));
 }
 
