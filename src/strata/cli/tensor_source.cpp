@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <filesystem>
 #include <system_error>
-#include <tuple>
 
 #include "strata/base/error.h"
 #include "strata/checkpoint/folder.h"

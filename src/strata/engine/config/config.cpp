@@ -3,7 +3,6 @@
 #include <fmt/core.h>
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
 #include <nlohmann/json.hpp>
 
@@ -11,7 +10,6 @@
 #include "strata/engine/config/config_text.h"
 #include "strata/engine/config/key.h"
 #include "strata/engine/config/settings.h"
-#include "strata/engine/config/value_check.h"
 
 namespace strata::engine {
 namespace {

@@ -11,7 +11,6 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
-#include <vector>
 
 #include "strata/base/error.h"
 #include "strata/engine/config/config_text.h"
