@@ -62,7 +62,7 @@ engine::SavedContent content_from(const std::vector<std::vector<std::string>>& a
 }
 
 // Saves a model's checkpoints, synchronously or beside training, as its configuration says.
-class TrainingSaver {
+class TrainingSaver : NonCopyable {
  public:
   // `beside`: bytes of buffers that this rank will save.
   TrainingSaver(std::shared_ptr<ShardedModel> model, std::int64_t beside)
@@ -78,8 +78,6 @@ class TrainingSaver {
     const py::gil_scoped_release release;
     async_.reset();
   }
-  TrainingSaver(const TrainingSaver&) = delete;
-  TrainingSaver& operator=(const TrainingSaver&) = delete;
 
   // Collective.
   void save(const std::string& folder, const std::string& tag, const std::string& training,

@@ -157,13 +157,11 @@ struct CopyOptions {
   const SyncPoints* sync_points = nullptr;  // null: none
 };
 
-class Pipeline {
+class Pipeline : NonCopyable {
  public:
   Pipeline(Source& source, Sink& sink, TransferRing& ring, const CopyOptions& options = {});
   // Waits for what is in flight, unless take_all() or drain() has returned.
   ~Pipeline();
-  Pipeline(const Pipeline&) = delete;
-  Pipeline& operator=(const Pipeline&) = delete;
 
   // Begins to fill all pieces that the source has, and takes as many as that needs.
   void pump();

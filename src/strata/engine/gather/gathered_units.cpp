@@ -41,8 +41,6 @@ class UploadWork final : public comm::Work {
     } catch (...) {  // the device has failed: each wait for its work throws that error
     }
   }
-  UploadWork(const UploadWork&) = delete;
-  UploadWork& operator=(const UploadWork&) = delete;
   bool done() override { return uploaded_ == nullptr || uploaded_->done(); }
   void wait() override {
     if (const auto uploaded = std::exchange(uploaded_, nullptr))

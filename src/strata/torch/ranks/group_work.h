@@ -25,7 +25,7 @@ namespace strata::torch {
 // posted as a note in the c10d Store, so that every other rank can name the failed rank and the
 // reason: the backend only says that a connection closed. A rank has one note, its last. A store
 // that cannot be reached counts as one without notes. Shares the store.
-class GroupFailure {
+class GroupFailure : NonCopyable {
  public:
   // Ends what else belongs to the group, with the reason.
   using Stop = std::function<void(std::string_view)>;
@@ -33,8 +33,6 @@ class GroupFailure {
   // again. `stop`: called once, when this rank has failed or ended; may be null.
   GroupFailure(c10::intrusive_ptr<c10d::Store> store, std::string id, int rank, int world_size,
                comm::RankNames names = {}, Stop stop = nullptr);
-  GroupFailure(const GroupFailure&) = delete;
-  GroupFailure& operator=(const GroupFailure&) = delete;
 
   // Throws the failure, if there was one.
   void rethrow() const;
@@ -133,8 +131,6 @@ class NamedBuffer final : public comm::SharedBuffer {
               std::span<std::byte> memory, std::function<void()> before_free = nullptr,
               device::GrowableMemory* growable = nullptr);
   ~NamedBuffer() override;
-  NamedBuffer(const NamedBuffer&) = delete;
-  NamedBuffer& operator=(const NamedBuffer&) = delete;
 
   std::span<std::byte> local() override { return memory_; }
   void back(Bytes bytes) override {
