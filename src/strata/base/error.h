@@ -17,6 +17,11 @@ namespace strata {
 class Error : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
+  // Formats the message of its values.
+  template <typename... Values>
+    requires(sizeof...(Values) > 0)
+  explicit Error(fmt::format_string<Values...> message, Values&&... values)
+      : std::runtime_error(fmt::format(message, std::forward<Values>(values)...)) {}
 };
 
 // The configuration is wrong or asks for what is not supported; names the JSON path.
