@@ -51,7 +51,7 @@ class Checkpoint {
   at::Tensor read(const std::string& name) {
     const format::CheckpointTensor* tensor = index_.find(name);
     if (tensor == nullptr) {
-      throw FormatError(fmt::format("{}: there is no tensor '{}'", index_.path(), name));
+      throw FormatError("{}: there is no tensor '{}'", index_.path(), name);
     }
     at::Tensor result = at::empty(
         tensor->info.shape, at::TensorOptions().dtype(torch::to_scalar_type(tensor->info.dtype)));

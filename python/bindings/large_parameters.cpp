@@ -43,7 +43,7 @@ RecipeOp op_from(const std::string& name) {
   for (const auto& [known, op] : kOps) {
     if (name == known) return op;
   }
-  throw UsageError(fmt::format("'{}' is no step of a recipe", name));
+  throw UsageError("'{}' is no step of a recipe", name);
 }
 
 // A step that writes all elements makes the steps before it superfluous.

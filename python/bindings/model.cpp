@@ -99,8 +99,7 @@ memory::Tier tier_from(const std::string& name) {
        {memory::Tier::kDevice, memory::Tier::kHost, memory::Tier::kNvme}) {
     if (name == name_of(tier)) return tier;
   }
-  throw UsageError(
-      fmt::format("a memory forecast is of the tier 'device', 'host' or 'nvme'; found '{}'", name));
+  throw UsageError("a memory forecast is of the tier 'device', 'host' or 'nvme'; found '{}'", name);
 }
 
 // {kind: peak bytes} of a tier, and "total". Excludes workspaces of kernels, which no forecast

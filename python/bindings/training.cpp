@@ -149,7 +149,7 @@ class Opened {
   at::Tensor read(const std::string& role, const std::string& name, const std::string& kind) {
     const auto tensor = checkpoint_.find(role_from(role), name);
     if (!tensor) {
-      throw FormatError(fmt::format("{}: there is no {} '{}'", checkpoint_.path(), role, name));
+      throw FormatError("{}: there is no {} '{}'", checkpoint_.path(), role, name);
     }
     const auto& entry = checkpoint_.manifest().tensors[*tensor];
     const auto& extents = checkpoint_.extents(*tensor, kind);
@@ -240,9 +240,9 @@ void write_whole(const std::string& folder, const std::string& tag,
     const DType wanted = declared.kinds[kind].second;
     const DType found = torch::from_scalar_type(dense.scalar_type());
     if (wanted != found) {
-      throw UsageError(fmt::format(
+      throw UsageError(
           "a tensor has another dtype than was declared: tensor='{}' wanted={} found={}",
-          declared.tensor.name, name_of(wanted), name_of(found)));
+          declared.tensor.name, name_of(wanted), name_of(found));
     }
     return torch::const_bytes(dense);
   };

@@ -161,17 +161,17 @@ io::File open_file(const std::string& folder, const format::ManifestFile& file) 
   if (std::filesystem::symlink_status(path, error).type() ==
       std::filesystem::file_type::not_found) {
     throw IoError(
-        fmt::format("cannot open a checkpoint: it lacks a file that its manifest names; is it "
-                    "copied wholly?: file={} path={}",
-                    format::in_quotes(file.name), path));
+        "cannot open a checkpoint: it lacks a file that its manifest names; is it copied wholly?: "
+        "file={} path={}",
+        format::in_quotes(file.name), path);
   }
   format::require_inside(folder, path);
   io::File opened(path, io::File::Mode::kRead);
   if (const Bytes found = opened.size(); found != file.bytes) {
     throw FormatError(
-        fmt::format("a file of a checkpoint is cut off or was replaced: it has another size than "
-                    "when it was written; copy it again: file={} wanted={} found={} path={}",
-                    format::in_quotes(file.name), file.bytes.value, found.value, path));
+        "a file of a checkpoint is cut off or was replaced: it has another size than when it was "
+        "written; copy it again: file={} wanted={} found={} path={}",
+        format::in_quotes(file.name), file.bytes.value, found.value, path);
   }
   return opened;
 }
@@ -212,10 +212,10 @@ void CheckpointFiles::fail(const WrongRange& wrong) const {
   if (wrong.cause) std::rethrow_exception(wrong.cause);
   const std::vector<std::string> owners = owners_of(manifest_, wrong.file, wrong.begin, wrong.end);
   throw FormatError(
-      fmt::format("bytes of a checkpoint are not what was written (their checksum differs), of {}; "
-                  "load another checkpoint, or copy the file again: path={} begin={} end={}",
-                  owners.empty() ? "the header" : format::first_ten(owners),
-                  files_[wrong.file]->path(), wrong.begin.value, wrong.end.value));
+      "bytes of a checkpoint are not what was written (their checksum differs), of {}; load "
+      "another checkpoint, or copy the file again: path={} begin={} end={}",
+      owners.empty() ? "the header" : format::first_ten(owners), files_[wrong.file]->path(),
+      wrong.begin.value, wrong.end.value);
 }
 
 ReadProbe::ReadProbe(std::span<const ReadableFile> files, std::span<const FileRange> ranges,

@@ -344,9 +344,9 @@ Report compare(const ComparisonRequest& request, const std::shared_ptr<memory::L
   for (const TensorSource* source : {&a, &b}) {
     if (!request.kinds || source->is_training()) continue;
     throw UsageError(
-        fmt::format("--kinds compares optimizer states, which only training checkpoints hold; "
-                    "leave it out: path={}",
-                    source->path()));
+        "--kinds compares optimizer states, which only training checkpoints hold; leave it out: "
+        "path={}",
+        source->path());
   }
   std::vector<std::string> only_a;
   std::vector<std::string> only_b;

@@ -32,9 +32,9 @@ TensorSource::TensorSource(const std::string& path, bool kinds) : path_(path) {
   std::error_code error;
   if (!std::filesystem::exists(path, error)) {
     throw UsageError(
-        fmt::format("there is no such file or folder; give a training checkpoint's folder, a "
-                    "Hugging Face folder or a .safetensors file: path={}",
-                    path));
+        "there is no such file or folder; give a training checkpoint's folder, a Hugging Face "
+        "folder or a .safetensors file: path={}",
+        path);
   }
   if (checkpoint::holds_checkpoints(path)) {
     open_training(path, kinds);

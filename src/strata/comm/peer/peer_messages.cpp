@@ -24,7 +24,7 @@ constexpr std::size_t kDescriptorsMax = 64;
 FileDescriptor new_socket() {
   FileDescriptor socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
   if (socket.valid()) return socket;
-  throw CommError(fmt::format("the system has no local socket to give: {}", errno_text(errno)));
+  throw CommError("the system has no local socket to give: {}", errno_text(errno));
 }
 
 // In the namespace of names without files: its first byte is zero.
@@ -50,7 +50,7 @@ FileDescriptor listen_at_new_address(std::string& address) {
   const socklen_t length = fill(name, address);
   if (::bind(socket.get(), reinterpret_cast<const sockaddr*>(&name), length) != 0 ||
       ::listen(socket.get(), SOMAXCONN) != 0) {
-    throw CommError(fmt::format("a local socket cannot listen: {}", errno_text(errno)));
+    throw CommError("a local socket cannot listen: {}", errno_text(errno));
   }
   return socket;
 }
@@ -61,8 +61,8 @@ FileDescriptor connect_to(const std::string& address) {
   const socklen_t length = fill(name, address);
   while (::connect(socket.get(), reinterpret_cast<const sockaddr*>(&name), length) != 0) {
     if (errno == EINTR) continue;
-    throw CommError(fmt::format("a rank of this host cannot be reached by a local socket ({}): {}",
-                                address, errno_text(errno)));
+    throw CommError("a rank of this host cannot be reached by a local socket ({}): {}", address,
+                    errno_text(errno));
   }
   return socket;
 }
@@ -71,8 +71,7 @@ FileDescriptor accept_from(int listener) {
   FileDescriptor socket(::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC));
   if (!socket.valid()) {
     if (errno == ECONNABORTED || errno == EINTR || errno == EAGAIN) return socket;
-    throw CommError(
-        fmt::format("a connection of another rank cannot be accepted: {}", errno_text(errno)));
+    throw CommError("a connection of another rank cannot be accepted: {}", errno_text(errno));
   }
   ucred other{};
   socklen_t length = sizeof other;

@@ -111,19 +111,18 @@ void WeightSaver::check_tensor(const SavedTensor& tensor) const {
     const plan::ParamSpec& param = engine_.weights().param(piece.param);
     if (param.dtype != tensor.spec.dtype || piece.begin.value < 0 || piece.numel.value < 0 ||
         piece.begin + piece.numel > param.numel()) {
-      throw UsageError(fmt::format(
+      throw UsageError(
           "tensor '{}' of {} cannot take elements [{}, {}) of parameter '{}' of {} {} elements",
           tensor.spec.name, name_of(tensor.spec.dtype), piece.begin.value,
-          (piece.begin + piece.numel).value, param.name, param.numel().value,
-          name_of(param.dtype)));
+          (piece.begin + piece.numel).value, param.name, param.numel().value, name_of(param.dtype));
     }
     sum += piece.numel;
   }
   const std::optional<Numel> wanted = format::checked_numel(tensor.spec.shape);
   if (!wanted || *wanted != sum) {
-    throw UsageError(fmt::format(
+    throw UsageError(
         "the pieces of tensor '{}' must fill it: its shape has {} elements, they have {}",
-        tensor.spec.name, wanted ? wanted->value : -1, sum.value));
+        tensor.spec.name, wanted ? wanted->value : -1, sum.value);
   }
 }
 

@@ -162,8 +162,7 @@ NamedBuffer::NamedBuffer(std::string name, std::shared_ptr<BufferNames> names,
       growable_(growable) {
   const std::lock_guard lock(names_->mutex);
   if (!names_->living.insert(SharedBuffer::name()).second) {
-    throw UsageError(
-        fmt::format("a buffer named '{}' exists already; names are unique", SharedBuffer::name()));
+    throw UsageError("a buffer named '{}' exists already; names are unique", SharedBuffer::name());
   }
 }
 
