@@ -24,8 +24,7 @@ struct LossScaleParams {
 };
 
 // Gradients overflow although the loss scale is at its minimum.
-class LossScaleError : public Error {
- public:
+struct LossScaleError : Error {
   using Error::Error;
 };
 
