@@ -211,20 +211,15 @@ void bind_large_parameters(py::module_& module, ModelClass& model) {
           "take_gradient",
           [](ShardedModel& m, int p, const at::Tensor& g) { m.passes().gradients().take(p, g); },
           unlocked)
-      // (where to write the tile's gradient, whether to add it to the values there, its factor),
-      // valid until end_gradient().
       .def(
           "begin_gradient",
           [](ShardedModel& m, int p) { return m.passes().gradients().begin_take(p); }, unlocked)
       .def(
           "end_gradient", [](ShardedModel& m, int p) { m.passes().gradients().end_take(p); },
           unlocked)
-      // Whether a rank can gather without calls on the others.
       .def_property_readonly(
           "gathers_alone",
           [](ShardedModel& m) { return m.engine().collectives().traits().one_sided; })
-      // The name that users and checkpoints use: of the parameter that this one is a tile of, else
-      // its own.
       .def("known_name", [](ShardedModel& m, int param) {
         return m.engine().weights().param(param).known_name();
       });

@@ -174,7 +174,6 @@ void leave(ShardedModel& model, const std::string& reason) {
   model.engine().collectives().leave(reason);
 }
 
-// `words`: the reason, for the errors of peers that wait for this rank.
 void announce_departure(ShardedModel& model, const std::string& words) {
   model.engine().collectives().announce_departure(words);
 }
@@ -201,8 +200,6 @@ void bind_passes(ModelClass& model) {
       .def("step", &step)
       .def("offload_states", &offload_states)
       .def("reload_states", &ShardedModel::reload_states, unlocked)
-      // UsageError if states, or the weights, are offloaded; `call` names the operation in the
-      // message.
       .def("require_no_state_away",
            [](ShardedModel& m, const std::string& call) {
              m.engine().state_offload().require_all(call);

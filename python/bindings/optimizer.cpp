@@ -298,7 +298,6 @@ void bind_states(py::module_& module) {
         return StateValues(model, param).joined(mine);
       },
       unlocked);
-  // Drops this rank's gradients of the step so far; `keep` sets them to zero instead.
   module.def(
       "zero_gradients", [](ShardedModel& model, bool keep) { model.passes().zero_gradients(keep); },
       unlocked);

@@ -90,7 +90,6 @@ void bind_joining(py::module_& module) {
       "release_group",
       [](const c10::intrusive_ptr<c10d::ProcessGroup>& group) { group->release_resources(); },
       unlocked);
-  // The backends of some collectives: says whether living collectives use them, and ends them.
   py::class_<UsedBackends>(module, "UsedBackends")
       .def("in_use",
            [](const UsedBackends& used) {
@@ -104,7 +103,6 @@ void bind_joining(py::module_& module) {
             }
           },
           unlocked);
-  // Throws if the settings are impossible regardless of the other ranks.
   module.def("require_possible", [](const engine::Config& config, int world_size,
                                     c10::Device device, bool on_gpu, bool has_nccl) {
     comm::require_possible(
@@ -126,12 +124,8 @@ void bind_joining(py::module_& module) {
 }
 
 void bind_files(py::module_& module) {
-  // Writes the file completely or not at all, through a temporary file that follows no link.
-  // IoError.
   module.def("write_file_atomically", &io::write_file_atomically, unlocked);
-  // Such a file for contents that are more than one text: Python writes through fileno(), and
-  // publish() puts the file under its name. The end of its `with` block removes an unpublished
-  // file.
+  // Python writes through fileno(). The end of its `with` block removes an unpublished file.
   py::class_<HeldFile>(module, "AtomicFile")
       .def(py::init<std::string>(), unlocked)
       .def("__enter__", [](HeldFile& file) -> HeldFile& { return file; })
@@ -158,7 +152,6 @@ void bind_runtime(py::module_& module) {
                                                       place.groups, place.parts);
                              })
       .def("require_usable", &comm::Collectives::require_usable, unlocked)
-      // For a program that an exception ends: peers raise CommError "rank 1 left: <reason>".
       .def("leave", &comm::Collectives::leave, unlocked)
       .def("all_left", &comm::Collectives::all_left)
       .def("barrier", &comm::Collectives::barrier, unlocked)
@@ -193,7 +186,6 @@ void bind_runtime(py::module_& module) {
   module.def("single_rank", &torch::single_rank, unlocked);
   // GPUs that torch and this build can both use. The first call starts the driver.
   module.def("usable_gpus", &torch::usable_gpus, unlocked);
-  // Loads what the first step of a model in this dtype would load.
   module.def("warm_up", &torch::warm_up, unlocked);
   // Chooses the device for a model whose parameters are [(name, tensor)]; an empty list: it lies
   // nowhere yet.

@@ -109,7 +109,6 @@ std::pair<bool, std::string> trace_state(ShardedModel& model) {
 void bind_steps(ModelClass& model) {
   model.def("step_report", &step_report)
       .def("record_steps", [](ShardedModel& m, bool on) { m.engine().recorder().set_timed(on); })
-      // The norm of the last step whose norm is known; does not wait for the device.
       .def_property_readonly(
           "known_grad_norm",
           [](ShardedModel& m) { return m.engine().gradient_check().known_norm(); })

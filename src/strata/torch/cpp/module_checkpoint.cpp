@@ -68,11 +68,6 @@ Json json_of(const TrainerState& state) {
   return json;
 }
 
-// The items of a tuple that Python wrote, or of a list.
-const Json& items_of(const Json& list) {
-  return list.is_object() ? list.at("items") : list;
-}
-
 void load_buffers(const engine::TrainingCheckpoint& checkpoint, const ::torch::nn::Module& module,
                   io::IoEngine& io) {
   const at::NoGradGuard no_grad;
@@ -112,7 +107,8 @@ void restore(ShardedModel& model, TrainerState state,
         scalars.eps = group.value("eps", scalars.eps);
         scalars.weight_decay = group.value("weight_decay", scalars.weight_decay);
         if (!group.contains("betas")) continue;
-        const Json& betas = items_of(group.at("betas"));
+        const Json& list = group.at("betas");
+        const Json& betas = list.is_object() ? list.at("items") : list;  // a tuple of Python's
         scalars.beta1 = betas.at(0);
         scalars.beta2 = betas.at(1);
       }

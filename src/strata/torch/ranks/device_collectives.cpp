@@ -16,16 +16,6 @@
 namespace strata::torch {
 namespace {
 
-// result = scale * sum, or result += scale * sum, in fp32.
-void fold(const at::Tensor& result, const at::Tensor& sum, double scale, bool accumulate) {
-  if (accumulate) {
-    result.add_(sum, scale);
-    return;
-  }
-  result.copy_(sum);
-  if (scale != 1.0) result.mul_(scale);
-}
-
 class DeviceCollectives final : public comm::Collectives {
  public:
   explicit DeviceCollectives(DeviceGroup group)
@@ -116,7 +106,12 @@ class DeviceCollectives final : public comm::Collectives {
     at::Tensor result = tensor_over(reduction.result.data(), numel, at::kFloat, place_);
     const auto finish = [result, sum, scale = double{reduction.scale},
                          accumulate = reduction.accumulate] {
-      fold(result, sum, scale, accumulate);
+      if (accumulate) {
+        result.add_(sum, scale);
+        return;
+      }
+      result.copy_(sum);
+      if (scale != 1.0) result.mul_(scale);
     };
     if (!bulk_) {
       finish();
