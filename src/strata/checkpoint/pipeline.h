@@ -103,9 +103,8 @@ struct Piece {
   format::FileOffset place() const { return {file, offset}; }
 };
 
-class Source {
+class Source : public Interface {
  public:
-  virtual ~Source() = default;
   // Sets `file`, `offset` and `bytes` of the next piece. False: there is none (yet).
   virtual bool next(Piece& piece) = 0;
   // Begins to fill `content`, which begins where the buffer does unless fill() sets it. Returns the
@@ -119,9 +118,8 @@ class Source {
   virtual void failed(const Piece& /*piece*/) { throw; }
 };
 
-class Sink {
+class Sink : public Interface {
  public:
-  virtual ~Sink() = default;
   // Begins to take a piece's content. Returns as Source::fill().
   virtual std::unique_ptr<io::Transfer> take(const Piece& piece) = 0;
   virtual device::Stream* stream() { return nullptr; }
