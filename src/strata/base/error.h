@@ -19,8 +19,8 @@ class Error : public std::runtime_error {
   using std::runtime_error::runtime_error;
   // Formats the message of its values.
   template <typename... Values>
-    requires(sizeof...(Values) > 0)
-  explicit Error(fmt::format_string<Values...> message, Values&&... values)
+  requires(sizeof...(Values) > 0) explicit Error(fmt::format_string<Values...> message,
+                                                 Values&&... values)
       : std::runtime_error(fmt::format(message, std::forward<Values>(values)...)) {}
 };
 
