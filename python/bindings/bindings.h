@@ -6,7 +6,9 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <functional>
 #include <memory>
+#include <optional>
 
 #include "strata/torch/sharded/sharded_model.h"
 
@@ -19,6 +21,17 @@ using ModelClass = py::class_<ShardedModel, std::shared_ptr<ShardedModel>>;
 
 // For calls without Python's lock.
 inline const auto unlocked = py::call_guard<py::gil_scoped_release>();
+template <typename Call>
+auto without_lock(const Call& call) {
+  const py::gil_scoped_release release;
+  return call();
+}
+
+// `function` of the value, if there is one.
+template <typename T, typename Function>
+auto mapped(const std::optional<T>& value, const Function& function) {
+  return value ? std::optional(std::invoke(function, *value)) : std::nullopt;
+}
 
 void bind_config(py::module_& module);
 void bind_runtime(py::module_& module);

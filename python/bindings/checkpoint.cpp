@@ -51,7 +51,7 @@ class Checkpoint {
   at::Tensor read(const std::string& name) {
     const format::CheckpointTensor* tensor = index_.find(name);
     if (tensor == nullptr) {
-      throw FormatError(fmt::format("{}: there is no tensor '{}'", index_.path(), name));
+      throw FormatError("{}: there is no tensor '{}'", index_.path(), name);
     }
     at::Tensor result = at::empty(
         tensor->info.shape, at::TensorOptions().dtype(torch::to_scalar_type(tensor->info.dtype)));
@@ -181,20 +181,19 @@ class WeightsWriter {
 
 void bind_checkpoint(py::module_& module) {
   py::class_<Checkpoint>(module, "Checkpoint")
-      .def(py::init<const std::string&>(), py::arg("path"), unlocked)
+      .def(py::init<const std::string&>(), unlocked)
       // [(name, shape, dtype)]
       .def("tensors", &Checkpoint::tensors)
-      .def("read", &Checkpoint::read, py::arg("name"), unlocked)
-      .def("same", &Checkpoint::same, py::arg("one"), py::arg("other"), unlocked);
+      .def("read", &Checkpoint::read, unlocked)
+      .def("same", &Checkpoint::same, unlocked);
   py::class_<format::WeightMap>(module, "WeightMap")
-      .def(py::init(&make_map), py::arg("sources"), py::arg("checkpoint"))
+      .def(py::init(&make_map))
       .def_property_readonly("unused", &format::WeightMap::unused);
   py::class_<Reader>(module, "WeightReader")
-      .def(py::init<ShardedModel&>(), py::arg("model"), py::keep_alive<1, 2>(), unlocked)
+      .def(py::init<ShardedModel&>(), py::keep_alive<1, 2>(), unlocked)
       // Collective.
-      .def("load", &Reader::load, py::arg("model"), py::arg("checkpoint"), py::arg("map"),
-           py::arg("params"), unlocked);
-  module.def("store", &store, py::arg("model"), py::arg("param"), py::arg("values"), unlocked);
+      .def("load", &Reader::load, unlocked);
+  module.def("store", &store, unlocked);
   module.def(
       "weights_changed", [](ShardedModel& model) { model.engine().weights_changed(); }, unlocked);
   module.def(
@@ -203,21 +202,18 @@ void bind_checkpoint(py::module_& module) {
          std::string message) {
         engine::agree_on_outcome(collectives, what, {std::move(kind), std::move(message)});
       },
-      py::arg("collectives"), py::arg("what"), py::arg("kind"), py::arg("message"), unlocked);
+      unlocked);
   py::class_<Saver>(module, "WeightSaver")
       .def(py::init<std::shared_ptr<ShardedModel>, std::string, const std::vector<SavedTuple>&,
-                    std::int64_t>(),
-           py::arg("model"), py::arg("folder"), py::arg("tensors"), py::arg("shard_max"))
+                    std::int64_t>())
       .def("write_pieces", &Saver::write_pieces, unlocked)
-      .def("write", &Saver::write, py::arg("tensor"), py::arg("values"), unlocked)
+      .def("write", &Saver::write, unlocked)
       .def("finish", &Saver::finish, unlocked);
   py::class_<WeightsWriter>(module, "WeightsWriter")
-      .def(py::init<const std::string&, const std::vector<SpecTuple>&, std::int64_t>(),
-           py::arg("folder"), py::arg("tensors"), py::arg("shard_max"), unlocked)
-      .def("write", &WeightsWriter::write, py::arg("tensor"), py::arg("values"), unlocked)
+      .def(py::init<const std::string&, const std::vector<SpecTuple>&, std::int64_t>(), unlocked)
+      .def("write", &WeightsWriter::write, unlocked)
       .def("finish", &WeightsWriter::finish, unlocked);
-  module.def("remove_other_weights", &format::remove_other_weights, py::arg("folder"),
-             py::arg("ours"), unlocked);
+  module.def("remove_other_weights", &format::remove_other_weights, unlocked);
 }
 
 }  // namespace strata::python

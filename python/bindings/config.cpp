@@ -1,6 +1,5 @@
 // The configuration as Python reads it.
 #include <algorithm>
-#include <nlohmann/json.hpp>
 #include <set>
 
 #include "bindings.h"
@@ -48,12 +47,6 @@ std::set<std::string> states_tiers(const engine::Config& c) {
   return names;
 }
 
-// `function` of the value, if there is one.
-template <typename T, typename Function>
-auto mapped(const std::optional<T>& value, const Function& function) {
-  return value ? std::optional(function(*value)) : std::nullopt;
-}
-
 void bind_values(py::class_<engine::Config>& config) {
   using engine::Config;
   const auto read = [&](const char* name, auto value) {
@@ -75,9 +68,7 @@ void bind_values(py::class_<engine::Config>& config) {
   read("threads", [](const Config& c) { return c.strata.threads; });
   read("replay_above", [](const Config& c) { return c.strata.replay_above.value; });
   read("init_report", [](const Config& c) { return c.strata.init_report; });
-  read("tile_max", [](const Config& c) {
-    return mapped(c.strata.tile_max, [](Bytes bytes) { return bytes.value; });
-  });
+  read("tile_max", [](const Config& c) { return mapped(c.strata.tile_max, &Bytes::value); });
   read("tile_matches", [](const Config& c) { return c.strata.tile_matches; });
   read("trace", [](const Config& c) { return c.strata.trace; });
   read("optimizer", &optimizer_of);
@@ -112,19 +103,15 @@ void bind_values(py::class_<engine::Config>& config) {
 
 void bind_config(py::module_& module) {
   // Bytes of a text such as "5GB" or "512mib"; None for any other.
-  module.def(
-      "parse_size",
-      [](const std::string& text) {
-        return mapped(engine::parse_size(text, engine::SizeText::kAnyCase), &engine::clamped);
-      },
-      py::arg("text"));
+  module.def("parse_size", [](const std::string& text) {
+    return mapped(engine::parse_size(text, engine::SizeText::kAnyCase), &engine::clamped);
+  });
   using engine::Config;
   py::class_<Config> config(module, "Config");
-  config.def_static("parse", &Config::parse, py::arg("text_or_path"))
-      .def("complete_batch", &Config::complete_batch, py::arg("world_size"))
-      .def("require_filled_in", &Config::require_filled_in, py::arg("section"))
-      .def("require_for_training", &Config::require_for_training, py::arg("own_optimizer"),
-           py::arg("own_scheduler"))
+  config.def_static("parse", &Config::parse)
+      .def("complete_batch", &Config::complete_batch)
+      .def("require_filled_in", &Config::require_filled_in)
+      .def("require_for_training", &Config::require_for_training)
       .def("digest", &Config::digest)
       .def("for_construction", &for_construction)
       .def("weight_dtype",

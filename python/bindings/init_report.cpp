@@ -12,7 +12,6 @@
 namespace strata::python {
 
 using namespace py::literals;
-using torch::ShardedModel;
 
 std::shared_ptr<py::function> held(py::function function) {
   return {new py::function(std::move(function)), [](py::function* last) {
@@ -90,10 +89,6 @@ py::dict kinds_of(const forecast::MemoryForecast& foreseen) {
   return kinds;
 }
 
-py::object bytes_or_none(std::optional<Bytes> bytes) {
-  return bytes ? py::object(py::int_(bytes->value)) : py::none();
-}
-
 }  // namespace
 
 // None if nothing is offloaded or could be; else {kinds: {kind: {tier: peak bytes}}, folders:
@@ -104,11 +99,7 @@ py::object placement(ShardedModel& model) {
   const engine::OffloadConfig& offload = model.config().offload;
   if (!options.states.offloads() && !options.weights.offloads() && !offload.automatic)
     return py::none();
-  forecast::MemoryForecast foreseen;
-  {
-    const py::gil_scoped_release release;
-    foreseen = model.memory_forecast();
-  }
+  const forecast::MemoryForecast foreseen = without_lock([&] { return model.memory_forecast(); });
   py::dict folders;
   if (options.weights.uses(memory::Tier::kNvme))
     folders["weights"] = fmt::format("{}", fmt::join(options.weights.folders, ", "));
@@ -119,8 +110,8 @@ py::object placement(ShardedModel& model) {
     rules.append(
         py::dict("rule"_a = use.rule, "parameters"_a = use.params, "bytes"_a = use.bytes.value));
   }
-  const py::dict budgets("device"_a = bytes_or_none(model.room().device),
-                         "host"_a = bytes_or_none(model.room().host));
+  const py::dict budgets("device"_a = mapped(model.room().device, &Bytes::value),
+                         "host"_a = mapped(model.room().host, &Bytes::value));
   return py::dict("kinds"_a = kinds_of(foreseen), "folders"_a = folders, "rules"_a = rules,
                   "budgets"_a = offload.automatic ? py::object(budgets) : py::none());
 }

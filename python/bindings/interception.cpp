@@ -197,27 +197,23 @@ py::object make_parameter_dict_type() {
 void bind_interception(py::module_& module) {
   py::class_<ScopedForward> scoped(module, "ScopedForward",
                                    py::custom_type_setup(&make_collectable<ScopedForward>));
-  scoped.def(py::init<std::shared_ptr<ShardedModel>, int, py::object>(), py::arg("model"),
-             py::arg("scope"), py::arg("forward"));
+  scoped.def(py::init<std::shared_ptr<ShardedModel>, int, py::object>());
   bind_as_forward(scoped);
   py::class_<RootForward> root(module, "RootForward",
                                py::custom_type_setup(&make_collectable<RootForward>));
   root.def(py::init([](std::shared_ptr<ShardedModel> model, py::object forward) {
-             return RootForward(std::move(model), -1, std::move(forward));
-           }),
-           py::arg("model"), py::arg("forward"));
+    return RootForward(std::move(model), -1, std::move(forward));
+  }));
   bind_as_forward(root);
   const py::object type = make_parameter_dict_type();
   module.attr("ParameterDict") = type;
-  module.def(
-      "attach_parameter_dict",
-      [type](const py::object& dict, const std::shared_ptr<ShardedModel>& model) {
-        STRATA_ASSERT(py::isinstance(dict, type));
-        auto& slot = as_parameter_dict(dict.ptr())->model;
-        delete slot;
-        slot = new std::weak_ptr<ShardedModel>(model);
-      },
-      py::arg("dict"), py::arg("model"));
+  module.def("attach_parameter_dict",
+             [type](const py::object& dict, const std::shared_ptr<ShardedModel>& model) {
+               STRATA_ASSERT(py::isinstance(dict, type));
+               auto& slot = as_parameter_dict(dict.ptr())->model;
+               delete slot;
+               slot = new std::weak_ptr<ShardedModel>(model);
+             });
 }
 
 }  // namespace strata::python

@@ -43,7 +43,7 @@ RecipeOp op_from(const std::string& name) {
   for (const auto& [known, op] : kOps) {
     if (name == known) return op;
   }
-  throw UsageError(fmt::format("'{}' is no step of a recipe", name));
+  throw UsageError("'{}' is no step of a recipe", name);
 }
 
 // A step that writes all elements makes the steps before it superfluous.
@@ -178,63 +178,48 @@ void bind_recipes(py::module_& module) {
       .def_static("from_steps", &recipe_from)
       .def("steps", &steps_of)
       .def("copy", [](const Recipe& recipe) { return Recipe(recipe); })
-      .def("add", &add, py::arg("numel"), py::arg("op"), py::arg("a"), py::arg("b"), py::arg("key"),
-           py::arg("region"))
-      .def("write", &write, py::arg("target"), py::arg("begin"), py::arg("threads"),
-           py::arg("world_size"), unlocked)
+      .def("add", &add)
+      .def("write", &write, unlocked)
       .def("__len__", [](const Recipe& recipe) { return recipe.steps.size(); });
-  module.def("deferred_tensor", &torch::deferred_tensor, py::arg("shape"), py::arg("dtype"),
-             py::arg("device"), unlocked);
-  module.def("back", &torch::back, py::arg("tensor"), py::arg("what"), unlocked);
-  module.def("storage_of", &torch::storage_of, py::arg("tensor"));
-  module.def("sharers", &torch::sharers, py::arg("tensor"));
+  module.def("deferred_tensor", &torch::deferred_tensor, unlocked);
+  module.def("back", &torch::back, unlocked);
+  module.def("storage_of", &torch::storage_of);
+  module.def("sharers", &torch::sharers);
 }
 
 }  // namespace
 
 void bind_large_parameters(py::module_& module, ModelClass& model) {
   bind_recipes(module);
-  module.def("cut_rows", &cut_rows, py::arg("name"), py::arg("rows"), py::arg("row_bytes"),
-             py::arg("most"));
-  module.def("require_tiles", &require_tiles, py::arg("name"), py::arg("rows"),
-             py::arg("row_bytes"), py::arg("most"), py::arg("tiles"));
-  module.def(
-      "wants_tiles",
-      [](const std::string& name, std::int64_t bytes, std::int64_t most,
-         const std::vector<std::string>& patterns) {
-        return plan::wants_tiles(name, Bytes(bytes), Bytes(most), patterns);
-      },
-      py::arg("name"), py::arg("bytes"), py::arg("most"), py::arg("patterns"));
+  module.def("cut_rows", &cut_rows);
+  module.def("require_tiles", &require_tiles);
+  module.def("wants_tiles", [](const std::string& name, std::int64_t bytes, std::int64_t most,
+                               const std::vector<std::string>& patterns) {
+    return plan::wants_tiles(name, Bytes(bytes), Bytes(most), patterns);
+  });
   model.def("replay", &replay, unlocked)
-      .def("begin_tile", &begin_tile, py::arg("parameter"), unlocked)
-      .def("end_tile", &end_tile, py::arg("parameter"), unlocked)
-      .def("lie_together", &lie_together, py::arg("first"), py::arg("last"))
-      .def("begin_tiles", &begin_tiles, py::arg("first"), py::arg("last"), unlocked)
+      .def("begin_tile", &begin_tile, unlocked)
+      .def("end_tile", &end_tile, unlocked)
+      .def("lie_together", &lie_together)
+      .def("begin_tiles", &begin_tiles, unlocked)
       // Called in place of begin_tile() and end_tile() by a rank that does not need the tile, if
       // gathers are one-sided.
       .def(
           "leave_out_tile",
-          [](ShardedModel& m, int p) { m.engine().gatherer().leave_out(unit_of(m, p)); },
-          py::arg("parameter"), unlocked)
+          [](ShardedModel& m, int p) { m.engine().gatherer().leave_out(unit_of(m, p)); }, unlocked)
       .def(
           "take_gradient",
           [](ShardedModel& m, int p, const at::Tensor& g) { m.passes().gradients().take(p, g); },
-          py::arg("parameter"), py::arg("gradient"), unlocked)
-      // (where to write the tile's gradient, whether to add it to the values there, its factor),
-      // valid until end_gradient().
+          unlocked)
       .def(
           "begin_gradient",
-          [](ShardedModel& m, int p) { return m.passes().gradients().begin_take(p); },
-          py::arg("parameter"), unlocked)
+          [](ShardedModel& m, int p) { return m.passes().gradients().begin_take(p); }, unlocked)
       .def(
           "end_gradient", [](ShardedModel& m, int p) { m.passes().gradients().end_take(p); },
-          py::arg("parameter"), unlocked)
-      // Whether a rank can gather without calls on the others.
+          unlocked)
       .def_property_readonly(
           "gathers_alone",
           [](ShardedModel& m) { return m.engine().collectives().traits().one_sided; })
-      // The name that users and checkpoints use: of the parameter that this one is a tile of, else
-      // its own.
       .def("known_name", [](ShardedModel& m, int param) {
         return m.engine().weights().param(param).known_name();
       });

@@ -2,7 +2,6 @@
 #include <map>
 
 #include "bindings.h"
-#include "strata/torch/base/placement.h"
 #include "strata/torch/model/model_plan.h"
 
 namespace strata::python {
@@ -76,15 +75,10 @@ py::object step(ShardedModel& model, const std::vector<GroupTuple>& groups) {
   std::vector<engine::GroupScalars> scalars;
   for (const auto& [lr, beta1, beta2, eps, decay, correction] : groups)
     scalars.push_back({lr, beta1, beta2, eps, decay, correction});
-  std::optional<engine::StepResult> result;
-  {
-    const py::gil_scoped_release release;
-    result = model.step(scalars);
-  }
+  const auto result = without_lock([&] { return model.step(scalars); });
   if (!result) return py::none();
-  const bool known = result->grad_norm.has_value();
-  return py::make_tuple(known ? py::object(py::bool_(result->applied)) : py::none(),
-                        result->warning);
+  const auto applied = mapped(result->grad_norm, [&](double) { return result->applied; });
+  return py::make_tuple(applied, result->warning);
 }
 
 // `states`: DeepSpeed's names of states. False: the weights were among them, and do not move.
@@ -97,8 +91,7 @@ bool offload_states(ShardedModel& model, const std::vector<std::string>& states,
       {"contiguous_grad_buffer", &engine::StateSet::gradient_buffers}};
   engine::StateSet set;
   for (const std::string& name : states) set.*flags.at(name) = true;
-  const py::gil_scoped_release release;
-  return model.offload_states(set, pinned);
+  return without_lock([&] { return model.offload_states(set, pinned); });
 }
 
 memory::Tier tier_from(const std::string& name) {
@@ -106,8 +99,7 @@ memory::Tier tier_from(const std::string& name) {
        {memory::Tier::kDevice, memory::Tier::kHost, memory::Tier::kNvme}) {
     if (name == name_of(tier)) return tier;
   }
-  throw UsageError(
-      fmt::format("a memory forecast is of the tier 'device', 'host' or 'nvme'; found '{}'", name));
+  throw UsageError("a memory forecast is of the tier 'device', 'host' or 'nvme'; found '{}'", name);
 }
 
 // {kind: peak bytes} of a tier, and "total". Excludes workspaces of kernels, which no forecast
@@ -125,16 +117,7 @@ py::dict as_dict(const forecast::MemoryForecast& forecast, memory::Tier tier) {
 
 py::dict memory_forecast(ShardedModel& model, const std::string& tier) {
   const memory::Tier wanted = tier_from(tier);
-  forecast::MemoryForecast forecast;
-  {
-    const py::gil_scoped_release release;
-    forecast = model.memory_forecast();
-  }
-  return as_dict(forecast, wanted);
-}
-
-std::optional<Bytes> as_bytes(std::optional<std::int64_t> value) {
-  return value ? std::optional(Bytes(*value)) : std::nullopt;
+  return as_dict(without_lock([&] { return model.memory_forecast(); }), wanted);
 }
 
 // The forecast of a job that does not run. `config.batch` must be complete for its number of ranks.
@@ -147,8 +130,9 @@ py::dict forecast_job(const std::vector<ParameterTuple>& parameters,
                       std::optional<std::int64_t> host_memory) {
   const torch::ModelInput input = input_from(parameters, modules);
   const forecast::Job job{world_size, on_gpus, ranks_per_host};
+  const auto bytes = [](std::int64_t count) { return Bytes(count); };
   const forecast::FreeMemory free =
-      forecast::free_memory_of(job, as_bytes(device_memory), as_bytes(host_memory));
+      forecast::free_memory_of(job, mapped(device_memory, bytes), mapped(host_memory, bytes));
   const forecast::Trainers trainers = forecast::trainers_of(config, rule_from(rule), job);
   const torch::PlannedModel model =
       torch::plan_model(input, config, trainers, forecast::room_for(config.offload, free));
@@ -190,7 +174,6 @@ void leave(ShardedModel& model, const std::string& reason) {
   model.engine().collectives().leave(reason);
 }
 
-// `words`: the reason, for the errors of peers that wait for this rank.
 void announce_departure(ShardedModel& model, const std::string& words) {
   model.engine().collectives().announce_departure(words);
 }
@@ -213,12 +196,10 @@ void bind_passes(ModelClass& model) {
       .def("begin_backward", &ShardedModel::begin_backward, unlocked)
       .def("end_backward", &ShardedModel::end_backward, unlocked)
       .def("abandon_backward", &ShardedModel::abandon_backward, unlocked)
-      .def("scale", &ShardedModel::scale, py::arg("loss"), unlocked)
-      .def("step", &step, py::arg("groups"))
-      .def("offload_states", &offload_states, py::arg("states"), py::arg("pinned"))
+      .def("scale", &ShardedModel::scale, unlocked)
+      .def("step", &step)
+      .def("offload_states", &offload_states)
       .def("reload_states", &ShardedModel::reload_states, unlocked)
-      // UsageError if states, or the weights, are offloaded; `call` names the operation in the
-      // message.
       .def("require_no_state_away",
            [](ShardedModel& m, const std::string& call) {
              m.engine().state_offload().require_all(call);
@@ -229,8 +210,7 @@ void bind_passes(ModelClass& model) {
            })
       .def(
           "finish_step", [](ShardedModel& m) { m.engine().finish_step(); }, unlocked)
-      .def("factored", &ShardedModel::factored, py::arg("loss"), py::arg("by_accumulation"),
-           unlocked)
+      .def("factored", &ShardedModel::factored, unlocked)
       .def("at_boundary", &of_control<&StepControl::at_boundary>)
       .def("ends_step", &of_control<&StepControl::ends_step>)
       .def("set_boundary",
@@ -293,16 +273,16 @@ void bind_access(ModelClass& model) {
            })
       .def("scope_needed", [](ShardedModel& m, int scope) { return m.scopes().needed(scope); })
       .def("memory_report", &memory_report)
-      .def("memory_forecast", &memory_forecast, py::arg("tier"))
+      .def("memory_forecast", &memory_forecast)
       .def("reset_memory_peaks", [](ShardedModel& m) { m.ledger().reset_peaks(); })
       .def("init_report", &init_report)
       .def("placement", &placement)
       .def("measure_link", &measure_link, unlocked)
       .def("units", &units)
-      .def("destroy", &ShardedModel::destroy, py::arg("keep_values"), unlocked)
+      .def("destroy", &ShardedModel::destroy, unlocked)
       .def("wait_for_all", &ShardedModel::wait_for_all, unlocked)
-      .def("leave", &leave, py::arg("reason"), unlocked)
-      .def("announce_departure", &announce_departure, py::arg("words"), unlocked)
+      .def("leave", &leave, unlocked)
+      .def("announce_departure", &announce_departure, unlocked)
       .def("depart", &depart, unlocked)
       .def(
           "free_gathered", [](ShardedModel& m) { m.passes().free_gathered(); }, unlocked)
@@ -319,10 +299,7 @@ void bind_model(py::module_& module) {
   ModelClass model(module, "ShardedModel", py::dynamic_attr());
   model.def(py::init(&make_model), py::arg("parameters"), py::arg("modules"), py::arg("config"),
             py::arg("rule"), py::arg("runtime"), py::arg("name"), py::arg("progress") = py::none());
-  module.def("forecast_job", &forecast_job, py::arg("parameters"), py::arg("modules"),
-             py::arg("config"), py::arg("rule"), py::arg("world_size"), py::arg("on_gpus"),
-             py::arg("ranks_per_host"), py::arg("tier"), py::arg("device_memory"),
-             py::arg("host_memory"));
+  module.def("forecast_job", &forecast_job);
   bind_passes(model);
   bind_access(model);
   bind_large_parameters(module, model);

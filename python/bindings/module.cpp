@@ -47,13 +47,11 @@ py::object to_python(const engine::Rates& rates) {
 void bind_schedule(py::module_& module) {
   using engine::Scheduler;
   py::class_<Scheduler>(module, "Scheduler")
-      .def(
-          py::init([](const engine::Config& config, std::vector<double> lrs, bool has_betas) {
-            return std::make_unique<Scheduler>(
-                engine::make_schedule(config.scheduler.value().params, {std::move(lrs), has_betas}),
-                config.scheduler->last_iteration);
-          }),
-          py::arg("config"), py::arg("group_lrs"), py::arg("has_betas"))
+      .def(py::init([](const engine::Config& config, std::vector<double> lrs, bool has_betas) {
+        return std::make_unique<Scheduler>(
+            engine::make_schedule(config.scheduler.value().params, {std::move(lrs), has_betas}),
+            config.scheduler->last_iteration);
+      }))
       .def("initial",
            [](const Scheduler& s) -> py::object {
              const auto rates = s.initial();

@@ -1,5 +1,4 @@
 // The trained parameters, the optimizers that update them, and the training states of each.
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
 
@@ -10,7 +9,6 @@
 #include "strata/offload/state_store.h"
 #include "strata/torch/base/placement.h"
 #include "strata/torch/base/tensors.h"
-#include "strata/torch/sharded/sharded_model.h"
 
 namespace strata::python {
 namespace {
@@ -29,21 +27,20 @@ struct HostAdamTensors {
 
 void check_adam_tensors(const HostAdamTensors& p) {
   if (p.exp_avg.scalar_type() != p.exp_avg_sq.scalar_type()) {
-    throw UsageError(fmt::format("both moments of a parameter are of one type; found {} and {}",
-                                 c10::toString(p.exp_avg.scalar_type()),
-                                 c10::toString(p.exp_avg_sq.scalar_type())));
+    throw UsageError("both moments of a parameter are of one type; found {} and {}",
+                     c10::toString(p.exp_avg.scalar_type()),
+                     c10::toString(p.exp_avg_sq.scalar_type()));
   }
   for (const at::Tensor& tensor : {p.weight, p.gradient, p.exp_avg, p.exp_avg_sq}) {
     if (!tensor.device().is_cpu() || tensor.layout() != c10::kStrided) {
-      throw UsageError(
-          fmt::format("Adam on the host updates dense tensors in host memory; found one on {}, {}",
-                      tensor.device().str(), tensor.is_sparse() ? "sparse" : "dense"));
+      throw UsageError("Adam on the host updates dense tensors in host memory; found one on {}, {}",
+                       tensor.device().str(), tensor.is_sparse() ? "sparse" : "dense");
     }
     if (!tensor.sizes().equals(p.weight.sizes())) {
-      throw UsageError(fmt::format(
+      throw UsageError(
           "a parameter, its gradient and its moments have one shape; load states that belong to "
           "this parameter; found {} elements and {}",
-          p.weight.numel(), tensor.numel()));
+          p.weight.numel(), tensor.numel());
     }
   }
 }
@@ -301,7 +298,6 @@ void bind_states(py::module_& module) {
         return StateValues(model, param).joined(mine);
       },
       unlocked);
-  // Drops this rank's gradients of the step so far; `keep` sets them to zero instead.
   module.def(
       "zero_gradients", [](ShardedModel& model, bool keep) { model.passes().zero_gradients(keep); },
       unlocked);

@@ -80,11 +80,7 @@ py::tuple join_ranks(const engine::Config& config, int rank, int world_size, c10
                                    std::move(waits),
                                    make,
                                    log};
-  comm::JoinedTransports joined;
-  {
-    const py::gil_scoped_release release;
-    joined = torch::join_ranks(config, joining);
-  }
+  comm::JoinedTransports joined = without_lock([&] { return torch::join_ranks(config, joining); });
   return py::make_tuple(std::move(joined.collectives), as_dict(joined.probe), std::move(used));
 }
 
@@ -93,8 +89,7 @@ void bind_joining(py::module_& module) {
   module.def(
       "release_group",
       [](const c10::intrusive_ptr<c10d::ProcessGroup>& group) { group->release_resources(); },
-      py::arg("group"), unlocked);
-  // The backends of some collectives: says whether living collectives use them, and ends them.
+      unlocked);
   py::class_<UsedBackends>(module, "UsedBackends")
       .def("in_use",
            [](const UsedBackends& used) {
@@ -108,45 +103,31 @@ void bind_joining(py::module_& module) {
             }
           },
           unlocked);
-  // Throws if the settings are impossible regardless of the other ranks.
-  module.def(
-      "require_possible",
-      [](const engine::Config& config, int world_size, c10::Device device, bool on_gpu,
-         bool has_nccl) {
-        comm::require_possible(
-            config.strata.transports,
-            {world_size, config.shard_group_size(world_size), on_gpu, has_nccl, device.str()});
-      },
-      py::arg("config"), py::arg("world_size"), py::arg("device"), py::arg("on_gpu"),
-      py::arg("has_nccl"));
+  module.def("require_possible", [](const engine::Config& config, int world_size,
+                                    c10::Device device, bool on_gpu, bool has_nccl) {
+    comm::require_possible(
+        config.strata.transports,
+        {world_size, config.shard_group_size(world_size), on_gpu, has_nccl, device.str()});
+  });
   // (Collectives, probe or None, UsedBackends). new_backend(name, ranks) makes "gloo" or "nccl"
   // among these ranks of the world; say(warning, text) logs a choice, on rank 0. `identity`: the
   // text that identifies the device.
   module.def("join_ranks", &join_ranks, py::arg("config"), py::arg("rank"), py::arg("world_size"),
              py::arg("device"), py::arg("store"), py::arg("new_backend"), py::arg("say"),
              py::arg("on_gpu"), py::arg("nccl_runs"), py::arg("identity"), py::arg("waits"));
-  module.def(
-      "tell_failure",
-      [](const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
-         const std::string& reason, double patience_s) {
-        const py::gil_scoped_release release;
-        const std::chrono::milliseconds patience(static_cast<std::int64_t>(patience_s * 1000.0));
-        torch::tell_failure(store, rank, world_size, reason, patience);
-      },
-      py::arg("store"), py::arg("rank"), py::arg("world_size"), py::arg("reason"),
-      py::arg("patience_s"));
+  module.def("tell_failure", [](const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                                int world_size, const std::string& reason, double patience_s) {
+    const py::gil_scoped_release release;
+    const std::chrono::milliseconds patience(static_cast<std::int64_t>(patience_s * 1000.0));
+    torch::tell_failure(store, rank, world_size, reason, patience);
+  });
 }
 
 void bind_files(py::module_& module) {
-  // Writes the file completely or not at all, through a temporary file that follows no link.
-  // IoError.
-  module.def("write_file_atomically", &io::write_file_atomically, py::arg("path"), py::arg("text"),
-             unlocked);
-  // Such a file for contents that are more than one text: Python writes through fileno(), and
-  // publish() puts the file under its name. The end of its `with` block removes an unpublished
-  // file.
+  module.def("write_file_atomically", &io::write_file_atomically, unlocked);
+  // Python writes through fileno(). The end of its `with` block removes an unpublished file.
   py::class_<HeldFile>(module, "AtomicFile")
-      .def(py::init<std::string>(), py::arg("path"), unlocked)
+      .def(py::init<std::string>(), unlocked)
       .def("__enter__", [](HeldFile& file) -> HeldFile& { return file; })
       .def("__exit__", [](HeldFile& file, const py::args&) { file.end(); })
       .def("fileno", [](HeldFile& file) { return file.held().file().fd(); })
@@ -171,8 +152,7 @@ void bind_runtime(py::module_& module) {
                                                       place.groups, place.parts);
                              })
       .def("require_usable", &comm::Collectives::require_usable, unlocked)
-      // For a program that an exception ends: peers raise CommError "rank 1 left: <reason>".
-      .def("leave", &comm::Collectives::leave, py::arg("reason"), unlocked)
+      .def("leave", &comm::Collectives::leave, unlocked)
       .def("all_left", &comm::Collectives::all_left)
       .def("barrier", &comm::Collectives::barrier, unlocked)
       .def("all_gather_text", &comm::Collectives::all_gather_text, unlocked);
@@ -203,11 +183,10 @@ void bind_runtime(py::module_& module) {
       // there.
       .def("storing", &storing, unlocked);
 
-  module.def("single_rank", &torch::single_rank, py::arg("device"), py::arg("waits"), unlocked);
+  module.def("single_rank", &torch::single_rank, unlocked);
   // GPUs that torch and this build can both use. The first call starts the driver.
   module.def("usable_gpus", &torch::usable_gpus, unlocked);
-  // Loads what the first step of a model in this dtype would load.
-  module.def("warm_up", &torch::warm_up, py::arg("device"), py::arg("dtype"), unlocked);
+  module.def("warm_up", &torch::warm_up, unlocked);
   // Chooses the device for a model whose parameters are [(name, tensor)]; an empty list: it lies
   // nowhere yet.
   module.def(
@@ -216,7 +195,7 @@ void bind_runtime(py::module_& module) {
          const std::vector<std::pair<std::string, at::Tensor>>& parameters, int local_rank) {
         return torch::choose_device(config.strata.device, torch::device_of(parameters), local_rank);
       },
-      py::arg("config"), py::arg("parameters"), py::arg("local_rank"), unlocked);
+      unlocked);
   bind_joining(module);
   bind_files(module);
 }

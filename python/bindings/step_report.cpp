@@ -2,8 +2,6 @@
 #include "strata/engine/record/step_report.h"
 
 #include <array>
-#include <functional>
-#include <optional>
 
 #include "bindings.h"
 
@@ -11,20 +9,13 @@ namespace strata::python {
 namespace {
 
 using namespace py::literals;
-using torch::ShardedModel;
-
-// `part` of the times, which are known of timed steps.
-template <typename Times, typename Part>
-std::optional<double> seconds_of(const std::optional<Times>& times, Part part) {
-  return times ? std::optional<double>(std::invoke(part, *times)) : std::nullopt;
-}
 
 py::dict transfers(const engine::StepReport& report) {
   using engine::StepTimes;
   using engine::StepTransfers;
   const auto transfer = [&](std::int64_t count, Bytes bytes, StepTransfers StepTimes::*kind) {
     const auto of = [&](double StepTransfers::*value) {
-      return seconds_of(report.times, [&](const StepTimes& times) { return times.*kind.*value; });
+      return mapped(report.times, [&](const StepTimes& times) { return times.*kind.*value; });
     };
     return py::dict("count"_a = count, "bytes"_a = bytes.value,
                     "seconds"_a = of(&StepTransfers::seconds),
@@ -71,7 +62,7 @@ py::dict offload_dict(const engine::LinkReport& report, const offload::StoreCoun
 
 py::dict step_dict(const engine::StepReport& report) {
   using engine::StepTimes;
-  const auto of = [&](auto part) { return seconds_of(report.times, part); };
+  const auto of = [&](auto part) { return mapped(report.times, part); };
   const engine::StepCounts& counts = report.counts;
   return py::dict(
       "step"_a = report.step, "seconds"_a = report.seconds,
@@ -86,11 +77,7 @@ py::dict step_dict(const engine::StepReport& report) {
 
 // None before the first step is over.
 py::object step_report(ShardedModel& model, bool wait) {
-  std::optional<engine::StepReport> report;
-  {
-    const py::gil_scoped_release release;
-    report = model.engine().step_report(wait);
-  }
+  const auto report = without_lock([&] { return model.engine().step_report(wait); });
   if (!report) return py::none();
   py::dict result = step_dict(*report);
   result["offload"] =
@@ -103,10 +90,7 @@ py::object step_report(ShardedModel& model, bool wait) {
 // links. `wait`: waits for all steps that were begun.
 py::list take_step_reports(ShardedModel& model, bool wait) {
   engine::StepRecorder& recorder = model.engine().recorder();
-  {
-    const py::gil_scoped_release release;
-    recorder.resolve(wait);
-  }
+  without_lock([&] { recorder.resolve(wait); });
   const int ranks = model.engine().collectives().shard_position().held_count();
   py::list reports;
   for (const engine::StepRecord& record : recorder.take_kept())
@@ -122,10 +106,9 @@ std::pair<bool, std::string> trace_state(ShardedModel& model) {
 
 }  // namespace
 
-void bind_steps(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& model) {
-  model.def("step_report", &step_report, py::arg("wait"))
+void bind_steps(ModelClass& model) {
+  model.def("step_report", &step_report)
       .def("record_steps", [](ShardedModel& m, bool on) { m.engine().recorder().set_timed(on); })
-      // The norm of the last step whose norm is known; does not wait for the device.
       .def_property_readonly(
           "known_grad_norm",
           [](ShardedModel& m) { return m.engine().gradient_check().known_norm(); })
@@ -133,8 +116,7 @@ void bind_steps(py::class_<ShardedModel, std::shared_ptr<ShardedModel>>& model) 
       .def("take_step_reports", &take_step_reports, py::arg("wait") = false)
       .def("trace_state", &trace_state)
       .def(
-          "end_trace", [](ShardedModel& m) { m.engine().end_trace(); },
-          py::call_guard<py::gil_scoped_release>());
+          "end_trace", [](ShardedModel& m) { m.engine().end_trace(); }, unlocked);
 }
 
 }  // namespace strata::python

@@ -62,7 +62,7 @@ engine::SavedContent content_from(const std::vector<std::vector<std::string>>& a
 }
 
 // Saves a model's checkpoints, synchronously or beside training, as its configuration says.
-class TrainingSaver {
+class TrainingSaver : NonCopyable {
  public:
   // `beside`: bytes of buffers that this rank will save.
   TrainingSaver(std::shared_ptr<ShardedModel> model, std::int64_t beside)
@@ -78,8 +78,6 @@ class TrainingSaver {
     const py::gil_scoped_release release;
     async_.reset();
   }
-  TrainingSaver(const TrainingSaver&) = delete;
-  TrainingSaver& operator=(const TrainingSaver&) = delete;
 
   // Collective.
   void save(const std::string& folder, const std::string& tag, const std::string& training,
@@ -151,7 +149,7 @@ class Opened {
   at::Tensor read(const std::string& role, const std::string& name, const std::string& kind) {
     const auto tensor = checkpoint_.find(role_from(role), name);
     if (!tensor) {
-      throw FormatError(fmt::format("{}: there is no {} '{}'", checkpoint_.path(), role, name));
+      throw FormatError("{}: there is no {} '{}'", checkpoint_.path(), role, name);
     }
     const auto& entry = checkpoint_.manifest().tensors[*tensor];
     const auto& extents = checkpoint_.extents(*tensor, kind);
@@ -242,9 +240,9 @@ void write_whole(const std::string& folder, const std::string& tag,
     const DType wanted = declared.kinds[kind].second;
     const DType found = torch::from_scalar_type(dense.scalar_type());
     if (wanted != found) {
-      throw UsageError(fmt::format(
+      throw UsageError(
           "a tensor has another dtype than was declared: tensor='{}' wanted={} found={}",
-          declared.tensor.name, name_of(wanted), name_of(found)));
+          declared.tensor.name, name_of(wanted), name_of(found));
     }
     return torch::const_bytes(dense);
   };

@@ -11,9 +11,9 @@ namespace strata {
 void throw_assert_failed(const char* expression, const char* file, int line) {
   const char* slash = std::strrchr(file, '/');
   throw InternalError(
-      fmt::format("internal error: {} does not hold at {}:{}; please report it with the "
-                  "configuration that led here",
-                  expression, slash != nullptr ? slash + 1 : file, line));
+      "internal error: {} does not hold at {}:{}; please report it with the configuration that led "
+      "here",
+      expression, slash != nullptr ? slash + 1 : file, line);
 }
 
 std::string errno_text(int code) {

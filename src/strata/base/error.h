@@ -17,59 +17,55 @@ namespace strata {
 class Error : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
+  // Formats the message of its values.
+  template <typename... Values>
+  requires(sizeof...(Values) > 0) explicit Error(fmt::format_string<Values...> message,
+                                                 Values&&... values)
+      : std::runtime_error(fmt::format(message, std::forward<Values>(values)...)) {}
 };
 
 // The configuration is wrong or asks for what is not supported; names the JSON path.
-class ConfigError : public Error {
- public:
+struct ConfigError : Error {
   using Error::Error;
 };
 
 // A file's content is not what its format says, or does not fit the model.
-class FormatError : public Error {
- public:
+struct FormatError : Error {
   using Error::Error;
 };
 
 // A read or write failed; names path, offset, wanted and got bytes, errno.
-class IoError : public Error {
- public:
+struct IoError : Error {
   using Error::Error;
 };
 
 // Ranks disagree, or one of them is gone; names the ranks.
-class CommError : public Error {
- public:
+struct CommError : Error {
   using Error::Error;
 };
 
 // Memory of a tier does not suffice; says how much of it is held by what.
-class OutOfMemoryError : public Error {
- public:
+struct OutOfMemoryError : Error {
   using Error::Error;
 };
 
 // A device's driver refused a call; says which, and what the driver said.
-class DeviceError : public Error {
- public:
+struct DeviceError : Error {
   using Error::Error;
 };
 
 // The engine was called in an order or with values that its contract forbids.
-class UsageError : public Error {
- public:
+struct UsageError : Error {
   using Error::Error;
 };
 
 // Values that training cannot use: gradients that are not finite.
-class NumericsError : public Error {
- public:
+struct NumericsError : Error {
   using Error::Error;
 };
 
 // A bug in Strata itself.
-class InternalError : public Error {
- public:
+struct InternalError : Error {
   using Error::Error;
 };
 

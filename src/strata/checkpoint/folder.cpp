@@ -70,9 +70,9 @@ void require_replaceable(const std::string& folder, const std::string& tag) {
   const std::string path = joined(folder, tag);
   if (!fs::exists(status_of(path)) || is_checkpoint(path)) return;
   throw UsageError(
-      fmt::format("something else has the name of the checkpoint's folder, and saving would remove "
-                  "it: it has no {}. Give another tag, or move it away: path={}",
-                  kManifestName, path));
+      "something else has the name of the checkpoint's folder, and saving would remove it: it has "
+      "no {}. Give another tag, or move it away: path={}",
+      kManifestName, path);
 }
 
 // The folders survive a power failure, as the files saved in them do.
@@ -90,8 +90,8 @@ void make_with_parents(const std::string& folder, io::FolderCalls& calls) {
     calls.sync_folder(missing.back().parent_path());
   }
   if (fs::is_directory(folder, error)) return;
-  throw IoError(fmt::format(
-      "checkpoints are saved into a folder; a file has the name, give another: path={}", folder));
+  throw IoError("checkpoints are saved into a folder; a file has the name, give another: path={}",
+                folder);
 }
 
 io::FileLock lock_of(const std::string& folder) {
@@ -99,21 +99,20 @@ io::FileLock lock_of(const std::string& folder) {
   FileDescriptor file(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0666));
   if (!file.valid()) {
     const int code = errno;
-    throw IoError(fmt::format("cannot write into the folder of the checkpoints: path={} {}", path,
-                              errno_text(code)));
+    throw IoError("cannot write into the folder of the checkpoints: path={} {}", path,
+                  errno_text(code));
   }
   io::FileLock lock(std::move(file));
   const io::FileLock::Outcome outcome = lock.take();
   const int code = errno;
   if (outcome == io::FileLock::Outcome::kHeldElsewhere) {
     throw IoError(
-        fmt::format("another process is saving a checkpoint into this folder; give each job a "
-                    "folder of its own: path={}",
-                    folder));
+        "another process is saving a checkpoint into this folder; give each job a folder of its "
+        "own: path={}",
+        folder);
   }
   if (outcome == io::FileLock::Outcome::kFailed) {
-    throw IoError(fmt::format("cannot lock the folder of the checkpoints: path={} {}", path,
-                              errno_text(code)));
+    throw IoError("cannot lock the folder of the checkpoints: path={} {}", path, errno_text(code));
   }
   return lock;
 }
@@ -122,10 +121,10 @@ io::FileLock lock_of(const std::string& folder) {
 
 void require_tag(std::string_view tag) {
   if (is_plain_file_name(tag) && tag != kLatest) return;
-  throw UsageError(fmt::format(
+  throw UsageError(
       "the tag of a checkpoint is the name of a folder: give one without '/' and '\\', that does "
       "not begin with '.', is not 'latest' and has 1 to 200 characters; found {}",
-      in_quotes(tag)));
+      in_quotes(tag));
 }
 
 std::optional<std::string> latest_tag(const std::string& folder) {
@@ -137,9 +136,9 @@ std::optional<std::string> latest_tag(const std::string& folder) {
   io::read_fully(file, Bytes(), std::as_writable_bytes(std::span(text)));
   while (!text.empty() && (text.back() == '\n' || text.back() == ' ')) text.pop_back();
   if (is_plain_file_name(text)) return text;
-  throw FormatError(fmt::format(
+  throw FormatError(
       "the file '{}' names no checkpoint of its folder; found {}; give the tag of one: path={}",
-      kLatest, in_quotes(text), path));
+      kLatest, in_quotes(text), path);
 }
 
 std::optional<std::string> find_checkpoint(const std::string& folder, const std::string& tag) {
@@ -176,25 +175,24 @@ bool holds_checkpoints(const std::string& path) {
 ChosenCheckpoint choose_checkpoint(const std::string& path) {
   std::error_code error;
   if (!fs::is_directory(path, error)) {
-    throw UsageError(
-        fmt::format("there is no such folder; give that of a training checkpoint: path={} ({})",
-                    path, fs::exists(path, error) ? "is a file" : "is not there"));
+    throw UsageError("there is no such folder; give that of a training checkpoint: path={} ({})",
+                     path, fs::exists(path, error) ? "is a file" : "is not there");
   }
   if (has_manifest(path)) return {path, {}, ""};
   ChosenCheckpoint chosen{"", whole_checkpoints(path), latest_tag(path).value_or("")};
   const std::string listed = chosen.tags.empty() ? "none" : first_ten(chosen.tags);
   if (chosen.latest.empty()) {
-    throw FormatError(fmt::format(
+    throw FormatError(
         "a folder is no training checkpoint of Strata: there is neither {} nor 'latest' in it (a "
         "save that did not end has neither); checkpoints in it: {}: path={}",
-        kManifestName, listed, path));
+        kManifestName, listed, path);
   }
   const auto found = find_checkpoint(path, chosen.latest);
   if (!found) {
     throw FormatError(
-        fmt::format("'latest' names {}, which holds no {}: it was not saved by Strata, or is gone; "
-                    "whole checkpoints beside it: {}: path={}",
-                    in_quotes(chosen.latest), kManifestName, listed, path));
+        "'latest' names {}, which holds no {}: it was not saved by Strata, or is gone; whole "
+        "checkpoints beside it: {}: path={}",
+        in_quotes(chosen.latest), kManifestName, listed, path);
   }
   chosen.path = *found;
   return chosen;

@@ -59,15 +59,13 @@ struct NewCheckpointOptions {
   int keep = 0;        // how many whole ones stay, this one and that of `latest` among them; 0: all
 };
 
-class NewCheckpoint {
+class NewCheckpoint : NonCopyable {
  public:
   // Makes the folder if need be and takes its lock: of two jobs that save into one folder the
   // second fails. Removes the files of a killed save. A file or folder of the tag's name without a
   // manifest is refused here, and again before it would be replaced.
   NewCheckpoint(std::string folder, std::string tag, io::FolderCalls& calls);
   ~NewCheckpoint();
-  NewCheckpoint(const NewCheckpoint&) = delete;
-  NewCheckpoint& operator=(const NewCheckpoint&) = delete;
 
   const std::string& staging() const { return staging_; }  // where the files go meanwhile
   // A small file of the checkpoint, brought to disk.

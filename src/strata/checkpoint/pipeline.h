@@ -7,8 +7,8 @@
 // The use of a buffer ends with a transfer or an event on every path: where fill() or take() throws
 // after it has queued work, an event behind that work is recorded, and the ring waits for it.
 //
-// Threads: one thread. Ownership: a ring owns its buffers, charged to the ledger as staging, and the
-// transfers and events of their uses; a pipeline borrows source, sink and ring. Errors:
+// Threads: one thread. Ownership: a ring owns its buffers, charged to the ledger as staging, and
+// the transfers and events of their uses; a pipeline borrows source, sink and ring. Errors:
 // OutOfMemoryError; UsageError for options that make no ring; those of source, sink and transfers,
 // from the call that waits; what is in flight has ended when they leave a pipeline.
 #pragma once
@@ -103,9 +103,8 @@ struct Piece {
   format::FileOffset place() const { return {file, offset}; }
 };
 
-class Source {
+class Source : public Interface {
  public:
-  virtual ~Source() = default;
   // Sets `file`, `offset` and `bytes` of the next piece. False: there is none (yet).
   virtual bool next(Piece& piece) = 0;
   // Begins to fill `content`, which begins where the buffer does unless fill() sets it. Returns the
@@ -119,9 +118,8 @@ class Source {
   virtual void failed(const Piece& /*piece*/) { throw; }
 };
 
-class Sink {
+class Sink : public Interface {
  public:
-  virtual ~Sink() = default;
   // Begins to take a piece's content. Returns as Source::fill().
   virtual std::unique_ptr<io::Transfer> take(const Piece& piece) = 0;
   virtual device::Stream* stream() { return nullptr; }
@@ -129,10 +127,15 @@ class Sink {
   virtual void settle() {}
 };
 
-// Takes nothing.
-class Discard final : public Sink {
+// A sink that is one function.
+class Taker final : public Sink {
  public:
-  std::unique_ptr<io::Transfer> take(const Piece& /*piece*/) override { return nullptr; }
+  using Take = std::function<std::unique_ptr<io::Transfer>(const Piece& piece)>;
+  explicit Taker(Take take) : take_(std::move(take)) {}
+  std::unique_ptr<io::Transfer> take(const Piece& piece) override { return take_(piece); }
+
+ private:
+  Take take_;
 };
 
 // Offsets of the source, ascending, at which ranks meet: reached(i) is called when the sink has
@@ -152,13 +155,11 @@ struct CopyOptions {
   const SyncPoints* sync_points = nullptr;  // null: none
 };
 
-class Pipeline {
+class Pipeline : NonCopyable {
  public:
   Pipeline(Source& source, Sink& sink, TransferRing& ring, const CopyOptions& options = {});
   // Waits for what is in flight, unless take_all() or drain() has returned.
   ~Pipeline();
-  Pipeline(const Pipeline&) = delete;
-  Pipeline& operator=(const Pipeline&) = delete;
 
   // Begins to fill all pieces that the source has, and takes as many as that needs.
   void pump();

@@ -161,17 +161,17 @@ io::File open_file(const std::string& folder, const format::ManifestFile& file) 
   if (std::filesystem::symlink_status(path, error).type() ==
       std::filesystem::file_type::not_found) {
     throw IoError(
-        fmt::format("cannot open a checkpoint: it lacks a file that its manifest names; is it "
-                    "copied wholly?: file={} path={}",
-                    format::in_quotes(file.name), path));
+        "cannot open a checkpoint: it lacks a file that its manifest names; is it copied wholly?: "
+        "file={} path={}",
+        format::in_quotes(file.name), path);
   }
   format::require_inside(folder, path);
   io::File opened(path, io::File::Mode::kRead);
   if (const Bytes found = opened.size(); found != file.bytes) {
     throw FormatError(
-        fmt::format("a file of a checkpoint is cut off or was replaced: it has another size than "
-                    "when it was written; copy it again: file={} wanted={} found={} path={}",
-                    format::in_quotes(file.name), file.bytes.value, found.value, path));
+        "a file of a checkpoint is cut off or was replaced: it has another size than when it was "
+        "written; copy it again: file={} wanted={} found={} path={}",
+        format::in_quotes(file.name), file.bytes.value, found.value, path);
   }
   return opened;
 }
@@ -212,10 +212,10 @@ void CheckpointFiles::fail(const WrongRange& wrong) const {
   if (wrong.cause) std::rethrow_exception(wrong.cause);
   const std::vector<std::string> owners = owners_of(manifest_, wrong.file, wrong.begin, wrong.end);
   throw FormatError(
-      fmt::format("bytes of a checkpoint are not what was written (their checksum differs), of {}; "
-                  "load another checkpoint, or copy the file again: path={} begin={} end={}",
-                  owners.empty() ? "the header" : format::first_ten(owners),
-                  files_[wrong.file]->path(), wrong.begin.value, wrong.end.value));
+      "bytes of a checkpoint are not what was written (their checksum differs), of {}; load "
+      "another checkpoint, or copy the file again: path={} begin={} end={}",
+      owners.empty() ? "the header" : format::first_ten(owners), files_[wrong.file]->path(),
+      wrong.begin.value, wrong.end.value);
 }
 
 ReadProbe::ReadProbe(std::span<const ReadableFile> files, std::span<const FileRange> ranges,
@@ -293,7 +293,7 @@ void ReadProbe::time_reads(ReadFigures& figures, io::IoEngine& io, TransferRing&
     const FileRange range{file, offset, options_.piece};
     const auto start = std::chrono::steady_clock::now();
     RangeSource source(files_, {&range, 1}, io, ring.buffer_bytes(), {.direct = direct});
-    Discard sink;
+    Taker sink([](const Piece&) { return nullptr; });
     copy(source, sink, ring);
     (direct ? direct_s : buffered_s) +=
         std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
@@ -317,8 +317,8 @@ std::unique_ptr<io::Transfer> ExtentSink::take(const Piece& piece) {
     const Bytes from = std::max(extent.offset, piece.offset);
     const Bytes to = std::min(end_of(extent), stop);
     if (from < to)
-      take_elements(next_, from - extent.offset,
-                    piece.content.subspan((from - piece.offset).size(), (to - from).size()));
+      take_elements_(next_, from - extent.offset,
+                     piece.content.subspan((from - piece.offset).size(), (to - from).size()));
     if (end_of(extent) > stop) break;
   }
   return nullptr;

@@ -16,6 +16,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "strata/checkpoint/pipeline.h"
@@ -201,16 +202,16 @@ class ReadProbe {
 // between elements.
 class ExtentSink : public Sink {
  public:
+  // Gets elements of extents[extent], from its byte `at` on.
+  using Take = std::function<void(std::size_t extent, Bytes at, std::span<const std::byte> bytes)>;
   // Borrows the extents.
-  explicit ExtentSink(std::span<const format::ManifestRange> extents) : extents_(extents) {}
+  ExtentSink(std::span<const format::ManifestRange> extents, Take take_elements)
+      : extents_(extents), take_elements_(std::move(take_elements)) {}
   std::unique_ptr<io::Transfer> take(const Piece& piece) override;
-
- protected:
-  // Elements of extents[extent], from its byte `at` on.
-  virtual void take_elements(std::size_t extent, Bytes at, std::span<const std::byte> bytes) = 0;
 
  private:
   std::span<const format::ManifestRange> extents_;
+  Take take_elements_;
   std::size_t next_ = 0;
 };
 

@@ -147,9 +147,8 @@ std::span<const std::byte> read_part(const TensorRange& part, std::span<const Wh
   const auto bytes = read(part.tensor, static_cast<std::size_t>(kind - tensor.kinds.begin()));
   const Bytes wanted = bytes_of(part.end - part.begin, part.dtype);
   if (Bytes(bytes.size()) == wanted) return bytes;
-  throw UsageError(
-      fmt::format("a tensor has another size than was declared: tensor={} ({}) wanted={} found={}",
-                  format::in_quotes(tensor.tensor.name), part.kind, wanted.value, bytes.size()));
+  throw UsageError("a tensor has another size than was declared: tensor={} ({}) wanted={} found={}",
+                   format::in_quotes(tensor.tensor.name), part.kind, wanted.value, bytes.size());
 }
 
 // The layouts of values, and of what is kept beside them.

@@ -88,13 +88,11 @@ class WholeFile final : public Source {
 
 // The files of one rank. The constructor makes all and takes their space: a full disk is an error
 // before the first byte.
-class FileWriter {
+class FileWriter : NonCopyable {
  public:
   FileWriter(const std::string& folder, std::span<const FileLayout> layouts, io::IoEngine& io,
              io::FolderCalls& calls);
   ~FileWriter();
-  FileWriter(const FileWriter&) = delete;
-  FileWriter& operator=(const FileWriter&) = delete;
 
   // Writes the next file, in order, and brings it to disk. Buffers of the ring are whole blocks of
   // checksums (blocks_of()).

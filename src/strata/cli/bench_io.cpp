@@ -27,18 +27,18 @@ using Medium = offload::FileSystem::Medium;
 io::File make_file(const std::string& folder, Bytes bytes) {
   std::error_code ignored;
   if (!std::filesystem::is_directory(folder, ignored)) {
-    throw UsageError(fmt::format("wanted a folder on the drive to measure; found none: path={}",
-                                 format::in_quotes(folder)));
+    throw UsageError("wanted a folder on the drive to measure; found none: path={}",
+                     format::in_quotes(folder));
   }
   struct statvfs status {};
   if (::statvfs(folder.c_str(), &status) == 0 &&
       static_cast<double>(status.f_bavail) * static_cast<double>(status.f_frsize) <
           static_cast<double>(bytes.value)) {
     throw UsageError(
-        fmt::format("the file to measure with does not fit; free some space, or give a smaller "
-                    "--size: path={} wanted={} free={}",
-                    format::in_quotes(folder), to_string(bytes),
-                    to_string(Bytes(status.f_bavail * status.f_frsize))));
+        "the file to measure with does not fit; free some space, or give a smaller --size: path={} "
+        "wanted={} free={}",
+        format::in_quotes(folder), to_string(bytes),
+        to_string(Bytes(status.f_bavail * status.f_frsize)));
   }
   const std::string name = io::temporary_name(folder + "/strata_bench_io");
   try {
@@ -47,9 +47,9 @@ io::File make_file(const std::string& folder, Bytes bytes) {
     file.reserve(bytes);
     return file.direct();
   } catch (const IoError& error) {
-    throw UsageError(fmt::format(
+    throw UsageError(
         "no file can be made in the folder; give one that you may write to: path={}: {}",
-        format::in_quotes(folder), error.what()));
+        format::in_quotes(folder), error.what());
   }
 }
 
@@ -68,13 +68,13 @@ void check(const DriveRequest& request) {
   const Bytes largest = *std::ranges::max_element(request.blocks);
   for (const Bytes block : request.blocks) {
     if (block % io::File::kDirectBlock != 0_B) {
-      throw UsageError(fmt::format("--block: wanted a multiple of {}, as drives want it; found {}",
-                                   to_string(io::File::kDirectBlock), block.value));
+      throw UsageError("--block: wanted a multiple of {}, as drives want it; found {}",
+                       to_string(io::File::kDirectBlock), block.value);
     }
   }
   if (request.size < largest * 2) {
-    throw UsageError(fmt::format("--size: wanted two blocks of {} at least; found {}",
-                                 to_string(largest), request.size.value));
+    throw UsageError("--size: wanted two blocks of {} at least; found {}", to_string(largest),
+                     request.size.value);
   }
 }
 

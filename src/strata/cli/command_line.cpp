@@ -1,6 +1,5 @@
 #include "strata/cli/command_line.h"
 
-#include <fmt/core.h>
 #include <sys/auxv.h>
 #include <unistd.h>
 
@@ -57,9 +56,8 @@ std::string find_python() {
   argv.push_back(nullptr);
   ::execvp(python.c_str(), argv.data());
   const int code = errno;
-  throw Error(
-      fmt::format("cannot run '{}'; set STRATA_PYTHON to a Python that has the package strata: {}",
-                  python, errno_text(code)));
+  throw Error("cannot run '{}'; set STRATA_PYTHON to a Python that has the package strata: {}",
+              python, errno_text(code));
 }
 
 // Texts become fields of the request.
@@ -196,8 +194,8 @@ class CommandLine {
           given.verify = !given.no_verify;
           given.dtype = dtype_from_config(given.dtype_name);
           if (!given.dtype && given.dtype_name != "as-trained") {
-            throw UsageError(fmt::format(
-                "--dtype: wanted bf16, fp16, fp32 or as-trained; found '{}'", given.dtype_name));
+            throw UsageError("--dtype: wanted bf16, fp16, fp32 or as-trained; found '{}'",
+                             given.dtype_name);
           }
           return consolidate(given, ledger_, console_);
         });

@@ -192,28 +192,6 @@ class PairSource final : public checkpoint::Source {
   Numel at_;
 };
 
-class PairSink final : public checkpoint::Sink {
- public:
-  PairSink(std::span<ComparedTensor> pairs, Progress& progress)
-      : pairs_(pairs), progress_(progress) {}
-
-  std::unique_ptr<io::Transfer> take(const checkpoint::Piece& piece) override {
-    const PairPiece pair = piece_of(pairs_, piece);
-    ComparedTensor& compared = pairs_[piece.file];
-    const auto a = pair.of_a(piece.content);
-    const auto b = pair.of_b(piece.content);
-    meter_.add(a, pair.a.dtype, b, pair.b.dtype, compared.rounded_to, pair.begin,
-               compared.difference);
-    progress_.add(Bytes(a.size() + b.size()));
-    return nullptr;
-  }
-
- private:
-  std::span<ComparedTensor> pairs_;
-  Progress& progress_;
-  DifferenceMeter meter_;
-};
-
 Bytes bytes_to_read(std::span<const ComparedTensor> pairs) {
   Bytes total;
   for (const ComparedTensor& pair : pairs) {
@@ -366,9 +344,9 @@ Report compare(const ComparisonRequest& request, const std::shared_ptr<memory::L
   for (const TensorSource* source : {&a, &b}) {
     if (!request.kinds || source->is_training()) continue;
     throw UsageError(
-        fmt::format("--kinds compares optimizer states, which only training checkpoints hold; "
-                    "leave it out: path={}",
-                    source->path()));
+        "--kinds compares optimizer states, which only training checkpoints hold; leave it out: "
+        "path={}",
+        source->path());
   }
   std::vector<std::string> only_a;
   std::vector<std::string> only_b;
@@ -378,7 +356,17 @@ Report compare(const ComparisonRequest& request, const std::shared_ptr<memory::L
     Progress progress("comparing", bytes_to_read(pairs), console);
     checkpoint::TransferRing ring(kRing, ledger);
     PairSource source(a, b, pairs, io, ring.buffer_bytes());
-    PairSink sink(pairs, progress);
+    DifferenceMeter meter;
+    checkpoint::Taker sink([&](const checkpoint::Piece& piece) {
+      const PairPiece pair = piece_of(pairs, piece);
+      ComparedTensor& compared = pairs[piece.file];
+      const auto in_a = pair.of_a(piece.content);
+      const auto in_b = pair.of_b(piece.content);
+      meter.add(in_a, pair.a.dtype, in_b, pair.b.dtype, compared.rounded_to, pair.begin,
+                compared.difference);
+      progress.add(Bytes(in_a.size() + in_b.size()));
+      return nullptr;
+    });
     copy(source, sink, ring);
   }
   std::ranges::stable_sort(pairs, [](const ComparedTensor& one, const ComparedTensor& other) {

@@ -94,8 +94,7 @@ void write_whole(const std::string& path, const std::string& text) {
   if (file) std::filesystem::rename(draft, path, error);
   if (file && !error) return;
   std::filesystem::remove(draft, error);
-  throw IoError(
-      fmt::format("--fix: cannot write {}; name a file in a folder that you may write to", path));
+  throw IoError("--fix: cannot write {}; name a file in a folder that you may write to", path);
 }
 
 }  // namespace

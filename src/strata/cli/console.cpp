@@ -151,9 +151,9 @@ Bytes parse_byte_size(std::string_view text, std::string_view option) {
   const double bytes = std::floor(number * factor.value_or(0));
   if (error == std::errc() && bytes >= 1 && bytes < kByteSizeMost)
     return Bytes(static_cast<std::int64_t>(bytes));
-  throw UsageError(fmt::format(
+  throw UsageError(
       "{}: wanted a size above 0 with a unit, as 5GB (10^9 bytes) or 80GiB (2^30); found {}",
-      option, format::in_quotes(text)));
+      option, format::in_quotes(text));
 }
 
 }  // namespace strata::cli

@@ -13,6 +13,7 @@
 #include <string_view>
 #include <vector>
 
+#include "strata/base/interface.h"
 #include "strata/base/units.h"
 
 namespace strata::cli {
@@ -37,13 +38,11 @@ struct Report {
 // A command's progress as one line of a terminal that is written over: shown once the work has
 // lasted a second, at most ten times a second, and cleared at its end. Without a terminal nothing
 // is written. Borrows the console.
-class Progress {
+class Progress : NonCopyable {
  public:
   // `what` is done to `total` bytes: "verifying".
   Progress(std::string what, Bytes total, Console& console);
   ~Progress();
-  Progress(const Progress&) = delete;
-  Progress& operator=(const Progress&) = delete;
 
   void add(Bytes done);
 

@@ -61,7 +61,7 @@ std::vector<std::string> copy_model_files(const std::string& from, const std::st
     if (regular && format::is_plain_file_name(name) && is_of_model(name)) names.push_back(name);
   }
   if (error) {
-    throw IoError(fmt::format("cannot list a folder: path={} {}", from, errno_text(error.value())));
+    throw IoError("cannot list a folder: path={} {}", from, errno_text(error.value()));
   }
   std::ranges::sort(names);
   for (const std::string& name : names)
@@ -90,10 +90,10 @@ struct Plan {
       if (extent.kind != 0 || !place_of[extent.tensor]) continue;
       const format::TensorSpec& spec = specs[*place_of[extent.tensor]];
       if (extent.dtype != spec.dtype && !(is_floating(extent.dtype) && is_floating(spec.dtype))) {
-        throw FormatError(fmt::format(
+        throw FormatError(
             "a tensor of a checkpoint is stored in a dtype that cannot become its own: tensor={} "
             "stored as={} wanted={} path={}",
-            format::in_quotes(spec.name), name_of(extent.dtype), name_of(spec.dtype), folder));
+            format::in_quotes(spec.name), name_of(extent.dtype), name_of(spec.dtype), folder);
       }
       extents.push_back(extent);
     }
@@ -125,7 +125,10 @@ class CastWriter final : public checkpoint::ExtentSink {
  public:
   CastWriter(const format::Manifest& manifest, const Plan& plan, format::ShardedWriter& writer,
              checkpoint::TransferRing& ring, Progress& progress)
-      : ExtentSink(plan.extents),
+      : ExtentSink(plan.extents,
+                   [this](std::size_t extent, Bytes at, std::span<const std::byte> bytes) {
+                     take_elements(extent, at, bytes);
+                   }),
         manifest_(manifest),
         plan_(plan),
         writer_(writer),
@@ -139,7 +142,7 @@ class CastWriter final : public checkpoint::ExtentSink {
   void settle() override { ring_.drain(); }
 
  private:
-  void take_elements(std::size_t extent, Bytes at, std::span<const std::byte> bytes) override {
+  void take_elements(std::size_t extent, Bytes at, std::span<const std::byte> bytes) {
     const format::ManifestRange& e = plan_.extents[extent];
     if (manifest_.tensors[e.tensor].channels_last) {
       collect(e, at, bytes);
@@ -233,9 +236,9 @@ Report consolidate(const ConsolidationRequest& request,
                    const std::shared_ptr<memory::Ledger>& ledger, Console& console) {
   const std::string folder = checkpoint::choose_checkpoint(request.path).path;
   if (checkpoint::has_manifest(request.out)) {
-    throw UsageError(fmt::format(
+    throw UsageError(
         "OUT is a training checkpoint, whose files would be lost; give another folder: path={}",
-        request.out));
+        request.out);
   }
   const format::Manifest manifest = format::read_manifest(folder);
   const checkpoint::CheckpointFiles files(folder, manifest);
@@ -249,9 +252,9 @@ Report consolidate(const ConsolidationRequest& request,
   const checkpoint::Verification verify{
       manifest.files, request.verify, [&](const checkpoint::WrongRange& wrong) {
         throw FormatError(
-            fmt::format("a checkpoint is damaged, and nothing was written: {}; `strata inspect "
-                        "--verify` lists all that is wrong: path={}",
-                        text_of(manifest, wrong), folder));
+            "a checkpoint is damaged, and nothing was written: {}; `strata inspect --verify` lists "
+            "all that is wrong: path={}",
+            text_of(manifest, wrong), folder);
       }};
   const std::vector<checkpoint::FileRange> ranges =
       request.verify ? checkpoint::whole_blocks(plan.ranges(), manifest.files) : plan.ranges();

@@ -149,19 +149,6 @@ std::vector<std::optional<io::File>> open_files(const std::string& folder,
   return files;
 }
 
-// Only shows how far reading is.
-class Count final : public checkpoint::Sink {
- public:
-  explicit Count(Progress& shown) : shown_(shown) {}
-  std::unique_ptr<io::Transfer> take(const checkpoint::Piece& piece) override {
-    shown_.add(piece.bytes);
-    return nullptr;
-  }
-
- private:
-  Progress& shown_;
-};
-
 // Reads every byte of the files. Wrong blocks beside each other are one finding.
 void verify(std::span<const std::optional<io::File>> files, const format::Manifest& manifest,
             const std::shared_ptr<memory::Ledger>& ledger, Console& console,
@@ -189,7 +176,10 @@ void verify(std::span<const std::optional<io::File>> files, const format::Manife
       }};
   io::ThreadEngine io;
   Progress progress("verifying", total, console);
-  Count sink(progress);
+  checkpoint::Taker sink([&](const checkpoint::Piece& piece) {
+    progress.add(piece.bytes);
+    return nullptr;
+  });
   checkpoint::TransferRing ring(kStreaming, ledger);
   checkpoint::RangeSource source(ways, ranges, io, ring.buffer_bytes(),
                                  {.aligned = 16_B, .verify = &verification});

@@ -117,11 +117,11 @@ bool ties_its_head(const nlohmann::json& config, const std::vector<NamedTensor>&
 
 [[noreturn]] void refuse_without_weights(const std::string& path) {
   const bool has_index = fs::exists(path + "/" + format::kIndexFileName);
-  throw UsageError(fmt::format(
+  throw UsageError(
       "names and shapes come from the headers of safetensors files, and this folder holds {}; "
       "download the model's weights, or ask in Python with the model on the meta device, which "
       "needs none: strata.memory_forecast(model, config, world_size): path={}",
-      has_index ? "only their index" : "none", path));
+      has_index ? "only their index" : "none", path);
 }
 
 NamedModel read_training(const std::string& path) {
@@ -193,9 +193,9 @@ NamedModel model_from_names(const std::vector<NamedTensor>& tensors, bool tied_h
 NamedModel read_model(const std::string& path) {
   std::error_code error;
   if (!fs::exists(path, error)) {
-    throw UsageError(fmt::format(
+    throw UsageError(
         "there is no such file or folder; give a Hugging Face folder with safetensors: path={}",
-        path));
+        path);
   }
   return checkpoint::holds_checkpoints(path) ? read_training(path) : read_hugging_face(path);
 }

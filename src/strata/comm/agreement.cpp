@@ -14,11 +14,11 @@ constexpr std::string_view kDeparture = "has left: ";
 
 std::span<std::byte> part_of(const SharedBuffer* buffer, Bytes offset, Bytes bytes,
                              const std::string& what) {
-  if (buffer == nullptr) throw UsageError(fmt::format("{} needs a buffer; got none", what));
+  if (buffer == nullptr) throw UsageError("{} needs a buffer; got none", what);
   const std::span<std::byte> whole = const_cast<SharedBuffer*>(buffer)->local();
   if ((offset + bytes).size() > whole.size()) {
-    throw UsageError(fmt::format("{} needs {} bytes of buffer '{}', which has {}", what,
-                                 (offset + bytes).value, buffer->name(), whole.size()));
+    throw UsageError("{} needs {} bytes of buffer '{}', which has {}", what, (offset + bytes).value,
+                     buffer->name(), whole.size());
   }
   return whole.subspan(offset.size(), bytes.size());
 }
@@ -28,9 +28,9 @@ std::span<std::byte> part_of(const SharedBuffer* buffer, Bytes offset, Bytes byt
 BulkOperation describe_gather(const SliceMap& slices, std::span<std::byte> flat, int rank,
                               int world_size, std::string_view tag) {
   if (Bytes(flat.size()) != slices.slice_bytes * world_size) {
-    throw UsageError(fmt::format(
+    throw UsageError(
         "the target of the all-gather of '{}' must hold {} slices of {} bytes; it has {}", tag,
-        world_size, slices.slice_bytes.value, flat.size()));
+        world_size, slices.slice_bytes.value, flat.size());
   }
   BulkOperation operation;
   operation.what =
@@ -50,7 +50,7 @@ BulkOperation describe_reduction(const Reduction& reduction, int world_size, std
   operation.what =
       fmt::format("reduction of '{}' ({} {} a rank)", tag, numel, name_of(reduction.dtype));
   if (!is_floating(reduction.dtype) || reduction.dtype == DType::kFloat64) {
-    throw UsageError(fmt::format("{} must be of float32, bfloat16 or float16", operation.what));
+    throw UsageError("{} must be of float32, bfloat16 or float16", operation.what);
   }
   operation.source = part_of(reduction.source, reduction.source_offset,
                              bytes_of(Numel(numel * world_size), reduction.dtype), operation.what);
@@ -59,16 +59,15 @@ BulkOperation describe_reduction(const Reduction& reduction, int world_size, std
 
 std::string describe_broadcast(Bytes bytes, int root, int world_size) {
   if (root < 0 || root >= world_size) {
-    throw UsageError(fmt::format("the root of a broadcast must be a rank, 0 to {}; got {}",
-                                 world_size - 1, root));
+    throw UsageError("the root of a broadcast must be a rank, 0 to {}; got {}", world_size - 1,
+                     root);
   }
   return fmt::format("broadcast of {} bytes from rank {}", bytes.value, root);
 }
 
 void throw_foreign_buffer(std::string_view role, const SharedBuffer& buffer, std::string_view tag) {
-  throw UsageError(
-      fmt::format("the {} must be allocated by the same collectives ('{}' of '{}' is not)", role,
-                  buffer.name(), tag));
+  throw UsageError("the {} must be allocated by the same collectives ('{}' of '{}' is not)", role,
+                   buffer.name(), tag);
 }
 
 std::string departure_text(std::string_view words) {
@@ -126,8 +125,7 @@ std::optional<std::size_t> first_text(std::span<const std::string> texts) {
 void agree_all_can(std::span<const std::string> errors, std::string_view what, RankNames names) {
   const std::optional<std::size_t> rank = first_text(errors);
   if (!rank) return;
-  throw CommError(
-      fmt::format("rank {} cannot {}: {}", names.of(static_cast<int>(*rank)), what, errors[*rank]));
+  throw CommError("rank {} cannot {}: {}", names.of(static_cast<int>(*rank)), what, errors[*rank]);
 }
 
 }  // namespace strata::comm

@@ -1,7 +1,5 @@
 #include "strata/comm/transports.h"
 
-#include <fmt/core.h>
-
 #include <array>
 
 #include "strata/base/error.h"
@@ -15,19 +13,19 @@ void require_sensible(std::string_view key, TransportKind found, const RankFacts
   if (found == TransportKind::kAuto) return;
   if (!facts.on_gpu) {
     throw ConfigError(
-        fmt::format("strata.{}: '{}' is for GPUs, and the model trains on {}; leave it out, since "
-                    "strata.collectives chooses on the host",
-                    key, name_of(found), facts.device));
+        "strata.{}: '{}' is for GPUs, and the model trains on {}; leave it out, since "
+        "strata.collectives chooses on the host",
+        key, name_of(found), facts.device);
   }
   if (found == TransportKind::kNccl && facts.world_size > 1 && !facts.has_nccl) {
-    throw ConfigError(
-        fmt::format("strata.{}: this build of torch has no NCCL; write 'peer'. Found 'nccl'", key));
+    throw ConfigError("strata.{}: this build of torch has no NCCL; write 'peer'. Found 'nccl'",
+                      key);
   }
   if (facts.group_size != facts.world_size) {
-    throw ConfigError(fmt::format(
+    throw ConfigError(
         "strata.{}: for ranks that are one shard group; leave it out, since strata.collectives "
         "chooses for all groups. Found '{}' and groups of {} among {} ranks",
-        key, name_of(found), facts.group_size, facts.world_size));
+        key, name_of(found), facts.group_size, facts.world_size);
   }
 }
 
@@ -39,10 +37,10 @@ void require_joint_gathers(const TransportSettings& settings, const RankFacts& f
         "zero_optimization.offload_param keeps them elsewhere; write 'auto'");
   }
   if (facts.group_size != facts.world_size) {
-    throw ConfigError(fmt::format(
+    throw ConfigError(
         "zero_optimization.offload_param: weights that are offloaded are sharded over all ranks; "
         "leave out zero_hpz_partition_size and mics_shard_size. Found groups of {} among {} ranks",
-        facts.group_size, facts.world_size));
+        facts.group_size, facts.world_size);
   }
 }
 
@@ -92,19 +90,19 @@ void require_possible(const TransportSettings& settings, const RankFacts& facts)
   const CollectivesKind kind = settings.collectives;
   if (kind == CollectivesKind::kLocal && facts.world_size > 1) {
     throw ConfigError(
-        fmt::format("strata.collectives: 'local' is for one rank, or for ranks that are threads; "
-                    "found {} processes. Write 'auto'",
-                    facts.world_size));
+        "strata.collectives: 'local' is for one rank, or for ranks that are threads; found {} "
+        "processes. Write 'auto'",
+        facts.world_size);
   }
   if (kind == CollectivesKind::kNccl && !facts.on_gpu) {
-    throw ConfigError(fmt::format(
+    throw ConfigError(
         "strata.collectives: 'nccl' joins GPUs, and the model trains on {}; write 'auto'",
-        facts.device));
+        facts.device);
   }
   if (facts.world_size > 1 && facts.on_gpu && kind != CollectivesKind::kPeer && !facts.has_nccl) {
-    throw ConfigError(fmt::format(
+    throw ConfigError(
         "strata.device: {} ranks on GPUs need NCCL, and this build of torch has none; write 'cpu'",
-        facts.world_size));
+        facts.world_size);
   }
   require_joint_gathers(settings, facts);
   require_sensible("gather", settings.gather, facts);

@@ -76,9 +76,9 @@ class CpuGrowableMemory final : public GrowableMemory {
     if (bytes <= backed_) return;
     if (bytes > reserved_) {
       throw UsageError(
-          fmt::format("growable memory ({}) cannot grow beyond the range that was reserved: "
-                      "reserve as much as it may ever need; wanted {} B, reserved {} B",
-                      memory::name_of(kind_), bytes.value, reserved_.value));
+          "growable memory ({}) cannot grow beyond the range that was reserved: reserve as much as "
+          "it may ever need; wanted {} B, reserved {} B",
+          memory::name_of(kind_), bytes.value, reserved_.value);
     }
     const Bytes target = align_up(bytes, memory::page_size());
     const Bytes growth = target - backed_;
@@ -119,14 +119,14 @@ class CpuGrowableMemory final : public GrowableMemory {
     memory::ByteBudget::Hold hold;
   };
   [[noreturn]] void throw_out_of_memory(Bytes wanted, const std::string& reason) const {
-    throw OutOfMemoryError(fmt::format(
+    throw OutOfMemoryError(
         "device cpu has no memory to grow by ({}): {} wanted, {} backed, {} reserved ({}){}; free "
         "memory or use a smaller part of it; held: {}",
         memory::name_of(kind_), to_string(wanted), to_string(backed_), to_string(reserved_), reason,
         budget_ ? fmt::format("; budget {}, {} left", to_string(budget_->limit()),
                               to_string(budget_->left()))
                 : std::string(),
-        ledger_->report()));
+        ledger_->report());
   }
 
   const std::shared_ptr<memory::Ledger> ledger_;
@@ -149,8 +149,8 @@ class CpuPeerMapping final : public PeerMapping {
     void* address =
         ::mmap(nullptr, size.size(), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (address == MAP_FAILED) {
-      throw DeviceError(fmt::format("no room for {} of a peer's memory in the address space: {}",
-                                    to_string(size), errno_text(errno)));
+      throw DeviceError("no room for {} of a peer's memory in the address space: {}",
+                        to_string(size), errno_text(errno));
     }
     range_ = {static_cast<std::byte*>(address), size.size()};
   }
@@ -164,8 +164,8 @@ class CpuPeerMapping final : public PeerMapping {
     void* const at = range_.data() + mapped_.size();
     if (::mmap(at, piece.bytes.size(), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED,
                piece.descriptor.get(), piece.offset.value) == MAP_FAILED) {
-      throw DeviceError(fmt::format("a peer's memory cannot be mapped ({}): {}",
-                                    to_string(piece.bytes), errno_text(errno)));
+      throw DeviceError("a peer's memory cannot be mapped ({}): {}", to_string(piece.bytes),
+                        errno_text(errno));
     }
     mapped_ += piece.bytes;
     ++pieces_;
@@ -219,10 +219,10 @@ memory::ByteBudget::Hold CpuDevice::take_part(Bytes bytes, std::string_view what
   auto taken = budget_->take(bytes);
   if (!taken) {
     throw OutOfMemoryError(
-        fmt::format("device cpu is out of memory ({}): {} wanted, {} left of its budget of {}; "
-                    "shard over more ranks, offload, or raise the budget; held: {}",
-                    what, to_string(bytes), to_string(budget_->left()), to_string(budget_->limit()),
-                    ledger_->report()));
+        "device cpu is out of memory ({}): {} wanted, {} left of its budget of {}; shard over more "
+        "ranks, offload, or raise the budget; held: {}",
+        what, to_string(bytes), to_string(budget_->left()), to_string(budget_->limit()),
+        ledger_->report());
   }
   return std::move(*taken);
 }

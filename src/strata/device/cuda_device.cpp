@@ -224,11 +224,11 @@ int cuda_device_count() {
 std::unique_ptr<Device> make_cuda_device(const CudaDeviceOptions& options) {
   const int count = cuda_device_count();
   if (options.index < 0 || options.index >= count) {
-    throw UsageError(fmt::format(
+    throw UsageError(
         "there is no CUDA device {}: {}", options.index,
         CudaDriver::find() == nullptr
             ? std::string("the CUDA driver (libcuda.so.1) is not installed, or older than 12.0")
-            : fmt::format("this process sees {} of them; see CUDA_VISIBLE_DEVICES", count)));
+            : fmt::format("this process sees {} of them; see CUDA_VISIBLE_DEVICES", count));
   }
   auto waits = options.waits ? options.waits : std::make_shared<HostWaits>();
   const auto context =

@@ -8,7 +8,6 @@
 
 #include <cuda.h>
 #include <dlfcn.h>
-#include <fmt/core.h>
 
 #include <algorithm>
 #include <array>
@@ -87,10 +86,10 @@ struct CudaDriver {
     GetErrorName(result, &name);
     GetErrorString(result, &words);
     throw DeviceError(
-        fmt::format("the CUDA driver refused {}: {} ({}). An error of an earlier kernel may show "
-                    "here: run with CUDA_LAUNCH_BLOCKING=1 to find it",
-                    call, words != nullptr ? words : "unknown error",
-                    name != nullptr ? name : std::to_string(static_cast<int>(result)).c_str()));
+        "the CUDA driver refused {}: {} ({}). An error of an earlier kernel may show here: run "
+        "with CUDA_LAUNCH_BLOCKING=1 to find it",
+        call, words != nullptr ? words : "unknown error",
+        name != nullptr ? name : std::to_string(static_cast<int>(result)).c_str());
   }
   void check(CUresult result, std::string_view call) const {
     if (result != CUDA_SUCCESS) fail(result, call);
@@ -180,9 +179,9 @@ inline void require_kernel_types(const char* operation, std::size_t first, DType
   for (const DType dtype : {target, source}) {
     const std::size_t place = kernel_place_of(dtype);
     if (place >= first && place < kKernelSuffixes.size()) continue;
-    throw UsageError(fmt::format(
+    throw UsageError(
         "{} is defined for {}float32, float16 and bfloat16; cast other tensors before; found: {}",
-        operation, first == 0 ? "float64, " : "", name_of(dtype)));
+        operation, first == 0 ? "float64, " : "", name_of(dtype));
   }
 }
 
@@ -197,11 +196,11 @@ class CudaModule : NonCopyable {
     const CudaDriver& cuda = context_->driver();
     const CUresult loaded = cuda.ModuleLoadData(&module_, strata_cuda_fatbin);
     if (loaded == CUDA_ERROR_NO_BINARY_FOR_GPU) {
-      throw DeviceError(fmt::format(
+      throw DeviceError(
           "cuda:{} cannot run Strata's kernels, which need compute capability 8.0 or later; it has "
           "{}.{}",
           context_->index(), context_->attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR),
-          context_->attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)));
+          context_->attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR));
     }
     cuda.check(loaded, "cuModuleLoadData");
     const int processors = context_->attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);

@@ -62,9 +62,9 @@ struct CudaPool {
   [[noreturn]] void throw_out_of_memory(Bytes wanted, std::string_view what,
                                         std::string_view reason) const {
     throw OutOfMemoryError(
-        fmt::format("device cuda:{} is out of memory ({}): {} wanted, {}; shard over more ranks, "
-                    "offload, or end other programs on this device; held: {}",
-                    context->index(), what, to_string(wanted), reason, ledger->report()));
+        "device cuda:{} is out of memory ({}): {} wanted, {}; shard over more ranks, offload, or "
+        "end other programs on this device; held: {}",
+        context->index(), what, to_string(wanted), reason, ledger->report());
   }
   Bytes free_bytes() const {
     const CudaContext::Scope scope(*context);
@@ -162,16 +162,14 @@ class CudaGrowableMemory final : public GrowableMemory {
     const CudaContext& context = *pool_.context;
     const CudaDriver& cuda = context.driver();
     if (context.attribute(CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED) == 0) {
-      throw DeviceError(
-          fmt::format("the driver of cuda:{} has no virtual memory management", context.index()));
+      throw DeviceError("the driver of cuda:{} has no virtual memory management", context.index());
     }
     const CudaContext::Scope scope(context);
     property_.type = CU_MEM_ALLOCATION_TYPE_PINNED;
     property_.location = {CU_MEM_LOCATION_TYPE_DEVICE, context.index()};
     if (pieces == Pieces::kShared) {
       if (context.attribute(CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED) == 0) {
-        throw DeviceError(
-            fmt::format("the driver of cuda:{} does not share memory by file", context.index()));
+        throw DeviceError("the driver of cuda:{} does not share memory by file", context.index());
       }
       property_.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
     }
@@ -197,9 +195,9 @@ class CudaGrowableMemory final : public GrowableMemory {
     STRATA_ASSERT(bytes.value >= 0);
     if (bytes > reserved_) {
       throw UsageError(
-          fmt::format("growable memory ({}) cannot grow beyond the range that was reserved: "
-                      "reserve as much as it may ever need; wanted {} B, reserved {} B",
-                      memory::name_of(kind_), bytes.value, reserved_.value));
+          "growable memory ({}) cannot grow beyond the range that was reserved: reserve as much as "
+          "it may ever need; wanted {} B, reserved {} B",
+          memory::name_of(kind_), bytes.value, reserved_.value);
     }
     const Bytes target = align_up(bytes, granule_);
     if (target <= backed_) return;

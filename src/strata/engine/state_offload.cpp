@@ -119,10 +119,10 @@ void StateOffload::reload_states() {
 
 void StateOffload::refuse(bool missing, std::string_view call) const {
   if (!missing) return;
-  throw UsageError(fmt::format(
+  throw UsageError(
       "{} needs states that offload_states() has moved to the host; call reload_states() first; "
       "away are {}",
-      call, away_.text()));
+      call, away_.text());
 }
 
 }  // namespace strata::engine

@@ -79,8 +79,7 @@ void StepControl::set_boundary(std::optional<bool> boundary) {
 }
 
 void StepControl::set_accumulation_steps(std::int64_t steps) {
-  if (steps < 1)
-    throw UsageError(fmt::format("gradient accumulation needs at least 1 step; got {}", steps));
+  if (steps < 1) throw UsageError("gradient accumulation needs at least 1 step; got {}", steps);
   if (steps != accumulation_steps_) counted_from_ = micro_steps_;
   accumulation_steps_ = steps;
 }

@@ -1,7 +1,5 @@
 #include "strata/forecast/auto_placement.h"
 
-#include <fmt/core.h>
-
 #include <algorithm>
 #include <string>
 
@@ -121,20 +119,20 @@ class Search {
 
   [[noreturn]] void refuse_device(const MemoryForecast& least) const {
     throw OutOfMemoryError(
-        fmt::format("strata.placement \"auto\": the device does not suffice with everything that "
-                    "may be offloaded at stage {} elsewhere; shard more (stage 3, more ranks), "
-                    "lower strata.max_live_bytes or reduce_bucket_size, or raise "
-                    "strata.device_budget. Wanted on each device: {} ({}); it may hold {}",
-                    config_.zero.stage, to_string(least.total()), kinds_on(least, Tier::kDevice),
-                    to_string(*room_.device)));
+        "strata.placement \"auto\": the device does not suffice with everything that may be "
+        "offloaded at stage {} elsewhere; shard more (stage 3, more ranks), lower "
+        "strata.max_live_bytes or reduce_bucket_size, or raise strata.device_budget. Wanted on "
+        "each device: {} ({}); it may hold {}",
+        config_.zero.stage, to_string(least.total()), kinds_on(least, Tier::kDevice),
+        to_string(*room_.device));
   }
 
   [[noreturn]] void refuse_host(const MemoryForecast& least, std::string_view advice) const {
     throw OutOfMemoryError(
-        fmt::format("strata.placement \"auto\": the host does not suffice; {}. Wanted of the host "
-                    "by each rank: {} ({}); it may take {}, beside {} of its device",
-                    advice, to_string(least.total_on(Tier::kHost)), kinds_on(least, Tier::kHost),
-                    to_string(*room_.host), to_string(*room_.device)));
+        "strata.placement \"auto\": the host does not suffice; {}. Wanted of the host by each "
+        "rank: {} ({}); it may take {}, beside {} of its device",
+        advice, to_string(least.total_on(Tier::kHost)), kinds_on(least, Tier::kHost),
+        to_string(*room_.host), to_string(*room_.device));
   }
 
   std::vector<plan::ParamSpec>& params_;

@@ -55,17 +55,17 @@ WeightFiles read_weight_map(const std::string& path) {
     WeightFiles::Entry& entry = files.tensors.back();
     const auto [known, is_new] = files.files.emplace(file, 0);
     if (is_new && !stays_in_folder(file)) {
-      throw FormatError(fmt::format(
+      throw FormatError(
           "an index of a checkpoint names a file outside of its folder: path={} tensor={} file={}",
-          path, in_quotes(entry.tensor), in_quotes(file)));
+          path, in_quotes(entry.tensor), in_quotes(file));
     }
     entry.file = known;
   };
   file_of_tensor.other = [&](std::string_view kind) {
     throw FormatError(
-        fmt::format("an index of a checkpoint names no file for a tensor: path={} tensor={} "
-                    "wanted=a string found={}",
-                    path, in_quotes(files.tensors.back().tensor), kind));
+        "an index of a checkpoint names no file for a tensor: path={} tensor={} wanted=a string "
+        "found={}",
+        path, in_quotes(files.tensors.back().tensor), kind);
   };
   bool found = false;
   JsonPlace map{.what = "an object"};
@@ -83,13 +83,13 @@ WeightFiles read_weight_map(const std::string& path) {
   reader.read(top);
   if (!found) {
     throw FormatError(
-        fmt::format("an index of a checkpoint has no object 'weight_map' that names each tensor's "
-                    "file: path={}",
-                    path));
+        "an index of a checkpoint has no object 'weight_map' that names each tensor's file: "
+        "path={}",
+        path);
   }
   if (files.tensors.empty()) {
-    throw FormatError(fmt::format(
-        "an index of a checkpoint is empty: its 'weight_map' names no tensor: path={}", path));
+    throw FormatError(
+        "an index of a checkpoint is empty: its 'weight_map' names no tensor: path={}", path);
   }
   if (!std::ranges::is_sorted(files.tensors, {}, &WeightFiles::Entry::tensor))
     std::ranges::sort(files.tensors, {}, &WeightFiles::Entry::tensor);
@@ -135,16 +135,16 @@ CheckpointIndex::CheckpointIndex(const std::string& path) : path_(path) {
   if (fs::is_regular_file(path, error)) {
     read_files({path});
   } else if (!is_there(path)) {
-    throw FormatError(fmt::format("there is no checkpoint: no such file or folder: path={}", path));
+    throw FormatError("there is no checkpoint: no such file or folder: path={}", path);
   } else if (is_there(single)) {
     read_files({single});
   } else if (is_there(index)) {
     open_indexed(index);
   } else {
     throw FormatError(
-        fmt::format("a folder holds no checkpoint; wanted {} or {} in it (weights of another "
-                    "format are not read; save them as safetensors first): path={}",
-                    kSingleFileName, kIndexFileName, path));
+        "a folder holds no checkpoint; wanted {} or {} in it (weights of another format are not "
+        "read; save them as safetensors first): path={}",
+        kSingleFileName, kIndexFileName, path);
   }
 }
 
@@ -174,9 +174,9 @@ void CheckpointIndex::open_indexed(const std::string& index_path) {
   }
   if (!missing.empty()) {
     throw FormatError(
-        fmt::format("a checkpoint lacks files that its index names; is the download complete?: "
-                    "path={} missing={} files={}",
-                    index_path, missing.size(), first_ten(missing)));
+        "a checkpoint lacks files that its index names; is the download complete?: path={} "
+        "missing={} files={}",
+        index_path, missing.size(), first_ten(missing));
   }
   read_files(paths);  // refuses a tensor in two files, before those not named are dropped
   std::vector<std::string> absent;
@@ -192,9 +192,9 @@ void CheckpointIndex::open_indexed(const std::string& index_path) {
   }
   if (!absent.empty()) {
     throw FormatError(
-        fmt::format("files of a checkpoint lack tensors that its index says they hold: path={} "
-                    "missing={} tensors={}",
-                    index_path, absent.size(), first_ten(absent)));
+        "files of a checkpoint lack tensors that its index says they hold: path={} missing={} "
+        "tensors={}",
+        index_path, absent.size(), first_ten(absent));
   }
   if (wanted.tensors.size() == tensors_.size()) return;
   std::size_t tensor = 0;
@@ -210,10 +210,10 @@ void CheckpointIndex::sort_names() {
   const auto twice = std::ranges::adjacent_find(
       by_name_, {}, [this](std::size_t i) -> const std::string& { return name(i); });
   if (twice == by_name_.end()) return;
-  throw FormatError(fmt::format(
+  throw FormatError(
       "two files of a checkpoint hold a tensor of one name: path={} tensor={} files={} and {}",
       path_, in_quotes(name(*twice)), files_[tensors_[*twice].file].path(),
-      files_[tensors_[*std::next(twice)].file].path()));
+      files_[tensors_[*std::next(twice)].file].path());
 }
 
 std::vector<const io::File*> CheckpointIndex::open_files() const {
@@ -231,7 +231,7 @@ const CheckpointTensor* CheckpointIndex::find(std::string_view wanted) const {
 bool same_tensor(const CheckpointIndex& checkpoint, std::string_view one, std::string_view other) {
   const auto find = [&](std::string_view name) -> const CheckpointTensor& {
     if (const CheckpointTensor* const tensor = checkpoint.find(name)) return *tensor;
-    throw FormatError(fmt::format("{}: there is no tensor {}", checkpoint.path(), in_quotes(name)));
+    throw FormatError("{}: there is no tensor {}", checkpoint.path(), in_quotes(name));
   };
   const CheckpointTensor& a = find(one);
   const CheckpointTensor& b = find(other);

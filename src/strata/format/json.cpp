@@ -37,8 +37,8 @@ std::string read_text(const std::string& path, std::string_view what, Bytes max)
   const io::File file(path, io::File::Mode::kRead);
   const Bytes bytes = file.size();
   if (bytes > max) {
-    throw FormatError(fmt::format("{} is larger than any may be: path={} found={} max={}", what,
-                                  path, bytes.value, max.value));
+    throw FormatError("{} is larger than any may be: path={} found={} max={}", what, path,
+                      bytes.value, max.value);
   }
   std::string text(bytes.size(), '\0');
   io::read_fully(file, Bytes(0), std::as_writable_bytes(std::span(text)));
@@ -49,13 +49,12 @@ const JsonPlace JsonReader::kSkipped{
     .what = "a value of JSON", .other = [](std::string_view) {}, .distinct = true};
 
 void JsonReader::fail(std::string_view problem) const {
-  throw FormatError(fmt::format("{} {}: {}: path={} {}_byte={}", subject_.name, subject_.broken,
-                                problem, path_, subject_.text, at_));
+  throw FormatError("{} {}: {}: path={} {}_byte={}", subject_.name, subject_.broken, problem, path_,
+                    subject_.text, at_);
 }
 
 void JsonReader::fail_twice(std::string_view key) const {
-  throw FormatError(
-      fmt::format("{} has a key twice: path={} key={}", subject_.name, path_, in_quotes(key)));
+  throw FormatError("{} has a key twice: path={} key={}", subject_.name, path_, in_quotes(key));
 }
 
 void JsonReader::fail_wanted(std::string_view what) const {

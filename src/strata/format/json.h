@@ -117,7 +117,7 @@ class JsonMembers {
     return *found;
   }
   [[noreturn]] void fail(std::string_view what) const {
-    throw FormatError(fmt::format("{} {}: path={}", where_, what, path_));
+    throw FormatError("{} {}: path={}", where_, what, path_);
   }
 
  private:

@@ -22,8 +22,8 @@ namespace {
 
 template <typename... Args>
 [[noreturn]] void damaged(std::string_view path, fmt::format_string<Args...> what, Args&&... args) {
-  throw FormatError(fmt::format("the manifest of a checkpoint is damaged: {}: path={}",
-                                fmt::format(what, std::forward<Args>(args)...), path));
+  throw FormatError("the manifest of a checkpoint is damaged: {}: path={}",
+                    fmt::format(what, std::forward<Args>(args)...), path);
 }
 
 void check_names(const Manifest& manifest, std::string_view path) {
@@ -230,25 +230,25 @@ Json checked_json(std::string_view text, std::string_view path) {
   });
   if (json.is_discarded() || !json.is_object()) {
     throw FormatError(
-        fmt::format("the manifest of a checkpoint is not valid JSON (cut off, or not written by "
-                    "Strata): path={}",
-                    path));
+        "the manifest of a checkpoint is not valid JSON (cut off, or not written by Strata): "
+        "path={}",
+        path);
   }
   const JsonMembers reader = members_of(json, "it", path);
   if (reader.text("format") != kFormat) reader.fail("is of another format");
   const std::int64_t version = reader.number("version");
   if (version != Manifest::kVersion && version != Manifest::kVersionOfFormats) {
     throw FormatError(
-        fmt::format("a checkpoint was written by another version of Strata: wanted format version "
-                    "{}, found {}; load it with the version that 'written_by' names: path={}",
-                    Manifest::kVersionOfFormats, version, path));
+        "a checkpoint was written by another version of Strata: wanted format version {}, found "
+        "{}; load it with the version that 'written_by' names: path={}",
+        Manifest::kVersionOfFormats, version, path);
   }
   const std::string checksum = reader.text("checksum");
   json.erase("checksum");
   if (checksum_of_text(json) != checksum) {
-    throw FormatError(fmt::format(
+    throw FormatError(
         "the manifest of a checkpoint is not what was written (its checksum differs): path={}",
-        path));
+        path);
   }
   return json;
 }
@@ -326,9 +326,9 @@ void require_inside(const std::string& folder, const std::string& path) {
   const fs::path home = error ? fs::path() : fs::canonical(folder, error);
   if (error || file.parent_path() == home) return;
   throw FormatError(
-      fmt::format("a file of a checkpoint is a link that leads out of its folder; copy it there if "
-                  "it belongs to it: path={} leads to={}",
-                  path, file.string()));
+      "a file of a checkpoint is a link that leads out of its folder; copy it there if it belongs "
+      "to it: path={} leads to={}",
+      path, file.string());
 }
 
 std::string to_text(const RankManifest& part) {
@@ -347,9 +347,9 @@ RankManifest parse_manifest_part(std::string_view text) {
 std::string to_text(const Manifest& manifest) {
   Json training = parse_tree(manifest.training, kNestingMax - 1, [] {
     throw UsageError(
-        fmt::format("what a checkpoint saves of the training nests deeper than {} lists and "
-                    "objects; flatten the state that the script gives",
-                    kNestingMax));
+        "what a checkpoint saves of the training nests deeper than {} lists and objects; flatten "
+        "the state that the script gives",
+        kNestingMax);
   });
   if (training.is_discarded()) training = Json::parse(manifest.training);  // says why it is no JSON
   // Versions that do not know memory formats refuse a checkpoint that has some.

@@ -31,9 +31,8 @@ struct Entry {
 template <typename... Args>
 [[noreturn]] void fail(std::string_view path, std::string_view tensor,
                        fmt::format_string<Args...> problem, Args&&... args) {
-  throw FormatError(fmt::format("a safetensors file lies about tensor {}: {}: path={}",
-                                in_quotes(tensor),
-                                fmt::format(problem, std::forward<Args>(args)...), path));
+  throw FormatError("a safetensors file lies about tensor {}: {}: path={}", in_quotes(tensor),
+                    fmt::format(problem, std::forward<Args>(args)...), path);
 }
 
 DType dtype_of(const std::string& name, const Entry& entry, std::string_view path) {
@@ -175,9 +174,9 @@ void demand_full_cover(const std::vector<TensorInfo>& tensors, Bytes data_begin,
   }
   if (reached != file_bytes) {
     throw FormatError(
-        fmt::format("a safetensors file has bytes at its end that belong to no tensor: path={} "
-                    "wanted={} found={}",
-                    path, reached.value, file_bytes.value));
+        "a safetensors file has bytes at its end that belong to no tensor: path={} wanted={} "
+        "found={}",
+        path, reached.value, file_bytes.value);
   }
 }
 
@@ -187,9 +186,9 @@ TensorInfo info_of(const TensorSpec& spec) {
   const auto numel = checked_numel(spec.shape);
   const auto bytes = numel ? checked_bytes(*numel, spec.dtype) : std::nullopt;
   if (!bytes) {
-    throw UsageError(fmt::format(
+    throw UsageError(
         "cannot write a tensor whose size does not fit 63 bits or is negative: tensor={} shape={}",
-        in_quotes(spec.name), shape_text(spec.shape)));
+        in_quotes(spec.name), shape_text(spec.shape));
   }
   return {spec.name, spec.dtype, spec.shape, *numel, {}, *bytes};
 }
@@ -198,9 +197,9 @@ void check_names(std::span<const TensorSpec> tensors) {
   std::set<std::string_view> names{kMetadataKey};
   for (const TensorSpec& tensor : tensors) {
     if (!names.insert(tensor.name).second) {
-      throw UsageError(fmt::format(
+      throw UsageError(
           "cannot write two tensors of one name, nor one called '__metadata__': tensor={}",
-          in_quotes(tensor.name)));
+          in_quotes(tensor.name));
     }
   }
 }
@@ -210,8 +209,7 @@ std::string json_string(const std::string& text) {
   try {
     return nlohmann::json(text).dump();
   } catch (const nlohmann::json::exception&) {
-    throw UsageError(
-        fmt::format("cannot write text that is not valid UTF-8: length={}", text.size()));
+    throw UsageError("cannot write text that is not valid UTF-8: length={}", text.size());
   }
 }
 
@@ -275,9 +273,9 @@ Bytes safetensors_header_bytes(std::span<const std::byte> start, Bytes file_byte
                                std::string_view path) {
   if (file_bytes < kHeaderLengthBytes || start.size() < kHeaderLengthBytes.size()) {
     throw FormatError(
-        fmt::format("not a safetensors file: it is shorter than the length of a header: path={} "
-                    "wanted={} found={}",
-                    path, kHeaderLengthBytes.value, file_bytes.value));
+        "not a safetensors file: it is shorter than the length of a header: path={} wanted={} "
+        "found={}",
+        path, kHeaderLengthBytes.value, file_bytes.value);
   }
   std::uint64_t length = 0;
   for (std::size_t i = kHeaderLengthBytes.size(); i-- > 0;)
@@ -285,15 +283,15 @@ Bytes safetensors_header_bytes(std::span<const std::byte> start, Bytes file_byte
   const auto room = static_cast<std::uint64_t>((file_bytes - kHeaderLengthBytes).value);
   if (length > static_cast<std::uint64_t>(kHeaderBytesMax.value)) {
     throw FormatError(
-        fmt::format("not a safetensors file: it claims a header longer than any may be: path={} "
-                    "claimed={} max={} file_bytes={}",
-                    path, length, kHeaderBytesMax.value, file_bytes.value));
+        "not a safetensors file: it claims a header longer than any may be: path={} claimed={} "
+        "max={} file_bytes={}",
+        path, length, kHeaderBytesMax.value, file_bytes.value);
   }
   if (length > room) {
     throw FormatError(
-        fmt::format("a safetensors file claims a header longer than itself; it is truncated or no "
-                    "safetensors file: path={} claimed={} file_bytes={}",
-                    path, length, file_bytes.value));
+        "a safetensors file claims a header longer than itself; it is truncated or no safetensors "
+        "file: path={} claimed={} file_bytes={}",
+        path, length, file_bytes.value);
   }
   return Bytes(static_cast<std::int64_t>(length));
 }
@@ -346,9 +344,9 @@ SafetensorsLayout lay_out_safetensors(std::span<const TensorSpec> tensors,
   json.resize((data_begin - kHeaderLengthBytes).size(), ' ');
   if (Bytes(json.size()) > kHeaderBytesMax) {
     throw UsageError(
-        fmt::format("the header of a safetensors file would be longer than any may be; write fewer "
-                    "tensors a file: wanted={} max={} tensors={}",
-                    json.size(), kHeaderBytesMax.value, tensors.size()));
+        "the header of a safetensors file would be longer than any may be; write fewer tensors a "
+        "file: wanted={} max={} tensors={}",
+        json.size(), kHeaderBytesMax.value, tensors.size());
   }
   for (TensorInfo& tensor : layout.tensors) tensor.offset += data_begin;
   for (int i = 0; i < 8; ++i) layout.head += static_cast<char>((json.size() >> (8 * i)) & 0xFFU);

@@ -18,9 +18,8 @@ Bytes bytes_of_spec(const TensorSpec& tensor) {
   const auto numel = checked_numel(tensor.shape);
   const auto bytes = numel ? checked_bytes(*numel, tensor.dtype) : std::nullopt;
   if (!bytes) {
-    throw UsageError(
-        fmt::format("a tensor's size does not fit 63 bits or is negative: tensor={} shape={}",
-                    in_quotes(tensor.name), shape_text(tensor.shape)));
+    throw UsageError("a tensor's size does not fit 63 bits or is negative: tensor={} shape={}",
+                     in_quotes(tensor.name), shape_text(tensor.shape));
   }
   return *bytes;
 }
@@ -53,8 +52,7 @@ void make_folder(const std::string& folder) {
   std::error_code error;
   std::filesystem::create_directories(folder, error);
   if (error || !std::filesystem::is_directory(folder, error)) {
-    throw IoError(
-        fmt::format("cannot make a folder: path={} {}", folder, errno_text(error.value())));
+    throw IoError("cannot make a folder: path={} {}", folder, errno_text(error.value()));
   }
 }
 
@@ -121,22 +119,21 @@ struct ShardedWriter::File {
 void ShardedWriter::File::seal() {
   const std::lock_guard lock(mutex);
   if (!first_failure.empty()) {
-    throw IoError(
-        fmt::format("a file cannot be finished since a write to it failed: {}", first_failure));
+    throw IoError("a file cannot be finished since a write to it failed: {}", first_failure);
   }
   if (in_flight != 0) {
-    throw UsageError(fmt::format(
+    throw UsageError(
         "a file is finished while writes to it are under way; wait for them: path={} writes={}",
-        output.path(), in_flight));
+        output.path(), in_flight);
   }
   for (std::size_t i = 0; i < covers.size(); ++i) {
     const auto gap = covers[i].first_gap();
     if (!gap) continue;
     throw UsageError(
-        fmt::format("a file is finished before all its bytes were written: path={} tensor={} "
-                    "begin={} end={} written={} tensor_bytes={}",
-                    output.path(), in_quotes(layout.tensors[i].name), gap->begin, gap->end,
-                    covers[i].claimed(), covers[i].size()));
+        "a file is finished before all its bytes were written: path={} tensor={} begin={} end={} "
+        "written={} tensor_bytes={}",
+        output.path(), in_quotes(layout.tensors[i].name), gap->begin, gap->end, covers[i].claimed(),
+        covers[i].size());
   }
   output.seal();
   sealed = true;
@@ -176,8 +173,7 @@ class ShardedWriter::TrackedTransfer final : public io::Transfer {
 
 ShardPlan plan_shards(std::span<const TensorSpec> tensors, Bytes shard_max) {
   if (shard_max.value < 1) {
-    throw UsageError(
-        fmt::format("the largest size of a shard must be positive: found={}", shard_max.value));
+    throw UsageError("the largest size of a shard must be positive: found={}", shard_max.value);
   }
   ShardPlan plan;
   plan.tensors.emplace_back();
@@ -218,8 +214,7 @@ void remove_other_weights(const std::string& folder, const std::set<std::string>
     if (is_weights_name(name) && !ours.contains(name)) others.push_back(name);
   }
   if (error) {
-    throw IoError(
-        fmt::format("cannot list a folder: path={} {}", folder, errno_text(error.value())));
+    throw IoError("cannot list a folder: path={} {}", folder, errno_text(error.value()));
   }
   std::partition(others.begin(), others.end(),
                  [](const std::string& n) { return n.ends_with(kIndexEnding); });
@@ -236,8 +231,7 @@ ShardedWriter::ShardedWriter(std::string folder, std::vector<TensorSpec> tensors
   std::set<std::string_view> names;
   for (const TensorSpec& tensor : tensors_) {
     if (!names.insert(tensor.name).second) {
-      throw UsageError(
-          fmt::format("a checkpoint cannot hold two tensors of one name: tensor={}", tensor.name));
+      throw UsageError("a checkpoint cannot hold two tensors of one name: tensor={}", tensor.name);
     }
   }
   make_folder(folder_);
@@ -263,17 +257,16 @@ std::unique_ptr<io::Transfer> ShardedWriter::write(std::size_t tensor, Bytes off
   const TensorInfo& info = file->layout.tensors[place.index];
   const Bytes bytes(source.size());
   if (offset.value < 0 || offset > info.bytes || bytes > info.bytes - offset) {
-    throw UsageError(fmt::format(
+    throw UsageError(
         "a write does not fit its tensor: path={} tensor={} offset={} bytes={} tensor_bytes={}",
-        file->output.path(), in_quotes(info.name), offset.value, bytes.value, info.bytes.value));
+        file->output.path(), in_quotes(info.name), offset.value, bytes.value, info.bytes.value);
   }
   {
     const std::lock_guard lock(file->mutex);
     const auto twice = file->covers[place.index].claim({offset.value, (offset + bytes).value});
     if (twice) {
-      throw UsageError(
-          fmt::format("bytes of a tensor are written twice: path={} tensor={} begin={} end={}",
-                      file->output.path(), in_quotes(info.name), twice->begin, twice->end));
+      throw UsageError("bytes of a tensor are written twice: path={} tensor={} begin={} end={}",
+                       file->output.path(), in_quotes(info.name), twice->begin, twice->end);
     }
     ++file->in_flight;
   }

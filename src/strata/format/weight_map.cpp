@@ -25,8 +25,7 @@ struct Misfits {
     add("of another shape", misshapen);
     add("of a dtype that cannot be cast", wrong_dtype);
     if (text.empty()) return;
-    throw FormatError(
-        fmt::format("a checkpoint's tensors do not fit the model: path={}{}", origin, text));
+    throw FormatError("a checkpoint's tensors do not fit the model: path={}{}", origin, text);
   }
 };
 
@@ -37,10 +36,10 @@ bool castable(DType from, DType to) {
 [[noreturn]] void fail_piece(const ParamSources& param, const SourceRange& piece,
                              std::string_view problem, Numel begin, Numel numel, Numel room) {
   throw UsageError(
-      fmt::format("the sources of a parameter do not fit it: {}: parameter={} source={} begin={} "
-                  "numel={} of={}",
-                  problem, in_quotes(param.name), in_quotes(piece.tensor), begin.value, numel.value,
-                  room.value));
+      "the sources of a parameter do not fit it: {}: parameter={} source={} begin={} numel={} "
+      "of={}",
+      problem, in_quotes(param.name), in_quotes(piece.tensor), begin.value, numel.value,
+      room.value);
 }
 
 // Is [begin, begin + numel) within [0, room)?
@@ -51,9 +50,9 @@ bool within(Numel begin, Numel numel, Numel room) {
 Numel numel_of(const ParamSources& param) {
   const auto numel = checked_numel(param.shape);
   if (!numel) {
-    throw UsageError(fmt::format(
+    throw UsageError(
         "a parameter's shape is negative or does not fit 63 bits: parameter={} shape={}",
-        in_quotes(param.name), shape_text(param.shape)));
+        in_quotes(param.name), shape_text(param.shape));
   }
   return *numel;
 }
@@ -80,10 +79,10 @@ RangeCopy copy_of(const ParamSources& param, std::size_t index, const SourceRang
 void demand_tiling(const ParamSources& param, std::span<const RangeCopy> copies, Numel numel) {
   Numel reached;
   const auto fail = [&](std::string_view problem, Numel at) {
-    throw UsageError(fmt::format(
+    throw UsageError(
         "the sources of a parameter do not fit it: {}: parameter={} shape={} element={} "
         "filled_before={}",
-        problem, in_quotes(param.name), shape_text(param.shape), at.value, reached.value));
+        problem, in_quotes(param.name), shape_text(param.shape), at.value, reached.value);
   };
   for (const RangeCopy& copy : copies) {
     if (copy.param_begin < reached) fail("an element is filled twice", copy.param_begin);

@@ -109,10 +109,9 @@ File::File(std::string path, Mode mode) : path_(std::move(path)) {
   struct stat status {};
   const bool known = ::fstat(fd(), &status) == 0;
   if (!known || !(S_ISREG(status.st_mode) || S_ISBLK(status.st_mode))) {
-    throw IoError(fmt::format(
-        "cannot {} a file: it is {}; give the path of a regular file: path={}",
-        creates(mode) ? "create" : "open",
-        known && S_ISDIR(status.st_mode) ? "a directory" : "not a regular file", path_));
+    throw IoError("cannot {} a file: it is {}; give the path of a regular file: path={}",
+                  creates(mode) ? "create" : "open",
+                  known && S_ISDIR(status.st_mode) ? "a directory" : "not a regular file", path_);
   }
   // It has done its work, and asynchronous engines would take it as a wish for EAGAIN.
   ::fcntl(fd(), F_SETFL, ::fcntl(fd(), F_GETFL) & ~O_NONBLOCK);
@@ -130,8 +129,7 @@ File File::in_memory(std::span<const std::byte> content) {
     done += count < 0 ? 0 : static_cast<std::size_t>(count);
   }
   if (!file.descriptor_.valid() || done < content.size()) {
-    throw IoError(fmt::format("cannot make a file in memory: bytes={} {}", content.size(),
-                              errno_text(errno)));
+    throw IoError("cannot make a file in memory: bytes={} {}", content.size(), errno_text(errno));
   }
   return file;
 }
@@ -158,9 +156,9 @@ void File::reserve(Bytes bytes) {
   } while (code == EINTR);
   if (code != 0) {
     throw IoError(
-        fmt::format("cannot reserve space for a file; free space on its file system or choose "
-                    "another: path={} wanted={} ({}) {}",
-                    path_, bytes.value, to_string(bytes), errno_text(code)));
+        "cannot reserve space for a file; free space on its file system or choose another: path={} "
+        "wanted={} ({}) {}",
+        path_, bytes.value, to_string(bytes), errno_text(code));
   }
 }
 
@@ -174,7 +172,7 @@ void File::sync() {
 
 void throw_errno(std::string_view what, std::string_view path) {
   const int code = errno;
-  throw IoError(fmt::format("{}: path={} {}", what, path, errno_text(code)));
+  throw IoError("{}: path={} {}", what, path, errno_text(code));
 }
 
 FileLock::FileLock(FileLock&& other) noexcept

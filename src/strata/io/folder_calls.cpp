@@ -70,22 +70,21 @@ void FolderCalls::sync_folder(const std::string& path) {
 
 void FolderCalls::rename(const std::string& from, const std::string& to) {
   if (::rename(from.c_str(), to.c_str()) == 0) return;
-  throw IoError(
-      fmt::format("cannot rename what is finished: from={} to={} {}", from, to, errno_text(errno)));
+  throw IoError("cannot rename what is finished: from={} to={} {}", from, to, errno_text(errno));
 }
 
 bool FolderCalls::exchange(const std::string& one, const std::string& other) {
   if (::renameat2(AT_FDCWD, one.c_str(), AT_FDCWD, other.c_str(), RENAME_EXCHANGE) == 0)
     return true;
   if (errno == EINVAL || errno == ENOSYS || errno == ENOTSUP) return false;
-  throw IoError(fmt::format("cannot exchange the names of two folders: {} {} {}", one, other,
-                            errno_text(errno)));
+  throw IoError("cannot exchange the names of two folders: {} {} {}", one, other,
+                errno_text(errno));
 }
 
 void FolderCalls::remove_tree(const std::string& path) {
   std::error_code error;
   std::filesystem::remove_all(path, error);
-  if (error) throw IoError(fmt::format("cannot remove: path={} {}", path, error.message()));
+  if (error) throw IoError("cannot remove: path={} {}", path, error.message());
 }
 
 void FolderCalls::open_to_others(const File& file) {

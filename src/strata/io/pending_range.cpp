@@ -55,8 +55,8 @@ PendingRange::PendingRange(const File& file, Bytes offset, std::byte* target,
       direct_(file.direct_fd() >= 0) {
   const std::int64_t room = std::numeric_limits<std::int64_t>::max() - bytes.value;
   if (bytes.value < 0 || offset.value < 0 || offset.value > room) {
-    throw UsageError(fmt::format("no file has the range asked for: path={} offset={} bytes={}",
-                                 file.path(), offset.value, bytes.value));
+    throw UsageError("no file has the range asked for: path={} offset={} bytes={}", file.path(),
+                     offset.value, bytes.value);
   }
 }
 
@@ -111,9 +111,8 @@ void PendingRange::run(SystemCalls& calls) {
 }
 
 void PendingRange::fail(const char* what, int code) const {
-  throw IoError(fmt::format("{}: path={} offset={} wanted={} got={}{}{}", what, file_->path(),
-                            offset_.value, bytes_.value, next_.value, code != 0 ? " " : "",
-                            code != 0 ? errno_text(code) : ""));
+  throw IoError("{}: path={} offset={} wanted={} got={}{}{}", what, file_->path(), offset_.value,
+                bytes_.value, next_.value, code != 0 ? " " : "", code != 0 ? errno_text(code) : "");
 }
 
 void read_fully(const File& file, Bytes offset, std::span<std::byte> target) {

@@ -34,7 +34,7 @@ Offer offer_from(const std::string& text) {
   std::istringstream stream(text);
   stream >> offer.pid >> offer.key_at >> offer.key[0] >> offer.key[1] >> offer.parts_at >>
       offer.parts;
-  if (stream.fail()) throw IoError(fmt::format("this is no offer of memory: '{}'", text));
+  if (stream.fail()) throw IoError("this is no offer of memory: '{}'", text);
   return offer;
 }
 
@@ -66,9 +66,9 @@ std::int64_t read_process(pid_t pid, std::span<const iovec> remote, std::span<st
 
 [[noreturn]] void throw_elsewhere(pid_t pid, const std::string& reason) {
   throw IoError(
-      fmt::format("process {} is not here: it has ended, or is on another host or in another PID "
-                  "namespace ({})",
-                  pid, reason));
+      "process {} is not here: it has ended, or is on another host or in another PID namespace "
+      "({})",
+      pid, reason);
 }
 
 // All of it, or an error.
@@ -77,10 +77,10 @@ void read_whole(pid_t pid, std::uint64_t address, std::span<std::byte> target) {
     const iovec there = range_of(address, target.size());
     const std::int64_t got = read_process(pid, {&there, 1}, target);
     if (got == -EPERM || got == -EACCES || got == -ENOSYS) {
-      throw NotPermitted(fmt::format(
+      throw NotPermitted(
           "the system does not let this process read the memory of process {}; run all ranks of a "
           "host as one user in one container that permits process_vm_readv (Yama, seccomp): {}",
-          pid, errno_text(static_cast<int>(-got))));
+          pid, errno_text(static_cast<int>(-got)));
     }
     if (got < 0) throw_elsewhere(pid, errno_text(static_cast<int>(-got)));
     if (got == 0) throw_elsewhere(pid, "nothing to read");

@@ -50,8 +50,7 @@ class OfferedMemory : NonCopyable {
 };
 
 // The system does not let this process read the other's memory.
-class NotPermitted : public IoError {
- public:
+struct NotPermitted : IoError {
   using IoError::IoError;
 };
 

@@ -38,8 +38,7 @@ const char* likely_reason(int code) {
 }
 
 [[noreturn]] void refuse(int code) {
-  throw IoError(
-      fmt::format("the kernel refuses io_uring: {}: {}", likely_reason(code), errno_text(code)));
+  throw IoError("the kernel refuses io_uring: {}: {}", likely_reason(code), errno_text(code));
 }
 
 unsigned entries_for(int depth) {
@@ -196,8 +195,7 @@ class KernelRing final : public RequestRing {
   }
 
   [[noreturn]] static void fail(int code) {
-    throw IoError(
-        fmt::format("the kernel no longer serves io_uring's queue: {}", errno_text(code)));
+    throw IoError("the kernel no longer serves io_uring's queue: {}", errno_text(code));
   }
 
   FileDescriptor wakes_;

@@ -31,9 +31,9 @@ void require_possible(const UringEngineOptions& options) {
   if (options.depth < 1 || options.depth > kDepthMax || options.piece < 1_B ||
       options.piece > 1_GiB || options.queue_max < 1) {
     throw UsageError(
-        fmt::format("an io_uring engine needs a depth of 1 to {}, pieces of 1 byte to 1 GiB and a "
-                    "queue of at least one: depth={} piece={} queue_max={}",
-                    kDepthMax, options.depth, options.piece.value, options.queue_max));
+        "an io_uring engine needs a depth of 1 to {}, pieces of 1 byte to 1 GiB and a queue of at "
+        "least one: depth={} piece={} queue_max={}",
+        kDepthMax, options.depth, options.piece.value, options.queue_max);
   }
 }
 

@@ -257,9 +257,9 @@ void check_adam(const AdamSpans& spans, const AdamScalars& scalars) {
   }
   if (spans.weight16 == nullptr) return;
   if (spans.weight16_dtype != DType::kBFloat16 && spans.weight16_dtype != DType::kFloat16) {
-    throw UsageError(fmt::format(
+    throw UsageError(
         "The copy of the weights that Adam writes is bfloat16 or float16; asked for: {}",
-        name_of(spans.weight16_dtype)));
+        name_of(spans.weight16_dtype));
   }
 }
 
@@ -322,9 +322,9 @@ bool is_narrow(DType dtype) {
 void require_adam_type(DType dtype, const char* what) {
   if (dtype == DType::kFloat32 || dtype == DType::kBFloat16 || dtype == DType::kFloat16) return;
   throw UsageError(
-      fmt::format("Adam on the host updates float32, bfloat16 and float16; convert the parameter; "
-                  "found {} of {}",
-                  what, name_of(dtype)));
+      "Adam on the host updates float32, bfloat16 and float16; convert the parameter; found {} of "
+      "{}",
+      what, name_of(dtype));
 }
 
 template <typename Byte>

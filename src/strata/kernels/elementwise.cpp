@@ -232,8 +232,8 @@ void adopt_written(std::span<float> masters, const std::byte* weights, DType dty
 namespace {
 
 [[noreturn]] void throw_unsupported(const char* operation, const char* types, DType found) {
-  throw UsageError(fmt::format("{} is defined for {}; cast other tensors before; found: {}",
-                               operation, types, name_of(found)));
+  throw UsageError("{} is defined for {}; cast other tensors before; found: {}", operation, types,
+                   name_of(found));
 }
 
 bool is_summable(DType dtype) {

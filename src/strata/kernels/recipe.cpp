@@ -215,9 +215,9 @@ namespace {
 
 void check_replay(DType dtype) {
   if (dtype != DType::kFloat32 && dtype != DType::kBFloat16 && dtype != DType::kFloat16) {
-    throw UsageError(fmt::format(
+    throw UsageError(
         "values are replayed in float32, bfloat16 and float16; make others real; found: {}",
-        name_of(dtype)));
+        name_of(dtype));
   }
 }
 

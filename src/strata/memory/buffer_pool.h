@@ -19,12 +19,13 @@
 #include <vector>
 
 #include "strata/base/error.h"
+#include "strata/base/interface.h"
 #include "strata/base/units.h"
 
 namespace strata::memory {
 
 template <typename Buffer>
-class BufferPool {
+class BufferPool : NonCopyable {
  public:
   // Makes a buffer of exactly these bytes.
   using Allocate = std::function<std::unique_ptr<Buffer>(Bytes)>;
@@ -40,8 +41,6 @@ class BufferPool {
   // not count once there is another.
   explicit BufferPool(Allocate allocate, std::size_t rounds = 1)
       : allocate_(std::move(allocate)), rounds_(rounds) {}
-  BufferPool(const BufferPool&) = delete;
-  BufferPool& operator=(const BufferPool&) = delete;
 
   Lease acquire(Bytes bytes) {
     const auto cached = std::find_if(cached_.rbegin(), cached_.rend(), has_size(bytes));

@@ -1,12 +1,10 @@
 #include "strata/memory/host_buffer.h"
 
-#include <fmt/core.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
 #include <limits>
 
 #include "strata/base/error.h"
@@ -26,9 +24,8 @@ MappedMemory MappedMemory::map(int protection, int flags, int fd, Bytes offset, 
                                std::string_view purpose) {
   void* address = ::mmap(nullptr, mapped_size(bytes.size()), protection, flags, fd, offset.value);
   if (address == MAP_FAILED) {
-    throw OutOfMemoryError(
-        fmt::format("cannot map memory for {}: free some, or use more ranks ({} wanted; {})",
-                    purpose, to_string(bytes), errno_text(errno)));
+    throw OutOfMemoryError("cannot map memory for {}: free some, or use more ranks ({} wanted; {})",
+                           purpose, to_string(bytes), errno_text(errno));
   }
   // A hint: fewer page faults where the system allows huge pages.
   if (bytes >= 2_MiB) ::madvise(address, bytes.size(), MADV_HUGEPAGE);
@@ -58,11 +55,11 @@ namespace {
 
 [[noreturn]] void throw_out_of_memory(Bytes wanted, const HostBufferOptions& options, int error) {
   throw OutOfMemoryError(
-      fmt::format("no memory for a buffer of the {} tier ({}): {} wanted, the system refused it "
-                  "({}); free memory or raise the limits of this process (ulimit -v, "
-                  "vm.overcommit_memory, vm.max_map_count); held: {}",
-                  name_of(options.tier), name_of(options.kind), to_string(wanted),
-                  errno_text(error), options.ledger ? options.ledger->report() : "not counted"));
+      "no memory for a buffer of the {} tier ({}): {} wanted, the system refused it ({}); free "
+      "memory or raise the limits of this process (ulimit -v, vm.overcommit_memory, "
+      "vm.max_map_count); held: {}",
+      name_of(options.tier), name_of(options.kind), to_string(wanted), errno_text(error),
+      options.ledger ? options.ledger->report() : "not counted");
 }
 
 Bytes whole_pages(Bytes bytes) {

@@ -72,13 +72,13 @@ std::string below(const std::string& folder, std::string_view name) {
 void require_folder(const std::string& path) {
   struct stat status {};
   if (::stat(path.c_str(), &status) != 0) {
-    throw IoError(fmt::format(
+    throw IoError(
         "the folder for states on a drive cannot be used: path={} {}; make it, or mount the drive",
-        path, errno_text(errno)));
+        path, errno_text(errno));
   }
   if (!S_ISDIR(status.st_mode)) {
-    throw IoError(fmt::format(
-        "the folder for states on a drive is not a folder; give the path of one: path={}", path));
+    throw IoError("the folder for states on a drive is not a folder; give the path of one: path={}",
+                  path);
   }
 }
 
@@ -149,11 +149,11 @@ class DriveFile {
     return block * static_cast<std::int64_t>(status.f_bavail);
   }
   [[noreturn]] void refuse(Bytes more, Bytes free, int code) const {
-    throw OutOfMemoryError(fmt::format(
+    throw OutOfMemoryError(
         "there is too little space for states on the drive: {} wanted beside {} taken, {} free; "
         "free some, choose another drive or shard over more ranks: path={} wanted={} free={} {}",
         to_string(more), to_string(size_), to_string(free), file_.path(), more.value, free.value,
-        errno_text(code)));
+        errno_text(code));
   }
 
   std::unique_ptr<SwapFolder> folder_;
@@ -279,9 +279,8 @@ SwapFolder::SwapFolder(const std::string& path, int rank) : owner_(::getpid()) {
   // Another rank that looks for leftovers may take a folder for one until it is locked.
   for (int attempt = 0; !make(rank); ++attempt) {
     if (attempt < kAttempts) continue;
-    throw IoError(fmt::format(
-        "cannot make a folder for states on a drive: something removes it at once: path={}",
-        root_));
+    throw IoError(
+        "cannot make a folder for states on a drive: something removes it at once: path={}", root_);
   }
 }
 

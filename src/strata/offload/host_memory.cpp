@@ -1,7 +1,5 @@
 #include "strata/offload/host_memory.h"
 
-#include <fmt/core.h>
-
 #include <utility>
 #include <vector>
 
@@ -33,10 +31,10 @@ std::unique_ptr<device::HostMemory> pinned_memory(device::Device& device, Bytes 
                                                   memory::Kind kind) {
   auto memory = device.allocate_host(bytes, kind);
   if (bytes.value == 0 || memory->pinned()) return memory;
-  throw OutOfMemoryError(fmt::format(
+  throw OutOfMemoryError(
       "the system does not let this process pin the host memory that kernels of {} are to work on "
       "({}): {} wanted; raise the limit on locked memory (ulimit -l); held: {}",
-      device.name(), memory::name_of(kind), to_string(bytes), device.ledger()->report()));
+      device.name(), memory::name_of(kind), to_string(bytes), device.ledger()->report());
 }
 
 void offload_all(device::Device& device, std::span<const OffloadedMemory> memory, memory::Kind kind,
@@ -59,9 +57,9 @@ void reload(device::Device& device, std::unique_ptr<OffloadedCopy>& copy,
 
 void throw_offloaded(std::string_view what) {
   throw UsageError(
-      fmt::format("{} cannot be used now, since offload_states() has moved it to the host; call "
-                  "reload_states() first",
-                  what));
+      "{} cannot be used now, since offload_states() has moved it to the host; call "
+      "reload_states() first",
+      what);
 }
 
 }  // namespace strata::offload

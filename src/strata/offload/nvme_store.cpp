@@ -1,7 +1,5 @@
 #include "strata/offload/nvme_store.h"
 
-#include <fmt/core.h>
-
 #include <algorithm>
 #include <chrono>
 #include <iterator>
@@ -246,10 +244,10 @@ class PartCache final : public StagingArena::Holder {
     for (const auto& resident : resident_.in(kLeased))
       lent += Bytes(resident.extent.bytes().size());
     throw UsageError(
-        fmt::format("the memory that states on a drive are staged through has no room for what is "
-                    "fetched: {} wanted beside {} that are leased, of {}; fetch what is needed at "
-                    "once in one call, in parts of lease_budget() in all, or raise the budget",
-                    to_string(wanted), to_string(lent), to_string(arena_->budget())));
+        "the memory that states on a drive are staged through has no room for what is fetched: {} "
+        "wanted beside {} that are leased, of {}; fetch what is needed at once in one call, in "
+        "parts of lease_budget() in all, or raise the budget",
+        to_string(wanted), to_string(lent), to_string(arena_->budget()));
   }
 
   device::Device& device_;

@@ -136,9 +136,9 @@ class DriveBlocks {
         std::memset(page.data(), 0, page.size());
       } else if (verify_ && format::checksum_of(page) != block.checksums[begin + i]) {
         throw IoError(
-            fmt::format("what was read is not what was written (its checksum differs); the drive "
-                        "or another process has changed it: path={} offset={} wanted={}",
-                        path, (offset_of(part) + Bytes(i * kPage)).value, kPage));
+            "what was read is not what was written (its checksum differs); the drive or another "
+            "process has changed it: path={} offset={} wanted={}",
+            path, (offset_of(part) + Bytes(i * kPage)).value, kPage);
       }
     }
   }
@@ -177,9 +177,9 @@ class DriveBlocks {
   };
   const Block& at(BlockId block) const {
     if (block < 0 || static_cast<std::size_t>(block) >= blocks_.size()) {
-      throw UsageError(fmt::format(
+      throw UsageError(
           "no such block in the nvme store: use the ids that add() returned; block {}, {} blocks",
-          block, blocks_.size()));
+          block, blocks_.size());
     }
     return blocks_[static_cast<std::size_t>(block)];
   }

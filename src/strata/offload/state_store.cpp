@@ -1,7 +1,5 @@
 #include "strata/offload/state_store.h"
 
-#include <fmt/core.h>
-
 #include <bit>
 
 #include "strata/base/error.h"
@@ -15,15 +13,15 @@ constexpr std::int64_t kBitsInByte = 8;
 
 void require_part(const Part& part, std::string_view name, Bytes size) {
   if (part.begin.value < 0 || part.end < part.begin || part.end > size) {
-    throw UsageError(fmt::format("block '{}' has no such part: bytes [{}, {}) of {}", name,
-                                 part.begin.value, part.end.value, size.value));
+    throw UsageError("block '{}' has no such part: bytes [{}, {}) of {}", name, part.begin.value,
+                     part.end.value, size.value);
   }
   if (part.begin % kPartAlignment != Bytes() ||
       (part.end % kPartAlignment != Bytes() && part.end != size)) {
     throw UsageError(
-        fmt::format("parts begin and end at multiples of {}, or at the end of their block "
-                    "(offload::elements_at_once() finds such): bytes [{}, {}) of block '{}'",
-                    kPartAlignment.value, part.begin.value, part.end.value, name));
+        "parts begin and end at multiples of {}, or at the end of their block "
+        "(offload::elements_at_once() finds such): bytes [{}, {}) of block '{}'",
+        kPartAlignment.value, part.begin.value, part.end.value, name);
   }
 }
 
@@ -31,19 +29,19 @@ void require_apart(std::span<const Part> parts) {
   for (std::size_t i = 0; i < parts.size(); ++i) {
     for (std::size_t j = 0; j < i; ++j) {
       if (!parts[i].overlaps(parts[j])) continue;
-      throw UsageError(fmt::format(
+      throw UsageError(
           "parts that are fetched together overlap: bytes [{}, {}) and [{}, {}) of block {}",
           parts[j].begin.value, parts[j].end.value, parts[i].begin.value, parts[i].end.value,
-          parts[i].block));
+          parts[i].block);
     }
   }
 }
 
 void throw_leased(const Part& leased, std::string_view name) {
   throw UsageError(
-      fmt::format("block '{}' is leased already: give its lease back before it is fetched again; "
-                  "block {}, bytes [{}, {})",
-                  name, leased.block, leased.begin.value, leased.end.value));
+      "block '{}' is leased already: give its lease back before it is fetched again; block {}, "
+      "bytes [{}, {})",
+      name, leased.block, leased.begin.value, leased.end.value);
 }
 
 Numel elements_at_once(std::span<const int> bits, Bytes budget) {
@@ -69,8 +67,8 @@ void for_each_part(StateStore& store, BlockId block, std::size_t bytes, Access a
                    const Copy& copy) {
   const Bytes all = store.size_of(block);
   if (Bytes(bytes) != all) {
-    throw UsageError(fmt::format("a state of the optimizer on a drive has {} bytes; found {}",
-                                 all.value, bytes));
+    throw UsageError("a state of the optimizer on a drive has {} bytes; found {}", all.value,
+                     bytes);
   }
   const Bytes budget = store.lease_budget(block);
   const Bytes most = std::max(kPartAlignment, budget - budget % kPartAlignment);

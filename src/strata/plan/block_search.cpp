@@ -56,9 +56,9 @@ std::vector<bool> named_candidates(const ModuleTree& tree, const std::vector<std
   for (const ModuleNode& node : tree) known.insert(node.class_name);
   for (const std::string& name : wrap) {
     if (known.contains(name)) continue;
-    throw ConfigError(fmt::format(
+    throw ConfigError(
         "wrap names the class '{}', which the model does not contain; its classes are: {}", name,
-        fmt::join(known, ", ")));
+        fmt::join(known, ", "));
   }
   std::vector<bool> result(tree.size());
   for (std::size_t i = 0; i < tree.size(); ++i)

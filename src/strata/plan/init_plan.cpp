@@ -85,12 +85,12 @@ std::string numbers(const InitDemand& demand, std::span<const InitFacts> by_rank
     if (worst_of(cheapest, smaller, by_rank).lack.bytes.value > 0) continue;
     fits += fmt::format("{}{} ({})", fits.empty() ? "" : ", ", other.name, to_string(other.total));
   }
-  throw OutOfMemoryError(fmt::format(
+  throw OutOfMemoryError(
       "the model does not fit: rank {} lacks {} of {} memory. Nothing has been moved. These would "
       "fit: {}. {}",
       worst.rank, to_string(worst.lack.bytes), worst.lack.where,
       fits.empty() ? std::string("more ranks, or devices with more memory") : fits,
-      numbers(demand, by_rank)));
+      numbers(demand, by_rank));
 }
 
 }  // namespace
@@ -140,12 +140,12 @@ InitChoice choose_init(const InitDemand& demand, std::span<const InitFacts> by_r
     if (possible && worst.lack.bytes.value <= 0) {
       return {*wanted, "as strata.init.tier says; " + numbers(demand, by_rank)};
     }
-    throw ConfigError(fmt::format(
+    throw ConfigError(
         "strata.init.tier: '{}' cannot be taken, {}; write \"auto\". {}", name_of(*wanted),
         possible ? fmt::format("rank {} lacks {} of {} memory for it", worst.rank,
                                to_string(worst.lack.bytes), worst.lack.where)
                  : std::string("it is no way for values that lie where this model's do"),
-        numbers(demand, by_rank)));
+        numbers(demand, by_rank));
   }
   std::string passed;  // over, and why
   InitTier last = InitTier::kDistributed;

@@ -19,10 +19,10 @@ std::int64_t parts_of(std::int64_t all, std::int64_t each) {
 
 void require_row_fits(std::string_view name, std::int64_t rows, Bytes row, Bytes most) {
   if (row <= most) return;
-  throw ConfigError(fmt::format(
+  throw ConfigError(
       "strata.tiles.max_gather: a tile of '{}' holds one row at least; give {} or more; found {} "
       "for {} rows of {} bytes",
-      name, row.value, most.value, rows, row.value));
+      name, row.value, most.value, rows, row.value);
 }
 
 }  // namespace
@@ -43,10 +43,10 @@ std::vector<RowRange> cut_rows(std::string_view name, std::int64_t rows, Bytes r
 void require_tiles(std::string_view name, std::int64_t rows, Bytes row, Bytes most,
                    std::span<const RowRange> tiles) {
   const auto refuse = [&](std::string_view what, const RowRange& tile) {
-    throw ConfigError(fmt::format(
+    throw ConfigError(
         "the tiling rule of '{}' must hold each of its {} rows in one tile, in order, in tiles of "
         "at most {} bytes; found that {}: rows {} to {} of {} bytes each",
-        name, rows, most.value, what, tile.begin, tile.end, row.value));
+        name, rows, most.value, what, tile.begin, tile.end, row.value);
   };
   require_row_fits(name, rows, row, most);
   std::int64_t next = 0;

@@ -24,17 +24,16 @@ std::optional<int> number(const char* name, int lowest, int highest) {
   if (!text) return std::nullopt;
   const std::optional<int> value = whole_number(*text);
   if (value && *value >= lowest && *value <= highest) return value;
-  throw ConfigError(
-      fmt::format("the environment variable {} must be a whole number from {} to {}; found '{}'",
-                  name, lowest, highest, *text));
+  throw ConfigError("the environment variable {} must be a whole number from {} to {}; found '{}'",
+                    name, lowest, highest, *text);
 }
 
 int required_number(const char* name, int lowest, int highest) {
   if (const std::optional<int> value = number(name, lowest, highest)) return *value;
   throw ConfigError(
-      fmt::format("WORLD_SIZE is set, so {0} must be, too; found none. Start every rank with its "
-                  "own RANK and the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT: {0}",
-                  name));
+      "WORLD_SIZE is set, so {0} must be, too; found none. Start every rank with its own RANK and "
+      "the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT: {0}",
+      name);
 }
 
 c10::intrusive_ptr<c10d::Store> open_store(const RankEnvironment& environment,
@@ -49,10 +48,10 @@ c10::intrusive_ptr<c10d::Store> open_store(const RankEnvironment& environment,
         fmt::format("strata/attempt-{}", environment.attempt),
         c10::make_intrusive<c10d::TCPStore>(environment.master_address, options));
   } catch (const std::exception& error) {
-    throw CommError(fmt::format(
+    throw CommError(
         "rank {} cannot {} {}:{} (MASTER_ADDR, MASTER_PORT), where the ranks find each other: {}",
         environment.rank, options.isServer ? "listen at" : "reach", environment.master_address,
-        environment.master_port, error.what()));
+        environment.master_port, error.what());
   }
 }
 
@@ -62,11 +61,11 @@ void require_one_transport(const engine::Config& config, c10::Device place) {
   for (const TransportKind kind :
        {config.strata.transports.gather, config.strata.transports.reduce}) {
     if (kind == TransportKind::kAuto || (kind == TransportKind::kPeer && place.is_cuda())) continue;
-    throw ConfigError(fmt::format(
+    throw ConfigError(
         "strata.gather, strata.reduce: they choose between peer and nccl for a model on GPUs, and "
         "a C++ program that wants NCCL for one of them makes both (make_split_collectives) and "
         "passes TrainerOptions::collectives; found '{}' and a model on {}",
-        name_of(kind), place.str()));
+        name_of(kind), place.str());
   }
 }
 
@@ -98,12 +97,12 @@ std::shared_ptr<comm::Collectives> make_collectives(const RankEnvironment& envir
   if (settings.collectives == comm::CollectivesKind::kLocal ||
       choice.control == comm::TransportChoice::Control::kBackend ||
       (choice.bulk && choice.bulk->has(comm::TransportKind::kNccl))) {
-    throw ConfigError(fmt::format(
+    throw ConfigError(
         "strata.collectives: a C++ program of several processes of one host finds \"shm\" for a "
         "model on the CPU by itself and \"peer\" for one on GPUs, with \"auto\"; for anything else "
         "make the collectives, and pass TrainerOptions::collectives; found {} ranks and a model on "
         "{}",
-        environment.world_size, place.str()));
+        environment.world_size, place.str());
   }
   JoiningRank rank;
   rank.rank = environment.rank;

@@ -92,9 +92,9 @@ std::span<const int> ModuleScopes::below(const ::torch::nn::Module& module) cons
   const auto found = below_.find(&module);
   if (found == below_.end()) {
     throw UsageError(
-        fmt::format("a scoped call takes a module of the trained model; found a {} that was not "
-                    "registered in it when the trainer was made. Use register_module()",
-                    module.name()));
+        "a scoped call takes a module of the trained model; found a {} that was not registered in "
+        "it when the trainer was made. Use register_module()",
+        module.name());
   }
   return found->second;
 }

@@ -87,12 +87,10 @@ class ModuleScopes {
 };
 
 // Scopes that are entered: abandoned by the destructor unless leave() was called.
-class EnteredScopes {
+class EnteredScopes : NonCopyable {
  public:
   EnteredScopes(ShardedModel& model, std::span<const int> scopes);
   ~EnteredScopes();
-  EnteredScopes(const EnteredScopes&) = delete;
-  EnteredScopes& operator=(const EnteredScopes&) = delete;
 
   void leave(std::span<const at::Tensor> inputs, std::span<const at::Tensor> outputs);
 
@@ -103,7 +101,7 @@ class EnteredScopes {
 };
 
 // The forward of the whole model, from its beginning to leave(), or to the end of this object.
-class RootCall {
+class RootCall : NonCopyable {
  public:
   explicit RootCall(ShardedModel& model) : model_(model), autocast_(model) {
     model.begin_forward();
@@ -112,8 +110,6 @@ class RootCall {
   ~RootCall() {
     if (!left_) model_.leave_root({});
   }
-  RootCall(const RootCall&) = delete;
-  RootCall& operator=(const RootCall&) = delete;
 
   template <typename Result>
   void leave(const Result& result) {

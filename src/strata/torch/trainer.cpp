@@ -21,10 +21,10 @@ engine::GroupScalars scalars_of(const engine::AdamOptions& adam) {
 engine::UpdateRule rule_of(const engine::Config& config, bool has_groups) {
   if (!config.optimizer) return has_groups ? engine::UpdateRule::kAdamW : engine::UpdateRule::kNone;
   if (config.optimizer->kind != engine::OptimizerKind::kAdam) {
-    throw ConfigError(fmt::format(
+    throw ConfigError(
         "optimizer.type: optimizers of torch.optim need Python; a C++ program has \"Adam\" and "
         "\"AdamW\". Write one of these; found \"{}\"",
-        config.optimizer->type));
+        config.optimizer->type);
   }
   return config.optimizer->adam.decoupled ? engine::UpdateRule::kAdamW : engine::UpdateRule::kAdam;
 }
@@ -37,9 +37,8 @@ GroupOfParameter index_groups(const std::vector<ParamGroup>& groups) {
           result.emplace(parameter.unsafeGetTensorImpl(), static_cast<int>(g));
       if (is_new) continue;
       throw UsageError(
-          fmt::format("a parameter may be in one param group, once; found one of shape {} in "
-                      "groups {} and {}",
-                      c10::str(parameter.sizes()), place->second, g));
+          "a parameter may be in one param group, once; found one of shape {} in groups {} and {}",
+          c10::str(parameter.sizes()), place->second, g);
     }
   }
   return result;
@@ -51,9 +50,9 @@ void require_grouped(const ModelInput& input, const GroupOfParameter& groups) {
         groups.contains(parameter.variable.unsafeGetTensorImpl()))
       continue;
     throw UsageError(
-        fmt::format("a trainable parameter is in no param group; call set_requires_grad(false) on "
-                    "it or add it to one: '{}'",
-                    parameter.name));
+        "a trainable parameter is in no param group; call set_requires_grad(false) on it or add it "
+        "to one: '{}'",
+        parameter.name);
   }
 }
 
@@ -66,9 +65,9 @@ c10::Device place_of(const ModelInput& input, engine::DeviceKind wanted) {
   const auto found = place.is_cuda() ? engine::DeviceKind::kCuda : engine::DeviceKind::kCpu;
   if (wanted == engine::DeviceKind::kAuto || wanted == found) return place;
   throw ConfigError(
-      fmt::format("strata.device: the module must be where the configuration says; move it with "
-                  "module->to(device), or write \"auto\"; wanted \"{}\", found it on {}",
-                  wanted == engine::DeviceKind::kCuda ? "cuda" : "cpu", place.str()));
+      "strata.device: the module must be where the configuration says; move it with "
+      "module->to(device), or write \"auto\"; wanted \"{}\", found it on {}",
+      wanted == engine::DeviceKind::kCuda ? "cuda" : "cpu", place.str());
 }
 
 }  // namespace
@@ -113,11 +112,11 @@ Trainer::~Trainer() {
 void Trainer::make_scheduler() {
   const engine::Config& config = model_->config();
   if (config.torch_scheduler) {
-    throw ConfigError(fmt::format(
+    throw ConfigError(
         "scheduler.type: schedulers of torch.optim.lr_scheduler need Python; a C++ program has "
         "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle and LRRangeTest. Write one of these; "
         "found \"{}\"",
-        config.torch_scheduler->type));
+        config.torch_scheduler->type);
   }
   if (!config.scheduler || groups_.empty()) return;
   std::vector<double> lrs;
@@ -139,9 +138,9 @@ void Trainer::write_rates(const engine::Rates& rates) {
 void Trainer::require_root(const ::torch::nn::Module& root) const {
   if (&root == module_.get()) return;
   throw UsageError(
-      fmt::format("forward() runs the module that the trainer was made with, a {}; found another "
-                  "{}. Call parts of it with call()",
-                  module_->name(), root.name()));
+      "forward() runs the module that the trainer was made with, a {}; found another {}. Call "
+      "parts of it with call()",
+      module_->name(), root.name());
 }
 
 void Trainer::backward(const at::Tensor& loss) {

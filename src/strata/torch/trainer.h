@@ -55,13 +55,11 @@ struct TrainerOptions {
   std::shared_ptr<comm::Collectives> collectives = nullptr;
 };
 
-class Trainer {
+class Trainer : NonCopyable {
  public:
   Trainer(std::shared_ptr<::torch::nn::Module> module, TrainerOptions options);
   // Waits for the other ranks as close() does, unless an exception is on its way.
   ~Trainer();
-  Trainer(const Trainer&) = delete;
-  Trainer& operator=(const Trainer&) = delete;
 
   // The object through which the model's forward calls its parts. Copies are cheap.
   ScopedCall call() const { return ScopedCall(scopes_); }

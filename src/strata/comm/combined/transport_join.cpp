@@ -144,8 +144,8 @@ class Join {
       nccl_ = makers_.nccl();
     } catch (const CommError& error) {
       if (without_peers_.empty()) throw;
-      throw CommError(fmt::format("{}\nNCCL was to carry weights and gradients, since {}",
-                                  error.what(), without_peers_));
+      throw CommError("{}\nNCCL was to carry weights and gradients, since {}", error.what(),
+                      without_peers_);
     }
   }
 

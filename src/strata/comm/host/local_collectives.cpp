@@ -1,4 +1,3 @@
-#include <fmt/core.h>
 
 #include <mutex>
 #include <unordered_map>
@@ -80,9 +79,9 @@ class LocalRankMemory final : public RankMemory {
     LocalRank& owner = state_->at(rank_);
     const std::lock_guard lock(owner.mutex);
     if (!owner.buffers.emplace(id_of(name), memory).second) {
-      throw UsageError(fmt::format(
+      throw UsageError(
           "a living buffer of this rank has the name already: free it first ('{}', rank {})", name,
-          rank_));
+          rank_);
     }
     return std::make_unique<LocalBuffer>(state_, rank_, std::move(name), std::move(memory));
   }
@@ -107,7 +106,7 @@ class LocalRankMemory final : public RankMemory {
 
 LocalGroup::LocalGroup(int world_size, const CommOptions& options) {
   if (world_size < 1) {
-    throw UsageError(fmt::format("a group has at least one rank (world size {})", world_size));
+    throw UsageError("a group has at least one rank (world size {})", world_size);
   }
   state_ = std::make_shared<State>(world_size, options);
 }
@@ -120,13 +119,13 @@ int LocalGroup::world_size() const {
 
 std::unique_ptr<Collectives> LocalGroup::rank(int rank) {
   if (rank < 0 || rank >= world_size()) {
-    throw UsageError(fmt::format("no such rank (rank {}, world size {})", rank, world_size()));
+    throw UsageError("no such rank (rank {}, world size {})", rank, world_size());
   }
   {
     LocalRank& taken = state_->at(rank);
     const std::lock_guard lock(taken.mutex);
     if (std::exchange(taken.taken, true)) {
-      throw UsageError(fmt::format("each rank of a group can be taken once (rank {})", rank));
+      throw UsageError("each rank of a group can be taken once (rank {})", rank);
     }
   }
   return make_pull_collectives(std::make_unique<LocalRankMemory>(state_, rank), state_->options);

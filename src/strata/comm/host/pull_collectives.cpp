@@ -28,12 +28,12 @@ Bytes slice_bytes(const Reduction& reduction) {
 
 void check_arguments(const Reduction& reduction, std::string_view tag) {
   if (reduction.source == nullptr) {
-    throw UsageError(fmt::format("reduce_scatter needs a source buffer ('{}' has none)", tag));
+    throw UsageError("reduce_scatter needs a source buffer ('{}' has none)", tag);
   }
   if (!is_floating(reduction.dtype) || reduction.dtype == DType::kFloat64) {
-    throw UsageError(fmt::format(
+    throw UsageError(
         "reduce_scatter sums float32, bfloat16 and float16: convert the source first ('{}' is {})",
-        tag, name_of(reduction.dtype)));
+        tag, name_of(reduction.dtype));
   }
 }
 
@@ -43,10 +43,10 @@ void check_bounds(const Reduction& reduction, const BufferView& own, int world_s
   const Bytes size(own.bytes.size());
   if (reduction.source_offset < Bytes(0) || reduction.source_offset + wanted > size) {
     throw UsageError(
-        fmt::format("reduce_scatter of '{}' reads past its source '{}' (offset {}, {} slices of {} "
-                    "B, buffer of {} B)",
-                    tag, reduction.source->name(), reduction.source_offset.value, world_size,
-                    slice_bytes(reduction).value, size.value));
+        "reduce_scatter of '{}' reads past its source '{}' (offset {}, {} slices of {} B, buffer "
+        "of {} B)",
+        tag, reduction.source->name(), reduction.source_offset.value, world_size,
+        slice_bytes(reduction).value, size.value);
   }
 }
 
@@ -189,9 +189,8 @@ class MessageRounds {
   }
   void broadcast(std::span<std::byte> bytes, int root) {
     if (root < 0 || root >= link_.world_size()) {
-      throw UsageError(
-          fmt::format("the root of a broadcast must be a rank (root {}, world size {})", root,
-                      link_.world_size()));
+      throw UsageError("the root of a broadcast must be a rank (root {}, world size {})", root,
+                       link_.world_size());
     }
     const OperationEntry entry{.kind = OperationKind::kBroadcast,
                                .detail = static_cast<std::uint32_t>(root),
@@ -407,10 +406,10 @@ class PullCollectives final : public Collectives {
     const Bytes wanted = slices.slice_bytes * world_size();
     if (slices.buffer == nullptr || Bytes(flat.size()) != wanted) {
       throw UsageError(
-          fmt::format("all_gather needs a buffer and a target of world size x slice bytes ('{}': "
-                      "{} buffer, {} x {} B, target of {} B)",
-                      tag, slices.buffer == nullptr ? "no" : "a", world_size(),
-                      slices.slice_bytes.value, flat.size()));
+          "all_gather needs a buffer and a target of world size x slice bytes ('{}': {} buffer, {} "
+          "x {} B, target of {} B)",
+          tag, slices.buffer == nullptr ? "no" : "a", world_size(), slices.slice_bytes.value,
+          flat.size());
     }
   }
   void pull_slice(int from, const SliceMap& slices, std::span<std::byte> flat,

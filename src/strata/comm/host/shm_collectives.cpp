@@ -41,8 +41,8 @@ Bytes alignment_of(Bytes bytes) {
 FileDescriptor create_memfd(int rank) {
   FileDescriptor file(::memfd_create("strata", MFD_CLOEXEC));
   if (!file.valid()) {
-    throw CommError(fmt::format("rank {} cannot create shared memory (memfd_create: {})", rank,
-                                errno_text(errno)));
+    throw CommError("rank {} cannot create shared memory (memfd_create: {})", rank,
+                    errno_text(errno));
   }
   return file;
 }
@@ -50,9 +50,9 @@ FileDescriptor create_memfd(int rank) {
 void grow(int fd, Bytes bytes, const std::string& name) {
   if (::ftruncate(fd, bytes.value) != 0) {
     throw OutOfMemoryError(
-        fmt::format("cannot grow the shared memory for '{}': check the limits of the process "
-                    "(ulimit -f) and the memory that is free (segment of {}; {})",
-                    name, to_string(bytes), errno_text(errno)));
+        "cannot grow the shared memory for '{}': check the limits of the process (ulimit -f) and "
+        "the memory that is free (segment of {}; {})",
+        name, to_string(bytes), errno_text(errno));
   }
 }
 
@@ -97,9 +97,9 @@ class SharedSegment : public std::enable_shared_from_this<SharedSegment> {
     const std::uint64_t id = id_of(name);
     const std::lock_guard lock(mutex_);
     if (living_.contains(id)) {
-      throw UsageError(fmt::format(
+      throw UsageError(
           "a living buffer of this rank has the name already: free it first ('{}', rank {})", name,
-          rank_));
+          rank_);
     }
     const BufferRange place{align_up(end_, alignment_of(bytes)).value, bytes.value};
     grow(fd(), Bytes(place.offset) + align_up(bytes, kSmallAlignment) + kSmallAlignment, name);
@@ -108,9 +108,9 @@ class SharedSegment : public std::enable_shared_from_this<SharedSegment> {
         fd(), Bytes(place.offset), bytes, memory::MappedMemory::Access::kReadWrite, name));
     const auto slot = header_->directory.insert(id, place);
     if (!slot) {
-      throw UsageError(fmt::format(
+      throw UsageError(
           "too many shared buffers: put several things into one ('{}' would be number {})", name,
-          kDirectorySlots + 1));
+          kDirectorySlots + 1);
     }
     living_.emplace(id, Living{*slot, place, memory});
     return std::make_unique<Buffer>(shared_from_this(), std::move(name), std::move(memory));
@@ -184,9 +184,9 @@ FileDescriptor open_process(int rank, pid_t pid) {
   FileDescriptor process(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
   if (!process.valid()) {
     throw CommError(
-        fmt::format("cannot watch the process of rank {}: it has ended, or it is in another PID "
-                    "namespace (process {}; pidfd_open: {})",
-                    rank, pid, errno_text(errno)));
+        "cannot watch the process of rank {}: it has ended, or it is in another PID namespace "
+        "(process {}; pidfd_open: {})",
+        rank, pid, errno_text(errno));
   }
   return process;
 }
@@ -210,9 +210,9 @@ struct SegmentAddress {
                        json.contains("fd") && json.contains("key");
     if (!whole) {
       throw CommError(
-          fmt::format("every rank must build the same kind of collectives: this is not an address "
-                      "of shared memory ('{}')",
-                      text));
+          "every rank must build the same kind of collectives: this is not an address of shared "
+          "memory ('{}')",
+          text);
     }
     return {json["host"].get<std::string>(), json["pid"].get<pid_t>(), json["fd"].get<int>(),
             json["key"].get<std::uint64_t>()};
@@ -224,17 +224,17 @@ FileDescriptor open_segment(int rank, const SegmentAddress& address) {
   FileDescriptor segment(::open(path.c_str(), O_RDWR | O_CLOEXEC));
   if (!segment.valid()) {
     throw CommError(
-        fmt::format("cannot open the shared memory of rank {}: run all ranks of this host as one "
-                    "user in one container, or use the gloo backend ({}: {})",
-                    rank, path, errno_text(errno)));
+        "cannot open the shared memory of rank {}: run all ranks of this host as one user in one "
+        "container, or use the gloo backend ({}: {})",
+        rank, path, errno_text(errno));
   }
   struct stat status {};
   if (::fstat(segment.get(), &status) != 0 ||
       status.st_size < static_cast<off_t>(sizeof(SegmentHeader))) {
-    throw CommError(fmt::format(
+    throw CommError(
         "what rank {} announced is not its shared memory: the ranks are probably in different PID "
         "namespaces; run them in one container, or use the gloo backend ({})",
-        rank, path));
+        rank, path);
   }
   return segment;
 }
@@ -247,9 +247,9 @@ class RankProcess {
   RankProcess(int rank, const SegmentAddress& address) : rank_(rank), pid_(address.pid) {
     if (address.host != boot_id()) {
       throw CommError(
-          fmt::format("shared memory serves ranks of one host, but rank {} is on another one: use "
-                      "the gloo backend",
-                      rank));
+          "shared memory serves ranks of one host, but rank {} is on another one: use the gloo "
+          "backend",
+          rank);
     }
     process_ = open_process(rank, pid_);
     segment_ = open_segment(rank, address);
@@ -259,10 +259,10 @@ class RankProcess {
     header_ = std::launder(reinterpret_cast<SegmentHeader*>(header_memory_.bytes().data()));
     if (header_->key != address.key) {
       throw CommError(
-          fmt::format("what rank {} announced is not its shared memory: the ranks are probably in "
-                      "different PID namespaces; run them in one container, or use the gloo "
-                      "backend (process {}, descriptor {})",
-                      rank, pid_, address.fd));
+          "what rank {} announced is not its shared memory: the ranks are probably in different "
+          "PID namespaces; run them in one container, or use the gloo backend (process {}, "
+          "descriptor {})",
+          rank, pid_, address.fd);
     }
   }
 

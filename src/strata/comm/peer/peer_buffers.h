@@ -161,8 +161,8 @@ class PeerBuffers {
       const std::lock_guard lock(owner_->mutex_);
       number_ = owner_->next_number_++;
       if (!owner_->living_.emplace(SharedBuffer::name(), this).second) {
-        throw UsageError(fmt::format("a buffer named '{}' exists already; names are unique",
-                                     SharedBuffer::name()));
+        throw UsageError("a buffer named '{}' exists already; names are unique",
+                         SharedBuffer::name());
       }
     }
 

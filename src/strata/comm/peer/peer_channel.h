@@ -56,7 +56,7 @@ inline bool wait_until(Clock::time_point give_up, std::span<pollfd> waiting) {
         waiting.data(), waiting.size(),
         static_cast<int>(std::clamp<std::int64_t>(left, 0, std::numeric_limits<int>::max())));
     if (ready >= 0) return ready > 0;
-    if (errno != EINTR) throw CommError(fmt::format("poll failed: {}", errno_text(errno)));
+    if (errno != EINTR) throw CommError("poll failed: {}", errno_text(errno));
   }
 }
 
@@ -84,16 +84,15 @@ class PeerChannel : NonCopyable {
     std::string address;
     const std::string error = error_of([&] {
       wake_ = FileDescriptor(::eventfd(0, EFD_CLOEXEC));
-      if (!wake_.valid())
-        throw CommError(fmt::format("the system has no event to give: {}", errno_text(errno)));
+      if (!wake_.valid()) throw CommError("the system has no event to give: {}", errno_text(errno));
       listener = listen_at_new_address(address);
     });
     const std::vector<std::string> addresses =
         control.all_gather_text(error.empty() ? "+" + address : "-" + error);
     for (std::size_t r = 0; r < addresses.size(); ++r) {
       if (addresses[r][0] == '+') continue;
-      throw CommError(fmt::format("rank {} cannot be reached: {}", names_.of(static_cast<int>(r)),
-                                  addresses[r].substr(1)));
+      throw CommError("rank {} cannot be reached: {}", names_.of(static_cast<int>(r)),
+                      addresses[r].substr(1));
     }
     const auto all_can = [&](std::string_view what, const auto& step) {
       agree_all_can(control.all_gather_text(error_of(step)), what, names_);
@@ -123,9 +122,9 @@ class PeerChannel : NonCopyable {
   std::optional<SharedParts> ask(int rank, const std::string& key, std::size_t first) {
     const auto silent = [&] {
       return CommError(
-          fmt::format("rank {} lives but does not answer: it was asked for '{}', and the timeout "
-                      "of {} ms is over; look there for a process that is stopped or hangs",
-                      names_.of(rank), key, timeout_.count()));
+          "rank {} lives but does not answer: it was asked for '{}', and the timeout of {} ms is "
+          "over; look there for a process that is stopped or hangs",
+          names_.of(rank), key, timeout_.count());
     };
     if (silent_.count(rank) != 0) throw silent();
     const int socket = outward_.at(static_cast<std::size_t>(rank)).get();
@@ -139,14 +138,14 @@ class PeerChannel : NonCopyable {
       if (!message.text.empty()) {
         if (message.text == kNoBufferLine) return std::nullopt;
         if (std::optional<SharedParts> parts = parts_in(std::move(message))) return parts;
-        throw CommError(fmt::format(
+        throw CommError(
             "rank {} answers what this version does not know; all ranks must run the same version",
-            names_.of(rank)));
+            names_.of(rank));
       }
     }
     if (asks_no_more_.load()) throw CommError("this rank has failed: no peer answers it");
     wait_for_end_of(rank);
-    throw CommError(fmt::format("rank {} has ended: it does not answer", names_.of(rank)));
+    throw CommError("rank {} has ended: it does not answer", names_.of(rank));
   }
   // Notifies the peers that this rank has failed, and how: they read "rank 1 <told>". They answer
   // it no more: a question on its way ends in an error, as later ones do.
@@ -193,8 +192,8 @@ class PeerChannel : NonCopyable {
       std::vector<pollfd> waiting{{listener, POLLIN, 0}};
       for (const FileDescriptor& each : unknown) waiting.push_back({each.get(), POLLIN, 0});
       if (!wait_until(give_up, waiting)) {
-        throw CommError(fmt::format("only {} of {} peers said who they are within {} ms",
-                                    peers_.size(), outward_.size() - 1, timeout_.count()));
+        throw CommError("only {} of {} peers said who they are within {} ms", peers_.size(),
+                        outward_.size() - 1, timeout_.count());
       }
       for (std::size_t i = unknown.size(); i > 0; --i) {
         if (waiting[i].revents == 0) continue;

@@ -346,8 +346,7 @@ class PeerCollectives final : public Collectives {
     link_->require_usable();
     const BulkOperation gather = describe_gather(slices, flat, rank(), world_size(), tag);
     if (slices.buffer == nullptr)
-      throw UsageError(
-          fmt::format("{} needs a buffer, since peers read it; got none", gather.what));
+      throw UsageError("{} needs a buffer, since peers read it; got none", gather.what);
     if (!link_->buffers()->number_of(*slices.buffer))
       throw_foreign_buffer("buffer of an all_gather", *slices.buffer, tag);
     const std::size_t bytes = slices.slice_bytes.size();
@@ -455,8 +454,8 @@ class PeerCollectives final : public Collectives {
       device.compute_stream().synchronize();
       for (std::size_t i = 0; i < all.size(); ++i) {
         if (all[i] == byte_of(i / kBytes)) continue;
-        throw CommError(fmt::format("what rank {} wrote does not arrive",
-                                    link_->names().of(static_cast<int>(i / kBytes))));
+        throw CommError("what rank {} wrote does not arrive",
+                        link_->names().of(static_cast<int>(i / kBytes)));
       }
     });
     barrier();

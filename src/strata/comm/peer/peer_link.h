@@ -155,7 +155,7 @@ class PeerLink final : public PeerChannel::Service {
       const auto view =
           buffers_->find(*channel_, peer(turn), PeerBuffers::key_of_name(name), bytes);
       if (!view || view->mapped < bytes)
-        throw CommError(fmt::format("rank {} does not share '{}'", names_.of(peer(turn)), name));
+        throw CommError("rank {} does not share '{}'", names_.of(peer(turn)), name);
     }
   }
 
@@ -219,9 +219,9 @@ class PeerLink final : public PeerChannel::Service {
     if (mine.size() > Collectives::kOnDeviceMost ||
         all.size() != mine.size() * static_cast<std::size_t>(world_size_)) {
       throw UsageError(
-          fmt::format("an exchange on devices takes at most {} B of each rank, and gives all of "
-                      "them; found {} B given and {} B wanted on {} ranks",
-                      Collectives::kOnDeviceMost, mine.size(), all.size(), world_size_));
+          "an exchange on devices takes at most {} B of each rank, and gives all of them; found {} "
+          "B given and {} B wanted on {} ranks",
+          Collectives::kOnDeviceMost, mine.size(), all.size(), world_size_);
     }
     agree_on_operation(fmt::format("exchange of {} B", mine.size()));
     ++exchanges_;
@@ -273,8 +273,7 @@ class PeerLink final : public PeerChannel::Service {
     const Bytes bytes = flags_bytes();
     FileDescriptor file(::memfd_create("strata-flags", MFD_CLOEXEC));
     if (!file.valid() || ::ftruncate(file.get(), bytes.value) != 0)
-      throw CommError(
-          fmt::format("no shared memory of {}: {}", to_string(bytes), errno_text(errno)));
+      throw CommError("no shared memory of {}: {}", to_string(bytes), errno_text(errno));
     flags_file_ = FileDescriptor(::fcntl(file.get(), F_DUPFD_CLOEXEC, 0));
     return file;
   }

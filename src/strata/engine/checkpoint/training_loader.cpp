@@ -140,9 +140,9 @@ void check_same_model(const TrainingCheckpoint& checkpoint, Engine& engine,
   add("buffers are not in the model", buffers.unexpected);
   add("buffers have another shape", buffers.misshapen);
   throw FormatError(
-      fmt::format("the checkpoint is of another model{}. To load what both have, ask for "
-                  "load_module_strict=False: path={}",
-                  text, checkpoint.path()));
+      "the checkpoint is of another model{}. To load what both have, ask for "
+      "load_module_strict=False: path={}",
+      text, checkpoint.path());
 }
 
 void store(Engine& engine, const checkpoint::CheckpointFiles& files, const StateSources& sources,
@@ -184,9 +184,8 @@ void reading(std::string_view training, std::string_view path, Read&& read) {
   try {
     read(Json::parse(training));
   } catch (const Json::exception& error) {
-    throw FormatError(
-        fmt::format("the training state of a checkpoint is not as Strata writes it: {}: path={}",
-                    error.what(), path));
+    throw FormatError("the training state of a checkpoint is not as Strata writes it: {}: path={}",
+                      error.what(), path);
   }
 }
 

@@ -31,9 +31,9 @@ void agree_on_tag(comm::Collectives& collectives, const std::string& tag) {
   for (std::size_t rank = 1; rank < tags.size(); ++rank) {
     if (tags[rank] == tags[0]) continue;
     throw UsageError(
-        fmt::format("the ranks name different tags for one checkpoint; give the same on every "
-                    "rank; rank 0 has {}, rank {} has {}",
-                    format::in_quotes(tags[0]), rank, format::in_quotes(tags[rank])));
+        "the ranks name different tags for one checkpoint; give the same on every rank; rank 0 has "
+        "{}, rank {} has {}",
+        format::in_quotes(tags[0]), rank, format::in_quotes(tags[rank]));
   }
 }
 
@@ -51,9 +51,9 @@ void require_room(comm::Collectives& collectives, const SavedShards& saved,
     const std::optional<Bytes> free = calls.free_space(folder);
     if (!free || wanted <= *free) return;
     throw IoError(
-        fmt::format("a checkpoint is larger than what its file system has free; free space there, "
-                    "or give another folder: path={} wanted={} ({}) free={} ({})",
-                    folder, wanted.value, to_string(wanted), free->value, to_string(*free)));
+        "a checkpoint is larger than what its file system has free; free space there, or give "
+        "another folder: path={} wanted={} ({}) free={} ({})",
+        folder, wanted.value, to_string(wanted), free->value, to_string(*free));
   });
 }
 
@@ -189,7 +189,7 @@ void AsyncSaver::copy_shards(Job& job, ShardStates& states) {
     const auto image = copy_->bytes().subspan(at.size(), file.bytes().size());
     checkpoint::TransferRing ring(image, kImagePiece);
     checkpoint::WholeFile source = shard_file(file, states, device, kImagePiece);
-    checkpoint::Discard sink;
+    checkpoint::Taker sink([](const checkpoint::Piece&) { return nullptr; });
     copy(source, sink, ring);
     job.images.push_back(image);
     at += align_up(file.bytes(), io::File::kDirectBlock);

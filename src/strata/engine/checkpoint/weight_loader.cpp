@@ -124,9 +124,9 @@ class BatchSink final : public checkpoint::Sink {
     if (is_new) collected.bytes.resize(bytes_of(param.numel(), dtype).size());
     if (collected.dtype != dtype) {
       throw UsageError(
-          fmt::format("the pieces of parameter '{}', which is channels_last, are of different "
-                      "dtypes in the files; convert them to one; found {} and {}",
-                      param.name, name_of(collected.dtype), name_of(dtype)));
+          "the pieces of parameter '{}', which is channels_last, are of different dtypes in the "
+          "files; convert them to one; found {} and {}",
+          param.name, name_of(collected.dtype), name_of(dtype));
     }
     std::memcpy(collected.bytes.data() + bytes_of(copy.param_begin, dtype).size(), source,
                 bytes_of_copy(copy).size());
@@ -250,8 +250,7 @@ LoadedBytes load_weights(Engine& engine, const LoadSource& source,
   std::vector<LoadedParam> params;
   for (const int param : source.params) {
     if (param < 0 || param >= weights.param_count()) {
-      throw UsageError(
-          fmt::format("the model has no parameter {}; it has {}", param, weights.param_count()));
+      throw UsageError("the model has no parameter {}; it has {}", param, weights.param_count());
     }
     params.push_back({param, !source.in_slot_order && weights.param(param).reordered()});
   }

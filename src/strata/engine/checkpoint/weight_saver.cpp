@@ -43,17 +43,6 @@ class TensorSource final : public checkpoint::Source {
   std::span<const std::byte> bytes_;
 };
 
-class TensorSink final : public checkpoint::Sink {
- public:
-  explicit TensorSink(format::ShardedWriter& writer) : writer_(writer) {}
-  std::unique_ptr<io::Transfer> take(const checkpoint::Piece& piece) override {
-    return writer_.write(piece.file, piece.offset, piece.content);
-  }
-
- private:
-  format::ShardedWriter& writer_;
-};
-
 std::vector<format::TensorSpec> specs_of(std::span<const SavedTensor> tensors) {
   std::vector<format::TensorSpec> specs;
   for (const SavedTensor& tensor : tensors) specs.push_back(tensor.spec);
@@ -69,7 +58,9 @@ struct WeightSaver::Output {
       : writer(std::move(folder), specs_of(tensors), io, {.shard_max = options.shard_max}),
         ring(options.staging, device),
         source(device, ring.buffer_bytes()),
-        sink(writer),
+        sink([this](const checkpoint::Piece& piece) {
+          return writer.write(piece.file, piece.offset, piece.content);
+        }),
         pipeline(source, sink, ring, {.taking = ring.size() / 2}) {}
 
   // Begins to write bytes of a tensor.
@@ -81,7 +72,7 @@ struct WeightSaver::Output {
   format::ShardedWriter writer;
   checkpoint::TransferRing ring;
   TensorSource source;
-  TensorSink sink;
+  checkpoint::Taker sink;
   checkpoint::Pipeline pipeline;
 };
 
@@ -120,19 +111,18 @@ void WeightSaver::check_tensor(const SavedTensor& tensor) const {
     const plan::ParamSpec& param = engine_.weights().param(piece.param);
     if (param.dtype != tensor.spec.dtype || piece.begin.value < 0 || piece.numel.value < 0 ||
         piece.begin + piece.numel > param.numel()) {
-      throw UsageError(fmt::format(
+      throw UsageError(
           "tensor '{}' of {} cannot take elements [{}, {}) of parameter '{}' of {} {} elements",
           tensor.spec.name, name_of(tensor.spec.dtype), piece.begin.value,
-          (piece.begin + piece.numel).value, param.name, param.numel().value,
-          name_of(param.dtype)));
+          (piece.begin + piece.numel).value, param.name, param.numel().value, name_of(param.dtype));
     }
     sum += piece.numel;
   }
   const std::optional<Numel> wanted = format::checked_numel(tensor.spec.shape);
   if (!wanted || *wanted != sum) {
-    throw UsageError(fmt::format(
+    throw UsageError(
         "the pieces of tensor '{}' must fill it: its shape has {} elements, they have {}",
-        tensor.spec.name, wanted ? wanted->value : -1, sum.value));
+        tensor.spec.name, wanted ? wanted->value : -1, sum.value);
   }
 }
 

@@ -3,7 +3,6 @@
 #include <fmt/core.h>
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
 #include <nlohmann/json.hpp>
 
@@ -11,7 +10,6 @@
 #include "strata/engine/config/config_text.h"
 #include "strata/engine/config/key.h"
 #include "strata/engine/config/settings.h"
-#include "strata/engine/config/value_check.h"
 
 namespace strata::engine {
 namespace {
@@ -29,19 +27,19 @@ void read_shard_groups(const Settings& s, ZeroConfig& zero) {
   if (mics <= 0 && hpz <= 1) return;
   if (mics > 0 && hpz > 1) {
     throw ConfigError(
-        fmt::format("{}: contradicts {}, which shards gradients and optimizer state over all "
-                    "ranks; remove one of the two; found {} and {}",
-                    kMicsKey, kHpzKey, mics, hpz));
+        "{}: contradicts {}, which shards gradients and optimizer state over all ranks; remove one "
+        "of the two; found {} and {}",
+        kMicsKey, kHpzKey, mics, hpz);
   }
   const std::string_view key = mics > 0 ? kMicsKey : kHpzKey;
   const std::int64_t size = std::max(mics, hpz);
   if (size > std::numeric_limits<int>::max())
-    throw ConfigError(fmt::format("{}: wanted a number of ranks; found {}", key, size));
+    throw ConfigError("{}: wanted a number of ranks; found {}", key, size);
   if (zero.stage < 3) {
-    throw ConfigError(fmt::format(
+    throw ConfigError(
         "{}: shard groups are those of stage 3 (DeepSpeed does not look at the key below it, and "
         "shards over all ranks); write \"stage\": 3, or remove the key; found {} at stage {}",
-        key, size, zero.stage));
+        key, size, zero.stage);
   }
   zero.shard_group_size = static_cast<int>(size);
   zero.secondary_shards = hpz > 1;
@@ -202,10 +200,10 @@ BatchSizes BatchSizes::complete(int world_size) const {
   const auto& [train, micro, steps] = *this;
   BatchSizes all = *this;
   if (!train && !micro) {
-    throw ConfigError(fmt::format(
+    throw ConfigError(
         "train_batch_size: wanted it or train_micro_batch_size_per_gpu, since accumulation alone "
         "says nothing of the batch; add \"train_micro_batch_size_per_gpu\"; found {}",
-        given_text(*this, world_size)));
+        given_text(*this, world_size));
   }
   if (train && micro && !steps) {
     all.accumulation_steps = *train / *micro / world_size;
@@ -221,11 +219,11 @@ BatchSizes BatchSizes::complete(int world_size) const {
       product(*all.micro_batch_size, *all.accumulation_steps, world_size) == all.train_batch_size;
   if (!holds) {
     throw ConfigError(
-        fmt::format("train_batch_size: does not equal train_micro_batch_size_per_gpu x "
-                    "gradient_accumulation_steps x world size: {} != {} x {} x {}; correct one of "
-                    "them or remove it and let the others give it; found {}",
-                    size_text(all.train_batch_size), *all.micro_batch_size, *all.accumulation_steps,
-                    world_size, given_text(*this, world_size)));
+        "train_batch_size: does not equal train_micro_batch_size_per_gpu x "
+        "gradient_accumulation_steps x world size: {} != {} x {} x {}; correct one of them or "
+        "remove it and let the others give it; found {}",
+        size_text(all.train_batch_size), *all.micro_batch_size, *all.accumulation_steps, world_size,
+        given_text(*this, world_size));
   }
   return all;
 }
@@ -296,10 +294,10 @@ int Config::shard_group_size(int world_size) const {
   if (size == 0) return world_size;
   if (world_size % size == 0) return size;
   throw ConfigError(
-      fmt::format("{}: shard groups must be of equal size, so it must divide the number of ranks; "
-                  "write a divisor of {}, or {} for no groups; found {} for {} ranks",
-                  zero.secondary_shards ? kHpzKey : kMicsKey, world_size,
-                  zero.secondary_shards ? 1 : -1, size, world_size));
+      "{}: shard groups must be of equal size, so it must divide the number of ranks; write a "
+      "divisor of {}, or {} for no groups; found {} for {} ranks",
+      zero.secondary_shards ? kHpzKey : kMicsKey, world_size, zero.secondary_shards ? 1 : -1, size,
+      world_size);
 }
 
 std::string Config::digest() const {

@@ -1,7 +1,5 @@
 #include "strata/engine/config/config_review.h"
 
-#include <fmt/core.h>
-
 #include <algorithm>
 #include <cmath>
 #include <nlohmann/json.hpp>
@@ -10,7 +8,6 @@
 #include "strata/engine/config/config.h"
 #include "strata/engine/config/config_text.h"
 #include "strata/engine/config/settings.h"
-#include "strata/engine/config/value_check.h"
 
 namespace strata::engine {
 namespace {

@@ -1,7 +1,5 @@
 #include "strata/engine/config/config_text.h"
 
-#include <fmt/core.h>
-
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -128,8 +126,8 @@ class Builder : public nlohmann::json_sax<ordered_json> {
     if (stack_.back()->contains(name)) {
       std::string path;
       for (const std::string& part : path_) path += part + ".";
-      throw ConfigError(fmt::format("{}{}: the key is given twice in {}; keep one of the two", path,
-                                    name, origin_));
+      throw ConfigError("{}{}: the key is given twice in {}; keep one of the two", path, name,
+                        origin_);
     }
     key_ = name;
     return true;
@@ -139,8 +137,7 @@ class Builder : public nlohmann::json_sax<ordered_json> {
                    const nlohmann::json::exception& e) override {
     const auto end = text_.begin() + static_cast<std::ptrdiff_t>(std::min(position, text_.size()));
     const auto line = 1 + std::count(text_.begin(), end, '\n');
-    throw JsonSyntaxError(
-        fmt::format("{} is not JSON; correct line {}: {}", origin_, line, e.what()));
+    throw JsonSyntaxError("{} is not JSON; correct line {}: {}", origin_, line, e.what());
   }
 
  private:
@@ -161,8 +158,7 @@ class Builder : public nlohmann::json_sax<ordered_json> {
 
   bool open(ordered_json value) {
     if (stack_.size() >= kMaxDepth) {
-      throw ConfigError(
-          fmt::format("{} nests objects and lists deeper than {} levels", origin_, kMaxDepth));
+      throw ConfigError("{} nests objects and lists deeper than {} levels", origin_, kMaxDepth);
     }
     const bool member = !stack_.empty() && stack_.back()->is_object();
     path_.push_back(member ? key_ : std::string("[]"));
@@ -219,15 +215,14 @@ std::string read_file(const std::filesystem::path& path) {
   std::error_code error;
   const auto size = std::filesystem::file_size(path, error);
   if (!error && size > kMaxSize.size()) {
-    throw ConfigError(fmt::format("{} is not a configuration: it has {} bytes, at most {} are read",
-                                  path.string(), size, kMaxSize.value));
+    throw ConfigError("{} is not a configuration: it has {} bytes, at most {} are read",
+                      path.string(), size, kMaxSize.value);
   }
   std::ifstream file(path, std::ios::binary);
   std::ostringstream content;
   content << file.rdbuf();
   if (!file || error) {
-    throw ConfigError(
-        fmt::format("cannot read the configuration {}; check that it may be read", path.string()));
+    throw ConfigError("cannot read the configuration {}; check that it may be read", path.string());
   }
   return content.str();
 }
@@ -279,17 +274,17 @@ ConfigSource open_config_source(std::string_view text_or_path) {
     return {std::move(*decoded), "the base64 configuration"};
   }
   throw ConfigError(
-      fmt::format("the configuration is neither JSON text, nor the path of a file that exists, nor "
-                  "JSON in base64; found \"{}\"",
-                  shortened(text_or_path)));
+      "the configuration is neither JSON text, nor the path of a file that exists, nor JSON in "
+      "base64; found \"{}\"",
+      shortened(text_or_path));
 }
 
 ordered_json open_document(std::string_view text_or_path) {
   const ConfigSource source = open_config_source(text_or_path);
   ordered_json document = parse_json_text(source.text, source.origin);
   if (document.is_object()) return document;
-  throw ConfigError(fmt::format("{}: wanted an object {{ ... }} of settings; found {}",
-                                source.origin, shown(document)));
+  throw ConfigError("{}: wanted an object {{ ... }} of settings; found {}", source.origin,
+                    shown(document));
 }
 
 }  // namespace strata::engine

@@ -14,8 +14,7 @@
 namespace strata::engine {
 
 // A text that is not JSON, also by the rules above; it may be in a format that a caller knows.
-class JsonSyntaxError : public ConfigError {
- public:
+struct JsonSyntaxError : ConfigError {
   using ConfigError::ConfigError;
 };
 

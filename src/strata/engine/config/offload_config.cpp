@@ -53,9 +53,9 @@ std::vector<std::string> folders_for(bool on_drive, const Settings& settings,
   if (!on_drive) return {};
   if (!folders.empty() && std::ranges::find(folders, "") == folders.end()) return folders;
   throw ConfigError(
-      fmt::format("{}.nvme_path: wanted the path of a folder on the drive that the {} go to, or a "
-                  "list of such; found {}",
-                  section, what, folders.empty() ? "none" : "an empty one"));
+      "{}.nvme_path: wanted the path of a folder on the drive that the {} go to, or a list of "
+      "such; found {}",
+      section, what, folders.empty() ? "none" : "an empty one");
 }
 
 io::EngineOptions io_options(const Settings& settings) {
@@ -98,9 +98,9 @@ memory::Tier tier_at(const Settings& settings, std::string_view section, bool sh
 void require_sharded(bool sharded, std::string_view what, std::string_view stages, int stage) {
   if (sharded) return;
   throw ConfigError(
-      fmt::format("strata.placement: {} that are offloaded are sharded ones: wanted "
-                  "zero_optimization.stage {}, or \"device\"; found stage {}",
-                  what, stages, stage));
+      "strata.placement: {} that are offloaded are sharded ones: wanted zero_optimization.stage "
+      "{}, or \"device\"; found stage {}",
+      what, stages, stage);
 }
 
 void read_param(const Settings& settings, int stage, OffloadConfig& config,
@@ -133,8 +133,8 @@ constexpr std::array<std::string_view, 5> kPlaces{"device", "host", "nvme", "non
 
 [[noreturn]] void refuse_rule(std::size_t index, std::string_view key, std::string_view wanted,
                               const json& found) {
-  throw ConfigError(fmt::format("{}[{}]{}{}: wanted {}; found {}", kPlacement, index,
-                                key.empty() ? "" : ".", key, wanted, shown(found)));
+  throw ConfigError("{}[{}]{}{}: wanted {}; found {}", kPlacement, index, key.empty() ? "" : ".",
+                    key, wanted, shown(found));
 }
 
 memory::Tier place_in(std::size_t index, std::string_view key, const json& value) {

@@ -58,23 +58,23 @@ std::string_view class_of(const std::string& type) {
   for (const Unsupported& u : kUnsupported) {
     if (u.name != name) continue;
     throw RefusedFeature(
-        fmt::format("optimizer.type: not supported ({}); write \"AdamW\" or another elementwise "
-                    "class of torch.optim; found \"{}\"",
-                    u.reason, type));
+        "optimizer.type: not supported ({}); write \"AdamW\" or another elementwise class of "
+        "torch.optim; found \"{}\"",
+        u.reason, type);
   }
   throw ConfigError(
-      fmt::format("optimizer.type: wanted Adam, AdamW or an elementwise class of torch.optim (the "
-                  "nearest is \"{}\"); pass others as optimizer= to initialize; found \"{}\"",
-                  nearest_of(type, kElementwise), type));
+      "optimizer.type: wanted Adam, AdamW or an elementwise class of torch.optim (the nearest is "
+      "\"{}\"); pass others as optimizer= to initialize; found \"{}\"",
+      nearest_of(type, kElementwise), type);
 }
 
 void refuse_max_grad_norm(const json& params) {
   const auto found = params.find("max_grad_norm");
   if (found == params.end()) return;
   throw ConfigError(
-      fmt::format("optimizer.params.max_grad_norm: clipping is no parameter of the optimizer; "
-                  "write \"gradient_clipping\": {} at the top level; found {}",
-                  shown(*found), shown(*found)));
+      "optimizer.params.max_grad_norm: clipping is no parameter of the optimizer; write "
+      "\"gradient_clipping\": {} at the top level; found {}",
+      shown(*found), shown(*found));
 }
 
 std::string full_name(const std::string& torch_class) {
@@ -106,9 +106,8 @@ json torch_arguments(const std::string& torch_class, const json& params, ConfigF
     }
     json argument = with_numbers(value);
     if (argument.is_string() || argument.is_null()) {
-      throw ConfigError(
-          fmt::format("optimizer.params.{}: wanted a number, true or false for {}; found {}", name,
-                      full_name(torch_class), shown(value)));
+      throw ConfigError("optimizer.params.{}: wanted a number, true or false for {}; found {}",
+                        name, full_name(torch_class), shown(value));
     }
     remarks->findings.push_back({path, Verdict::kHonoured, shown(value), meaning});
     kept[name] = std::move(argument);
@@ -265,10 +264,10 @@ std::optional<SchedulerConfig> read_scheduler(Settings* settings, ConfigFindings
   const auto keys = scheduler_keys(type);
   if (keys.empty()) {
     throw ConfigError(
-        fmt::format("scheduler.type: wanted WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle or "
-                    "LRRangeTest (the nearest is \"{}\"); pass a scheduler of torch.optim as "
-                    "lr_scheduler= to initialize; found \"{}\"",
-                    nearest_of(type, kSchedulerTypes), type));
+        "scheduler.type: wanted WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle or LRRangeTest "
+        "(the nearest is \"{}\"); pass a scheduler of torch.optim as lr_scheduler= to initialize; "
+        "found \"{}\"",
+        nearest_of(type, kSchedulerTypes), type);
   }
   settings->set("scheduler.params",
                 json::object());  // each parameter has its own path from here on
@@ -282,8 +281,7 @@ std::optional<SchedulerConfig> read_scheduler(Settings* settings, ConfigFindings
   }
   for (const Key& key : keys) {
     if (!key.meaning.ends_with("; required") || !settings->at(key.path).is_null()) continue;
-    throw ConfigError(
-        fmt::format("{}: {} needs {} ({}); found none", key.path, type, wanted(key), key.meaning));
+    throw ConfigError("{}: {} needs {} ({}); found none", key.path, type, wanted(key), key.meaning);
   }
   return SchedulerConfig{
       .type = type,

@@ -1,7 +1,5 @@
 #include "strata/engine/config/precision_config.h"
 
-#include <fmt/core.h>
-
 #include <cmath>
 #include <string>
 #include <string_view>
@@ -50,10 +48,10 @@ std::optional<DType> read_autocast(const Settings& s, std::optional<DType> param
   const auto dtype = dtype_from_config(name->starts_with("torch.") ? name->substr(6) : *name);
   STRATA_ASSERT(dtype.has_value());
   if (param_dtype && *param_dtype != *dtype) {
-    throw ConfigError(fmt::format(
+    throw ConfigError(
         "torch_autocast.dtype: contradicts {}.enabled, by which parameters are of another type; "
         "name one type in both, or leave one section out; found {} and {}",
-        *param_dtype == DType::kFloat16 ? "fp16" : "bf16", name_of(*dtype), name_of(*param_dtype)));
+        *param_dtype == DType::kFloat16 ? "fp16" : "bf16", name_of(*dtype), name_of(*param_dtype));
   }
   return dtype;
 }

@@ -135,9 +135,9 @@ class Reader {
     if (!prefix.empty()) return false;
     if (!filled && key.kind != Kind::kText) {
       throw ConfigError(
-          fmt::format("{}: \"auto\" is filled in by the caller of other keys, not of this one; "
-                      "write {} ({}) or remove the key; found \"auto\"",
-                      key.path, wanted(key), key.meaning));
+          "{}: \"auto\" is filled in by the caller of other keys, not of this one; write {} ({}) "
+          "or remove the key; found \"auto\"",
+          key.path, wanted(key), key.meaning);
     }
     return false;
   }
@@ -192,15 +192,15 @@ class Reader {
   }
 
   [[noreturn]] static void refuse_feature(const Key& key, const json& value) {
-    throw RefusedFeature(fmt::format("{}: not supported ({}); {}; found {}", key.path, key.meaning,
-                                     key.note, shown(value)));
+    throw RefusedFeature("{}: not supported ({}); {}; found {}", key.path, key.meaning, key.note,
+                         shown(value));
   }
 
   [[noreturn]] static void refuse_null(const Key& key) {
     throw ConfigError(
-        fmt::format("{}: null is no value of it, and trained numbers would depend on what it is "
-                    "taken for; write {} ({}), or remove the key, which gives {}; found null",
-                    key.path, wanted(key), key.meaning, key.fallback));
+        "{}: null is no value of it, and trained numbers would depend on what it is taken for; "
+        "write {} ({}), or remove the key, which gives {}; found null",
+        key.path, wanted(key), key.meaning, key.fallback);
   }
 
   // A top-level key of no table: a misspelled one, or the user's own, for another program.
@@ -226,9 +226,9 @@ class Reader {
 
   [[noreturn]] static void refuse_unknown(const std::string& path, const std::string& near,
                                           const json& value) {
-    throw ConfigError(fmt::format(
+    throw ConfigError(
         "{}: unknown key; the nearest known one is \"{}\"; write that or remove the key; found {}",
-        path, near, shown(value)));
+        path, near, shown(value));
   }
 
   std::span<const Key> keys_;
@@ -237,8 +237,8 @@ class Reader {
 };
 
 [[noreturn]] void refuse_both(std::string_view old_path, std::string_view path) {
-  throw ConfigError(fmt::format(
-      "{}: an old spelling of \"{}\", which is given too; remove the old one", old_path, path));
+  throw ConfigError("{}: an old spelling of \"{}\", which is given too; remove the old one",
+                    old_path, path);
 }
 
 bool flag_of(std::string_view path, const json& value) {
@@ -246,8 +246,8 @@ bool flag_of(std::string_view path, const json& value) {
   const auto flag = flag_in(value);
   if (!flag) {
     throw ConfigError(
-        fmt::format("{}: wanted true or false (an old spelling of the offload sections); found {}",
-                    path, shown(value)));
+        "{}: wanted true or false (an old spelling of the offload sections); found {}", path,
+        shown(value));
   }
   return *flag;
 }

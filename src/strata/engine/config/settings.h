@@ -25,8 +25,7 @@ namespace strata::engine {
 
 // A key that asks for a feature that Strata does not have. Without the key a configuration is as
 // good as before, but for the feature.
-class RefusedFeature : public ConfigError {
- public:
+struct RefusedFeature : ConfigError {
   using ConfigError::ConfigError;
 };
 

@@ -1,7 +1,5 @@
 #include "strata/engine/config/value_check.h"
 
-#include <fmt/core.h>
-
 #include <algorithm>
 #include <array>
 #include <cctype>
@@ -11,7 +9,6 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
-#include <vector>
 
 #include "strata/base/error.h"
 #include "strata/engine/config/config_text.h"
@@ -252,8 +249,8 @@ std::optional<bool> flag_in(const json& value) {
 }
 
 void refuse_value(const Key& key, const json& value, std::string_view advice) {
-  throw ConfigError(fmt::format("{}: wanted {} ({}){}{}; found {}", key.path, wanted(key),
-                                key.meaning, advice.empty() ? "" : "; ", advice, shown(value)));
+  throw ConfigError("{}: wanted {} ({}){}{}; found {}", key.path, wanted(key), key.meaning,
+                    advice.empty() ? "" : "; ", advice, shown(value));
 }
 
 json check_value(const Key& key, const json& given) {

@@ -41,8 +41,6 @@ class UploadWork final : public comm::Work {
     } catch (...) {  // the device has failed: each wait for its work throws that error
     }
   }
-  UploadWork(const UploadWork&) = delete;
-  UploadWork& operator=(const UploadWork&) = delete;
   bool done() override { return uploaded_ == nullptr || uploaded_->done(); }
   void wait() override {
     if (const auto uploaded = std::exchange(uploaded_, nullptr))
@@ -205,9 +203,9 @@ void GatheredUnits::report_exhausted(int index, const std::string& cause) const 
     pinned_units += fmt::format("{}'{}' ({})", pinned_units.empty() ? "" : ", ", u.name(),
                                 to_string(footprint(u.id)));
   }
-  throw OutOfMemoryError(fmt::format(
+  throw OutOfMemoryError(
       "the weights of unit '{}' cannot be gathered; in use at the same time and gathered: {}; {}",
-      unit(index).name(), pinned_units.empty() ? "no other unit" : pinned_units, cause));
+      unit(index).name(), pinned_units.empty() ? "no other unit" : pinned_units, cause);
 }
 
 bool GatheredUnits::start_ahead(int index) {

@@ -114,7 +114,7 @@ class ShardGather {
   std::unique_ptr<device::Stream> uploads_;  // null: none yet
 };
 
-class GatheredUnits {
+class GatheredUnits : NonCopyable {
  public:
   // `order`: the order of uses; it and `units` belong to the Gatherer. `shards`: the weights of
   // these units. `least_ahead`: see fits_ahead().
@@ -123,8 +123,6 @@ class GatheredUnits {
                 StepRecorder& recorder, const plan::FetchOrder& order, const EngineOptions& options,
                 Bytes least_ahead);
   ~GatheredUnits();
-  GatheredUnits(const GatheredUnits&) = delete;
-  GatheredUnits& operator=(const GatheredUnits&) = delete;
 
   bool released(int unit) const { return of(unit).state == State::kReleased; }
   bool gathered(int unit) const { return of(unit).state == State::kGathered; }

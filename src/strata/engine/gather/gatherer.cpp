@@ -210,9 +210,9 @@ void Gatherer::invalidate(Changed changed) {
   for (const Unit& u : units_) {
     if (!concerned(u) || !pinned(u.id)) continue;
     throw UsageError(
-        fmt::format("the weights of unit '{}' cannot change while it is in use; leave "
-                    "GatheredParameters and finish forward and backward before the step",
-                    u.name()));
+        "the weights of unit '{}' cannot change while it is in use; leave GatheredParameters and "
+        "finish forward and backward before the step",
+        u.name());
   }
   complete_all();  // what still comes must not be what is written next
   for (const Unit& u : units_) {

@@ -45,13 +45,11 @@ namespace strata::engine {
 // collectives wait on the host. All other calls: one thread at a time. Ownership: owns the works.
 // Errors: CommError from the collectives; if a gather failed, each complete() of the unit throws
 // the error again.
-class WholeUnits {
+class WholeUnits : NonCopyable {
  public:
   WholeUnits(const std::vector<Unit>& units, comm::Collectives& collectives, ParameterViews& views,
              StepRecorder& recorder);
   ~WholeUnits();
-  WholeUnits(const WholeUnits&) = delete;
-  WholeUnits& operator=(const WholeUnits&) = delete;
 
   bool is_complete(int unit) const {
     const std::lock_guard lock(mutex_);

@@ -89,10 +89,9 @@ void train_frozen(std::span<const int> params, Weights& weights, Reducer& reduce
                   fmt::format("{}", fmt::join(names, "\n")));
   } catch (const CommError& error) {
     throw CommError(
-        fmt::format("this rank has unfrozen parameters (requires_grad, or add_param_group) and "
-                    "another has not; "
-                    "do it on every rank before the same forward; found here: {}; {}",
-                    fmt::join(names, ", "), error.what()));
+        "this rank has unfrozen parameters (requires_grad, or add_param_group) and another has "
+        "not; do it on every rank before the same forward; found here: {}; {}",
+        fmt::join(names, ", "), error.what());
   }
   agree_after(collectives, "making room to train parameters that were frozen",
               [&] { make_room(params, weights, reducer, shards, optimizer); });

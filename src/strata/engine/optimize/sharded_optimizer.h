@@ -77,9 +77,8 @@ struct GradientScale {
 
 // Updates the shards once. Parameters in GradientShards::left_out() stay unchanged, and so do their
 // states.
-class ShardedOptimizer {
+class ShardedOptimizer : public Interface {
  public:
-  virtual ~ShardedOptimizer() = default;
   // Takes the memory of the states; before the first step, when the weights have theirs.
   virtual void prepare() = 0;
   // OptimizerShards::add() was called for this unit. `is_new`: its parameters have taken part in no

@@ -37,12 +37,10 @@ class InitReport {
   explicit InitReport(device::Device& device);
 
   // A phase lasts until its end() or its destruction.
-  class Phase {
+  class Phase : NonCopyable {
    public:
     Phase(InitReport& report, std::string name, Bytes total);
     ~Phase() { end(); }
-    Phase(const Phase&) = delete;
-    Phase& operator=(const Phase&) = delete;
     void moved(Bytes bytes);
     void end();
 

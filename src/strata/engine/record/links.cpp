@@ -7,7 +7,6 @@
 #include <thread>
 #include <utility>
 
-#include "strata/base/error.h"
 #include "strata/memory/host_buffer.h"
 
 namespace strata::engine {

@@ -27,15 +27,13 @@ struct LinkSpeed {
 // smaller. Any thread. Throws OutOfMemoryError, DeviceError.
 LinkSpeed measure_link(device::Device& device);
 
-class Links {
+class Links : NonCopyable {
  public:
   // `stores`: may be null. `offloads`: whether any state of the engine rests elsewhere than on the
   // device; otherwise there is nothing to report.
   Links(device::Device& device, std::vector<std::shared_ptr<offload::StateStore>> stores,
         bool offloads, StepRecorder& recorder);
   ~Links();
-  Links(const Links&) = delete;
-  Links& operator=(const Links&) = delete;
 
   // `measure`: the first call measures the limits; the host waits for that for some tenths of a
   // second at most.

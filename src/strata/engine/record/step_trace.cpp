@@ -8,7 +8,6 @@
 #include <nlohmann/json.hpp>
 #include <utility>
 
-#include "strata/base/error.h"
 #include "strata/io/folder_calls.h"
 #include "strata/io/pending_range.h"
 

@@ -200,10 +200,10 @@ void GradientCheck::report_not_finite(bool late) {
                 ", after {} steps in a row that were skipped for that reason "
                 "(strata.max_skipped_steps)",
                 options_.max_skipped_steps);
-  throw NumericsError(fmt::format(
+  throw NumericsError(
       "{}{}. The weights are unchanged and the step's gradients are dropped, so training may go on "
       "with other data or a lower learning rate. First found in: {}",
-      what, before, where));
+      what, before, where);
 }
 
 void GradientCheck::report_unused() {
@@ -212,11 +212,11 @@ void GradientCheck::report_unused() {
       param >= 0 ? fmt::format("'{}'", weights_.param(param).name) : "");
   const std::size_t first = comm::first_text(names).value();
   reducer_.drop_gradients();
-  throw UsageError(fmt::format(
+  throw UsageError(
       "a trainable parameter got no gradient in this step, which "
       "zero_optimization.ignore_unused_parameters=false makes an error; use it in the loss, freeze "
       "it, or allow it. The step's gradients are dropped. First: {} on rank {}",
-      names[first], first));
+      names[first], first);
 }
 
 void GradientCheck::report_unlike_drops() {
@@ -224,13 +224,13 @@ void GradientCheck::report_unlike_drops() {
       collectives_.all_gather_text(fmt::format("{}", reducer_.record().dropped()));
   const auto other = std::ranges::find_if(texts, [&](const auto& t) { return t != texts[0]; });
   reducer_.drop_gradients();
-  throw UsageError(fmt::format(
+  throw UsageError(
       "ranks have dropped different gradients of this step with zero_grad() or p.grad = None, "
       "after they were reduced, so that each rank holds a part of other sums. Drop the same on "
       "every rank, or what was not reduced yet (within no_sync(), or with strata.reduce_at: "
       "\"boundary\"). The step's gradients are dropped and the weights are unchanged. Rank {} "
       "differs from rank 0",
-      other - texts.begin()));
+      other - texts.begin());
 }
 
 void GradientCheck::look_at_norm() {

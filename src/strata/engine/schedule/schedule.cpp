@@ -91,9 +91,9 @@ class OneCycle {
         cycles_momentum_(params.cycle_momentum && optimizer.has_betas) {
     if (params.first_step_size <= 0 || second_step_size_ < 0) {
       throw ConfigError(
-          fmt::format("scheduler.params.cycle_first_step_size must be > 0 and "
-                      "cycle_second_step_size >= 0; found {} and {}",
-                      params.first_step_size, second_step_size_));
+          "scheduler.params.cycle_first_step_size must be > 0 and cycle_second_step_size >= 0; "
+          "found {} and {}",
+          params.first_step_size, second_step_size_);
     }
     const std::size_t groups = optimizer.group_lrs.size();
     min_lrs_ = params.min_lr.spread(groups, "scheduler.params.cycle_min_lr");
@@ -171,8 +171,8 @@ Schedule schedule_of(const LrRangeTestParams& params, const ScheduledOptimizer& 
   const auto min_lrs =
       params.min_lr.spread(optimizer.group_lrs.size(), "scheduler.params.lr_range_test_min_lr");
   if (params.step_size <= 0) {
-    throw ConfigError(fmt::format("scheduler.params.lr_range_test_step_size must be > 0; found {}",
-                                  params.step_size));
+    throw ConfigError("scheduler.params.lr_range_test_step_size must be > 0; found {}",
+                      params.step_size);
   }
   return [=](std::int64_t iteration) -> Rates {
     double intervals = as_double(iteration + 1) / as_double(params.step_size);
@@ -189,8 +189,8 @@ std::vector<double> PerGroup::spread(std::size_t groups, std::string_view path) 
   if (scalar) return std::vector<double>(groups, values.at(0));
   if (values.size() != groups) {
     throw ConfigError(
-        fmt::format("{}: wanted one number for each of the {} parameter groups; found a list of {}",
-                    path, groups, values.size()));
+        "{}: wanted one number for each of the {} parameter groups; found a list of {}", path,
+        groups, values.size());
   }
   return values;
 }
@@ -207,9 +207,9 @@ Scheduler::Scheduler(Schedule schedule, std::int64_t last_iteration)
 
 void Scheduler::set_last_iteration(std::int64_t iteration) {
   if (iteration < kStart) {
-    throw UsageError(fmt::format(
+    throw UsageError(
         "a scheduler's last_batch_iteration is -1 (not begun) or a step counted from 0; found {}",
-        iteration));
+        iteration);
   }
   last_iteration_ = iteration;
 }

@@ -115,11 +115,10 @@ void agree_on_text(comm::Collectives& collectives, const std::string& what,
   std::size_t i = 0;
   while (i < first.size() && i < other.size() && first[i] == other[i]) ++i;
   throw ConfigError(
-      fmt::format("the ranks have different {}s; every rank must build the same {}. First "
-                  "difference: rank 0 has {}, "
-                  "rank {} has {}. Ranks that differ from rank 0: {}",
-                  what, what, line_or_end(first, i), different.front(), line_or_end(other, i),
-                  fmt::join(different, ", ")));
+      "the ranks have different {}s; every rank must build the same {}. First difference: rank 0 "
+      "has {}, rank {} has {}. Ranks that differ from rank 0: {}",
+      what, what, line_or_end(first, i), different.front(), line_or_end(other, i),
+      fmt::join(different, ", "));
 }
 
 std::string text_of_numbers(std::span<const int> numbers) {

@@ -62,9 +62,8 @@ struct Unit {
 // The engine calls it when a unit's flat buffer gets or loses memory. The torch layer implements it
 // and points the parameters there. Calls come from the engine's thread; attach() of pending units
 // from any thread.
-class ParameterViews {
+class ParameterViews : public Interface {
  public:
-  virtual ~ParameterViews() = default;
   virtual void attach(int unit, std::span<std::byte> flat) = 0;
   virtual void detach(int unit) = 0;
   // Whether other code than the engine holds views of an attached unit's memory that have to keep

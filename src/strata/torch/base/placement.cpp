@@ -24,7 +24,6 @@
 #include <cstdlib>
 #include <fstream>
 #include <limits>
-#include <string_view>
 
 #include "strata/base/error.h"
 #include "strata/base/thread_pool.h"
@@ -75,10 +74,10 @@ c10::Device gpu_of_rank(int local_rank) {
   if (count == 1) return {c10::DeviceType::CUDA, 0};  // launchers may show each rank its own alone
   if (local_rank >= 0 && local_rank < count)
     return {c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(local_rank)};
-  throw ConfigError(fmt::format(
+  throw ConfigError(
       "strata.device: every rank of a host needs a GPU of its own; start fewer ranks a host, or "
       "write \"cpu\"; found LOCAL_RANK {} and {} GPUs",
-      local_rank, count));
+      local_rank, count);
 }
 
 constexpr std::int64_t kTokens = 32;
@@ -112,21 +111,20 @@ std::optional<c10::Device> device_of(
   for (const auto& [name, tensor] : parameters) {
     const c10::Device device = tensor.device();
     if (device.is_meta()) {
-      throw ConfigError(fmt::format(
+      throw ConfigError(
           "a model that was built without values (on the meta device) cannot be initialized; use "
           "strata.load_pretrained, or give its parameters values first; found '{}'",
-          name));
+          name);
     }
     if (!device.is_cpu() && !device.is_cuda()) {
-      throw ConfigError(
-          fmt::format("parameters must be on the CPU or on a CUDA device; found '{}' on {}", name,
-                      device.str()));
+      throw ConfigError("parameters must be on the CPU or on a CUDA device; found '{}' on {}", name,
+                        device.str());
     }
     if (found && *found != device) {
-      throw ConfigError(fmt::format(
+      throw ConfigError(
           "all parameters of a model must be on one device; move it there with model.to(device); "
           "found '{}' on {} and '{}' on {}",
-          first, found->str(), name, device.str()));
+          first, found->str(), name, device.str());
     }
     if (!found) first = name;
     found = device;
@@ -147,11 +145,11 @@ c10::Device choose_device(engine::DeviceKind wanted, std::optional<c10::Device> 
   if (wanted == engine::DeviceKind::kCpu) return host;
   if (wanted == engine::DeviceKind::kAuto && !on_gpu && usable_gpus() == 0) return host;
   if (usable_gpus() == 0) {
-    throw ConfigError(fmt::format(
+    throw ConfigError(
         "strata.device: no GPU can be used here; write \"cpu\", or make the GPU visible to a build "
         "with CUDA; {}, and {}",
         on_gpu ? fmt::format("the model is on {}", present->str()) : "\"cuda\" is asked for",
-        describe_gpus()));
+        describe_gpus());
   }
   return on_gpu ? *present : gpu_of_rank(local_rank);
 }

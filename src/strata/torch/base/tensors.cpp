@@ -43,9 +43,9 @@ at::Tensor on_host(const std::vector<std::int64_t>& shape, at::ScalarType dtype,
   void* const range = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (range == MAP_FAILED) {
-    throw OutOfMemoryError(fmt::format(
+    throw OutOfMemoryError(
         "the system gives no address range of {} for a parameter that has no memory yet: {}",
-        to_string(Bytes(bytes)), errno_text(errno)));
+        to_string(Bytes(bytes)), errno_text(errno));
   }
   return at::from_blob(
       range, shape, [bytes](void* memory) { munmap(memory, bytes); },
@@ -64,8 +64,8 @@ DType from_scalar_type(c10::ScalarType type) {
   for (const auto& [dtype, scalar] : kPairs) {
     if (scalar == type) return dtype;
   }
-  throw UsageError(fmt::format("parameters of dtype {} cannot be sharded; convert them first",
-                               c10::toString(type)));
+  throw UsageError("parameters of dtype {} cannot be sharded; convert them first",
+                   c10::toString(type));
 }
 
 c10::ScalarType to_scalar_type(DType dtype) {
@@ -107,8 +107,8 @@ void back(const at::Tensor& tensor, const std::string& what) {
     const Bytes wanted(storage.nbytes());
     const Bytes left = memory::available_memory();
     if (wanted > left) {
-      throw OutOfMemoryError(fmt::format("{} needs {} of host memory, and {} are left", what,
-                                         to_string(wanted), to_string(left)));
+      throw OutOfMemoryError("{} needs {} of host memory, and {} are left", what, to_string(wanted),
+                             to_string(left));
     }
     return;  // the system adds pages at the first write
   }

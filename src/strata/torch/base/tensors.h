@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "strata/base/dtype.h"
-#include "strata/base/units.h"
 
 namespace strata::torch {
 

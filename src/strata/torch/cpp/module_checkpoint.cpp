@@ -31,14 +31,14 @@ void check_buffer(const format::CheckpointIndex& index, const std::string& name,
                   const at::Tensor& buffer) {
   const format::CheckpointTensor* tensor = index.find(name);
   if (tensor == nullptr) {
-    throw FormatError(fmt::format("{}: the module's buffer '{}' is missing", index.path(), name));
+    throw FormatError("{}: the module's buffer '{}' is missing", index.path(), name);
   }
   const DType dtype = from_scalar_type(buffer.scalar_type());
   if (tensor->info.shape == buffer.sizes().vec() && tensor->info.dtype == dtype) return;
-  throw FormatError(fmt::format(
+  throw FormatError(
       "{}: the buffer '{}' must have the module's dtype and shape, {} [{}]; found {} [{}]",
       index.path(), name, name_of(dtype), fmt::join(buffer.sizes(), ", "),
-      name_of(tensor->info.dtype), fmt::join(tensor->info.shape, ", ")));
+      name_of(tensor->info.dtype), fmt::join(tensor->info.shape, ", "));
 }
 
 // Fills the buffer by `read`, which gets as many bytes on the host.
@@ -68,11 +68,6 @@ Json json_of(const TrainerState& state) {
   return json;
 }
 
-// The items of a tuple that Python wrote, or of a list.
-const Json& items_of(const Json& list) {
-  return list.is_object() ? list.at("items") : list;
-}
-
 void load_buffers(const engine::TrainingCheckpoint& checkpoint, const ::torch::nn::Module& module,
                   io::IoEngine& io) {
   const at::NoGradGuard no_grad;
@@ -82,8 +77,8 @@ void load_buffers(const engine::TrainingCheckpoint& checkpoint, const ::torch::n
     fill(buffer.value(), [&](std::span<std::byte> target) {
       const Bytes bytes = engine::whole_bytes(checkpoint, *tensor);
       if (bytes != Bytes(target.size())) {
-        throw FormatError(fmt::format("{}: the buffer '{}' has {} bytes, the module's {}",
-                                      checkpoint.path(), buffer.key(), bytes.value, target.size()));
+        throw FormatError("{}: the buffer '{}' has {} bytes, the module's {}", checkpoint.path(),
+                          buffer.key(), bytes.value, target.size());
       }
       engine::read_whole(checkpoint, *tensor, io, target);
     });
@@ -101,9 +96,9 @@ void restore(ShardedModel& model, TrainerState state,
     if (optimizer.is_object()) {
       const Json& groups = optimizer.at("param_groups");
       if (groups.size() != state.groups.size()) {
-        throw UsageError(fmt::format(
+        throw UsageError(
             "the trainer has {} param groups, the checkpoint's had {}; make them alike: path={}",
-            state.groups.size(), groups.size(), checkpoint.path()));
+            state.groups.size(), groups.size(), checkpoint.path());
       }
       for (std::size_t i = 0; i < groups.size(); ++i) {
         const Json& group = groups[i];
@@ -112,7 +107,8 @@ void restore(ShardedModel& model, TrainerState state,
         scalars.eps = group.value("eps", scalars.eps);
         scalars.weight_decay = group.value("weight_decay", scalars.weight_decay);
         if (!group.contains("betas")) continue;
-        const Json& betas = items_of(group.at("betas"));
+        const Json& list = group.at("betas");
+        const Json& betas = list.is_object() ? list.at("items") : list;  // a tuple of Python's
         scalars.beta1 = betas.at(0);
         scalars.beta2 = betas.at(1);
       }
@@ -123,9 +119,8 @@ void restore(ShardedModel& model, TrainerState state,
       state.scheduler->set_last_iteration(scheduler.at("state").at("last_batch_iteration"));
     }
   } catch (const Json::exception& error) {
-    throw FormatError(
-        fmt::format("the training state of a checkpoint is not as Strata writes it: {}: path={}",
-                    error.what(), checkpoint.path()));
+    throw FormatError("the training state of a checkpoint is not as Strata writes it: {}: path={}",
+                      error.what(), checkpoint.path());
   }
 }
 
@@ -227,7 +222,7 @@ std::optional<std::string> load_training_of(ShardedModel& model, const ::torch::
     if (tag.empty()) return;
     const auto path = checkpoint::find_checkpoint(folder, tag);
     if (!path) {
-      throw IoError(fmt::format("there is no whole checkpoint '{}' in '{}'", tag, folder));
+      throw IoError("there is no whole checkpoint '{}' in '{}'", tag, folder);
     }
     found = *path;
   });

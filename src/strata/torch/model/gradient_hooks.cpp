@@ -14,7 +14,6 @@
 #include <thread>
 #include <utility>
 
-#include "strata/base/error.h"
 #include "strata/torch/base/tensors.h"
 
 namespace strata::torch {
@@ -29,7 +28,7 @@ constexpr const char* kDivided = "strata.loss_is_divided";  // a key without a v
 // checkpoints) by the thread that reached the loss. Autograd's threads serve the whole process, so
 // the process keeps one list of passes. An object stands in it as long as it lives; the autograd
 // pass owns it.
-class ScaledPass {
+class ScaledPass : NonCopyable {
  public:
   explicit ScaledPass(double scale) : scale_(scale) {
     const std::lock_guard lock(active().mutex);
@@ -39,8 +38,6 @@ class ScaledPass {
     const std::lock_guard lock(active().mutex);
     std::erase(active().passes, this);
   }
-  ScaledPass(const ScaledPass&) = delete;
-  ScaledPass& operator=(const ScaledPass&) = delete;
 
   static std::optional<double> scale_here() {
     const std::lock_guard lock(active().mutex);

@@ -60,7 +60,7 @@ void run_before(::torch::autograd::Node& node, bool first, std::function<void()>
 // Threads: one thread at a time, autograd's threads among them. Ownership: hooks in graphs hold it
 // weakly; graphs that outlive it do nothing to it. Errors: those of the calls it makes, thrown out
 // of backward.
-class AutogradPass {
+class AutogradPass : NonCopyable {
  public:
   struct Calls {
     std::function<bool()> stores;  // whether the graph that runs stores our gradients
@@ -69,8 +69,6 @@ class AutogradPass {
     std::function<void()> abandon;  // throws nothing
   };
   explicit AutogradPass(Calls calls);
-  AutogradPass(const AutogradPass&) = delete;
-  AutogradPass& operator=(const AutogradPass&) = delete;
 
   void expect(std::span<const at::Tensor> outputs);
   // Returns `loss`, which must require a gradient, times `factor`. An autograd pass from there
@@ -123,13 +121,11 @@ class AutogradPass {
 // receiver weakly through a shared switch, and do nothing once this object is gone.
 // A sparse gradient is made dense; a warning says so once in a process.
 // Errors: UsageError, thrown out of backward, for frozen parameters that cannot be trained (tiles).
-class GradientHooks {
+class GradientHooks : NonCopyable {
  public:
   // Parameters must be at their full shape (ParameterSet::bind).
   GradientHooks(engine::Engine& engine, const ParameterSet& parameters, AutogradPass& pass);
   ~GradientHooks();
-  GradientHooks(const GradientHooks&) = delete;
-  GradientHooks& operator=(const GradientHooks&) = delete;
 
   // Whether the graph that runs in this thread stores a gradient of a trainable parameter, as far
   // as autograd knows it beforehand.

@@ -39,9 +39,8 @@ struct Borrowing {
 };
 
 // A model that has sharded a parameter already, as seen by the model that takes its shards over.
-class ParameterOwner {
+class ParameterOwner : public Interface {
  public:
-  virtual ~ParameterOwner() = default;
   // Elements of a parameter that this rank's shard holds: [first, second).
   virtual std::pair<Numel, Numel> owned_range(int param) const = 0;
   // Whether its elements count in the order of the format channels_last.

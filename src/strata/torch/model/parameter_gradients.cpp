@@ -30,21 +30,21 @@ void give_values(c10::StorageImpl& storage, const at::Tensor& tensor) {
 }
 
 [[noreturn]] void refuse_sharded(const std::string& name) {
-  throw UsageError(fmt::format(
+  throw UsageError(
       "'{}'.grad was read, and at ZeRO stage 3 no rank has a whole gradient; call "
       "strata.utils.safe_get_full_grad(p) on every rank for one parameter, "
       "engine.get_global_grad_norm() for the norm, and set gradient_clipping in the configuration "
       "in place of clip_grad_norm_()",
-      name));
+      name);
 }
 
 [[noreturn]] void refuse_tiled(const std::string& name) {
-  throw UsageError(fmt::format(
+  throw UsageError(
       "'{}'.grad was read or set, and the parameter is used in tiles, so that its gradient is "
       "never whole; call strata.utils.safe_get_full_grad(p) or safe_set_full_grad(p, value), which "
       "work on the host, engine.get_global_grad_norm() for the norm, and set gradient_clipping in "
       "the configuration in place of clip_grad_norm_()",
-      name));
+      name);
 }
 
 }  // namespace
@@ -128,10 +128,10 @@ void ParameterGradients::hide() {
                            ::torch::autograd::impl::is_tensor_stealable(shown.tensor);
     if (untouched) continue;
     shown.storage->forget([name = name_of(shown)] {
-      throw UsageError(fmt::format(
+      throw UsageError(
           "'{}'.grad was kept without its values, and its step is over; read it between backward "
           "and step(), by p.grad.clone() say",
-          name));
+          name);
     });
     if (look == Look::kRead) shown.storage->forget();
     shown.tensor.reset();
@@ -226,9 +226,9 @@ void ParameterGradients::take_values(const Shown& shown, const at::Tensor& gradi
   if (shown.whole.defined()) refuse_tiled(name_of(shown));
   if (gradient.layout() != at::kStrided || gradient.sizes() != at::IntArrayRef(shown.shape)) {
     throw UsageError(
-        fmt::format("'{}'.grad was set to a tensor that is no gradient of it; give a dense one of "
-                    "its shape [{}]",
-                    name_of(shown), fmt::join(shown.shape, ", ")));
+        "'{}'.grad was set to a tensor that is no gradient of it; give a dense one of its shape "
+        "[{}]",
+        name_of(shown), fmt::join(shown.shape, ", "));
   }
   const int unit = weights.unit_of(param).id;
   const int slot = weights.slot_index_of(param);

@@ -33,13 +33,11 @@
 
 namespace strata::torch {
 
-class ParameterGradients {
+class ParameterGradients : NonCopyable {
  public:
   ParameterGradients(engine::Engine& engine, engine::StepControl& control,
                      const ParameterSet& parameters);
   ~ParameterGradients();
-  ParameterGradients(const ParameterGradients&) = delete;
-  ParameterGradients& operator=(const ParameterGradients&) = delete;
 
   // Adds a parameter that the engine holds in tiles. Its gradient cannot be read: an operator on it
   // throws UsageError. Assigning None, and zero_(), apply to all of its tiles.

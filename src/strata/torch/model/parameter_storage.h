@@ -18,7 +18,7 @@
 #include <mutex>
 #include <utility>
 
-#include "strata/plan/flat_layout.h"
+#include "strata/plan/param_spec.h"
 
 namespace strata::torch {
 

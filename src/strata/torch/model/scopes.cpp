@@ -255,11 +255,11 @@ void Scopes::read(int unit) {
   Tracker& t = *tracker_;
   const std::lock_guard lock(t.reads_mutex);
   if (t.driven_by_another_thread()) {
-    throw UsageError(fmt::format(
+    throw UsageError(
         "a sharded parameter was read in a thread of its own while another thread runs forward, "
         "backward or step(), which gather in an order that all ranks share; read it in the thread "
         "that trains, or while that does none of these; found: the unit '{}'",
-        engine::nth(t.engine->weights().units(), unit).name()));
+        engine::nth(t.engine->weights().units(), unit).name());
   }
   if (std::ranges::count(t.read_units, unit) + std::ranges::count(t.idle_read_units, unit) > 0)
     return;

@@ -33,7 +33,7 @@
 
 namespace strata::torch {
 
-class Scopes {
+class Scopes : NonCopyable {
  public:
   struct Scope {
     std::string name;              // of its module
@@ -44,8 +44,6 @@ class Scopes {
   Scopes(engine::Engine& engine, std::vector<Scope> scopes,
          std::function<void(std::span<const at::Tensor>)> on_outputs = {});
   ~Scopes();
-  Scopes(const Scopes&) = delete;
-  Scopes& operator=(const Scopes&) = delete;
 
   // False if every unit of the scope is always complete and no scope has to be learned or reported;
   // then the forward may run without enter() and leave().

@@ -211,8 +211,8 @@ void FrozenParameters::add_to_group(std::span<const int> params, int group) {
   engine::Weights& weights = engine_.weights();
   for (const int param : params) {
     if (weights.param(param).group < 0) continue;
-    throw UsageError(fmt::format("parameter '{}' is in a param group of the optimizer already",
-                                 weights.param(param).name));
+    throw UsageError("parameter '{}' is in a param group of the optimizer already",
+                     weights.param(param).name);
   }
   for (const int param : params) weights.spec_of(param).group = group;
 }

@@ -111,8 +111,7 @@ void ValueAccess::publish(std::span<const int> params, int root) {
   comm::Collectives& collectives = engine_.collectives();
   const int world = collectives.world_size();
   if (root < 0 || root >= world) {
-    throw UsageError(
-        fmt::format("modifier_rank must be a rank of this job, 0 to {}; got {}", world - 1, root));
+    throw UsageError("modifier_rank must be a rank of this job, 0 to {}; got {}", world - 1, root);
   }
   for (const int param : params) require_publishable(param);
   for (const int param : params) {
@@ -141,13 +140,13 @@ void ValueAccess::require_publishable(int param) const {
   if (given.sizes() == wanted.sizes() && !given.is_meta() &&
       to_scalar_type(precision_.weight_dtype(own)) == wanted.scalar_type())
     return;
-  throw UsageError(fmt::format(
+  throw UsageError(
       "parameter '{}' was given a tensor of another shape or dtype (param.data = tensor, or "
       "module.to(dtype)) when it was sharded already; build it so, before the engine or zero.Init "
       "takes it, or write param.data.copy_(tensor); wanted {} {}, found {} {}",
       engine_.weights().param(param).name, c10::toString(wanted.scalar_type()),
       fmt::join(wanted.sizes(), "x"), c10::toString(given.scalar_type()),
-      fmt::join(given.sizes(), "x")));
+      fmt::join(given.sizes(), "x"));
 }
 
 void ValueAccess::require_own_memory() {
@@ -157,11 +156,11 @@ void ValueAccess::require_own_memory() {
   if (param < 0) return warn_of_lost_write();
   for (int i = 0; i < parameters_.size(); ++i) parameters_.put_back(i);
   for (const engine::Unit& unit : engine_.weights().units()) note_versions(unit.id);
-  throw UsageError(fmt::format(
+  throw UsageError(
       "parameter '{}' was given other memory (param.data = tensor, vector_to_parameters, set_()), "
       "which the engine neither reads nor updates; it has its own again now. Write values within "
       "strata.zero.GatheredParameters(params, modifier_rank=0), where such an assignment counts",
-      engine_.weights().param(param).name));
+      engine_.weights().param(param).name);
 }
 
 void ValueAccess::tell_of_conversion() {

@@ -48,29 +48,25 @@ class C10dCollectives final : public comm::Collectives {
                                          std::string_view tag) override {
     const comm::BulkOperation gather =
         comm::describe_gather(slices, flat, rank(), world_size(), tag);
-    const std::string& what = gather.what;
-    const std::span<std::byte> mine = gather.source;
-    require_same_operation(what);
-    if (mine.empty()) return std::make_unique<GroupWork>();
+    require_same_operation(gather.what);
+    if (gather.source.empty()) return std::make_unique<GroupWork>();
     if (slices.writer != nullptr) slices.writer->synchronize();
     at::Tensor target = byte_tensor(flat);
-    at::Tensor source = byte_tensor(mine);
-    return failure_->guarded(what, [&] {
+    at::Tensor source = byte_tensor(gather.source);
+    return failure_->guarded(gather.what, [&] {
       return std::make_unique<GroupWork>(group_->get()._allgather_base(target, source), nullptr,
-                                         failure_of(what));
+                                         failure_, gather.what);
     });
   }
 
   std::unique_ptr<comm::Work> reduce_scatter(const comm::Reduction& reduction,
                                              std::string_view tag) override {
     const comm::BulkOperation reduce = comm::describe_reduction(reduction, world_size(), tag);
-    const std::string& what = reduce.what;
-    const std::span<std::byte> whole = reduce.source;
-    require_same_operation(what);
-    if (whole.empty()) return std::make_unique<GroupWork>();
+    require_same_operation(reduce.what);
+    if (reduce.source.empty()) return std::make_unique<GroupWork>();
     const auto numel = static_cast<std::int64_t>(reduction.result.size());
     const auto scalar = to_scalar_type(reduction.dtype);
-    at::Tensor source = as_tensor(whole.data(), numel * world_size(), scalar);
+    at::Tensor source = as_tensor(reduce.source.data(), numel * world_size(), scalar);
     at::Tensor sum = at::empty({numel}, at::TensorOptions().dtype(scalar));
     at::Tensor result = as_tensor(reduction.result.data(), numel, at::kFloat);
     const auto finish = [sum, result, scale = reduction.scale,
@@ -78,9 +74,9 @@ class C10dCollectives final : public comm::Collectives {
       const at::Tensor scaled = sum.to(at::kFloat).mul_(scale);
       accumulate ? result.add_(scaled) : result.copy_(scaled);
     };
-    return failure_->guarded(what, [&] {
+    return failure_->guarded(reduce.what, [&] {
       return std::make_unique<GroupWork>(group_->get()._reduce_scatter_base(sum, source), finish,
-                                         failure_of(what));
+                                         failure_, reduce.what);
     });
   }
 
@@ -144,10 +140,6 @@ class C10dCollectives final : public comm::Collectives {
   }
 
  private:
-  GroupWork::Fail failure_of(const std::string& what) {
-    return [failure = failure_, what](const std::string& error) { failure->fail(what, error); };
-  }
-
   void require_own_group() const {
     failure_->rethrow();
     static_cast<void>(group_->get());

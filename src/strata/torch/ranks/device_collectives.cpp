@@ -16,16 +16,6 @@
 namespace strata::torch {
 namespace {
 
-// result = scale * sum, or result += scale * sum, in fp32.
-void fold(const at::Tensor& result, const at::Tensor& sum, double scale, bool accumulate) {
-  if (accumulate) {
-    result.add_(sum, scale);
-    return;
-  }
-  result.copy_(sum);
-  if (scale != 1.0) result.mul_(scale);
-}
-
 class DeviceCollectives final : public comm::Collectives {
  public:
   explicit DeviceCollectives(DeviceGroup group)
@@ -56,7 +46,7 @@ class DeviceCollectives final : public comm::Collectives {
     std::shared_ptr<device::Memory> memory = device_->allocate_uncharged(bytes);
     const std::span<std::byte> span = memory->bytes();
     device_->fill_zero(span, device_->compute_stream());
-    return buffer(std::move(name), std::move(memory), span, {});
+    return buffer(std::move(name), std::move(memory), span);
   }
 
   std::unique_ptr<comm::SharedBuffer> allocate_growing(std::string name, Bytes bytes) override {
@@ -69,10 +59,7 @@ class DeviceCollectives final : public comm::Collectives {
       return allocate(std::move(name), bytes);  // the driver cannot map pages
     }
     const std::span<std::byte> span{memory->base(), bytes.size()};
-    BufferActions actions;
-    actions.back = [grown = memory.get()](Bytes wanted) { grown->grow_to(wanted); };
-    actions.release = [grown = memory.get()] { grown->release(); };
-    return buffer(std::move(name), std::move(memory), span, std::move(actions));
+    return buffer(std::move(name), memory, span, memory.get());
   }
 
   void record_times(bool on) override { records_times_ = on && !place_.is_cpu(); }
@@ -81,9 +68,8 @@ class DeviceCollectives final : public comm::Collectives {
                                          std::string_view tag) override {
     const comm::BulkOperation gather =
         comm::describe_gather(slices, flat, rank(), world_size(), tag);
-    const std::string& what = gather.what;
     const std::span<std::byte> mine = gather.source;
-    require_same_operation(what);
+    require_same_operation(gather.what);
     if (mine.empty()) return std::make_unique<GroupWork>();
     if (!bulk_) {
       if (slices.writer != nullptr) device_->compute_stream().wait_for(*slices.writer->record());
@@ -99,36 +85,41 @@ class DeviceCollectives final : public comm::Collectives {
       after_writer.emplace(own_stream(bridge_));
       device_->compute_stream().wait_for(*slices.writer->record());
     }
-    return failure_->guarded(what, [&] {
-      return started([&] { return bulk_->get()._allgather_base(target, source); }, nullptr, what);
+    return failure_->guarded(gather.what, [&] {
+      return started([&] { return bulk_->get()._allgather_base(target, source); }, nullptr,
+                     gather.what);
     });
   }
 
   std::unique_ptr<comm::Work> reduce_scatter(const comm::Reduction& reduction,
                                              std::string_view tag) override {
     const comm::BulkOperation reduce = comm::describe_reduction(reduction, world_size(), tag);
-    const std::string& what = reduce.what;
-    const std::span<std::byte> whole = reduce.source;
-    require_same_operation(what);
-    if (whole.empty()) return std::make_unique<GroupWork>();
+    require_same_operation(reduce.what);
+    if (reduce.source.empty()) return std::make_unique<GroupWork>();
     if (reduction.writer != nullptr)
       device_->compute_stream().wait_for(*reduction.writer->record());
     const auto numel = static_cast<std::int64_t>(reduction.result.size());
     const auto scalar = to_scalar_type(reduction.dtype);
-    at::Tensor source = tensor_over(whole.data(), numel * world_size(), scalar, place_);
+    at::Tensor source = tensor_over(reduce.source.data(), numel * world_size(), scalar, place_);
     // In place: this rank's slice of its own contribution takes the sum.
     at::Tensor sum = source.narrow(0, numel * rank(), numel);
     at::Tensor result = tensor_over(reduction.result.data(), numel, at::kFloat, place_);
     const auto finish = [result, sum, scale = double{reduction.scale},
                          accumulate = reduction.accumulate] {
-      fold(result, sum, scale, accumulate);
+      if (accumulate) {
+        result.add_(sum, scale);
+        return;
+      }
+      result.copy_(sum);
+      if (scale != 1.0) result.mul_(scale);
     };
     if (!bulk_) {
       finish();
       return std::make_unique<GroupWork>();
     }
-    return failure_->guarded(what, [&] {
-      return started([&] { return bulk_->get()._reduce_scatter_base(sum, source); }, finish, what);
+    return failure_->guarded(reduce.what, [&] {
+      return started([&] { return bulk_->get()._reduce_scatter_base(sum, source); }, finish,
+                     reduce.what);
     });
   }
 
@@ -195,13 +186,14 @@ class DeviceCollectives final : public comm::Collectives {
   }
 
   std::unique_ptr<comm::SharedBuffer> buffer(std::string name, std::shared_ptr<void> owner,
-                                             std::span<std::byte> memory, BufferActions actions) {
-    actions.before_free = [device = device_] {
+                                             std::span<std::byte> memory,
+                                             device::GrowableMemory* growable = nullptr) {
+    const auto finish_uses = [device = device_] {
       FirstError of_lost_device;  // dropped: it runs nothing
       of_lost_device.attempt([&] { device->compute_stream().synchronize(); });
     };
     return std::make_unique<NamedBuffer>(std::move(name), names_, std::move(owner), memory,
-                                         std::move(actions));
+                                         finish_uses, growable);
   }
 
   at::Tensor bytes_at(std::span<const std::byte> bytes) const {
@@ -240,13 +232,9 @@ class DeviceCollectives final : public comm::Collectives {
     }
     c10::intrusive_ptr<c10d::Work> work = std::forward<Start>(start)();
     if (records_times_) times.end = mark_after([&] { work->wait(); });
-    auto result = std::make_unique<GroupWork>(std::move(work), std::move(finish), failure_of(what));
+    auto result = std::make_unique<GroupWork>(std::move(work), std::move(finish), failure_, what);
     result->set_times(std::move(times));
     return result;
-  }
-
-  GroupWork::Fail failure_of(const std::string& what) {
-    return [failure = failure_, what](const std::string& error) { failure->fail(what, error); };
   }
 
   c10::Device place_;

@@ -146,35 +146,35 @@ void GroupWork::wait() {
     work->wait();
     if (finish_) finish_();
   } catch (const std::exception& error) {
-    failure_ = comm::error_of([&] { fail_(error.what()); });
+    failure_ = comm::error_of([&] { group_->fail(what_, error.what()); });
     throw CommError(*failure_);
   }
 }
 
 NamedBuffer::NamedBuffer(std::string name, std::shared_ptr<BufferNames> names,
                          std::shared_ptr<void> owner, std::span<std::byte> memory,
-                         BufferActions actions)
+                         std::function<void()> before_free, device::GrowableMemory* growable)
     : SharedBuffer(std::move(name)),
       names_(std::move(names)),
       owner_(std::move(owner)),
       memory_(memory),
-      actions_(std::move(actions)) {
+      before_free_(std::move(before_free)),
+      growable_(growable) {
   const std::lock_guard lock(names_->mutex);
   if (!names_->living.insert(SharedBuffer::name()).second) {
-    throw UsageError(
-        fmt::format("a buffer named '{}' exists already; names are unique", SharedBuffer::name()));
+    throw UsageError("a buffer named '{}' exists already; names are unique", SharedBuffer::name());
   }
 }
 
 NamedBuffer::~NamedBuffer() {
-  if (actions_.before_free) actions_.before_free();
+  if (before_free_) before_free_();
   const std::lock_guard lock(names_->mutex);
   names_->living.erase(name());
 }
 
 void NamedBuffer::release() {
-  if (actions_.before_free) actions_.before_free();
-  if (actions_.release) actions_.release();
+  if (before_free_) before_free_();
+  if (growable_ != nullptr) growable_->release();
 }
 
 }  // namespace strata::torch

@@ -25,7 +25,7 @@ namespace strata::torch {
 // posted as a note in the c10d Store, so that every other rank can name the failed rank and the
 // reason: the backend only says that a connection closed. A rank has one note, its last. A store
 // that cannot be reached counts as one without notes. Shares the store.
-class GroupFailure {
+class GroupFailure : NonCopyable {
  public:
   // Ends what else belongs to the group, with the reason.
   using Stop = std::function<void(std::string_view)>;
@@ -33,8 +33,6 @@ class GroupFailure {
   // again. `stop`: called once, when this rank has failed or ended; may be null.
   GroupFailure(c10::intrusive_ptr<c10d::Store> store, std::string id, int rank, int world_size,
                comm::RankNames names = {}, Stop stop = nullptr);
-  GroupFailure(const GroupFailure&) = delete;
-  GroupFailure& operator=(const GroupFailure&) = delete;
 
   // Throws the failure, if there was one.
   void rethrow() const;
@@ -88,18 +86,19 @@ class GroupFailure {
 
 // An operation of a c10d backend as a Work of the Collectives interface. wait() also runs the
 // function that finishes the result; on a GPU the current stream waits, not the host. Threads:
-// those of the Collectives that made it. Errors: wait() calls `fail` with the backend's error and
-// throws its exception, the same one at each call; the destructor waits and drops errors.
+// those of the Collectives that made it. Errors: wait() makes the backend's error the group's
+// failure and throws it, the same one at each call; the destructor waits and drops errors.
 class GroupWork final : public comm::Work {
  public:
-  // Turns the backend's error into the group's own CommError, and throws it.
-  using Fail = std::function<void(const std::string&)>;
-
   // Complete from the start: there was nothing to do, or it is done.
   GroupWork() = default;
-  // `finish` may be null.
-  GroupWork(c10::intrusive_ptr<c10d::Work> work, std::function<void()> finish, Fail fail)
-      : work_(std::move(work)), finish_(std::move(finish)), fail_(std::move(fail)) {}
+  // `finish` may be null. `what` describes the operation in errors.
+  GroupWork(c10::intrusive_ptr<c10d::Work> work, std::function<void()> finish,
+            std::shared_ptr<GroupFailure> group, std::string what)
+      : work_(std::move(work)),
+        finish_(std::move(finish)),
+        group_(std::move(group)),
+        what_(std::move(what)) {}
   ~GroupWork() override;
 
   bool done() override { return !work_ || work_->isCompleted(); }
@@ -110,7 +109,8 @@ class GroupWork final : public comm::Work {
  private:
   c10::intrusive_ptr<c10d::Work> work_;
   std::function<void()> finish_;
-  Fail fail_;
+  std::shared_ptr<GroupFailure> group_;
+  std::string what_;
   std::optional<std::string> failure_;
   comm::WorkTimes times_;
 };
@@ -121,35 +121,30 @@ struct BufferNames {
   std::set<std::string> living;
 };
 
-struct BufferActions {
-  std::function<void(Bytes)> back = nullptr;    // the action of SharedBuffer::back()
-  std::function<void()> before_free = nullptr;  // runs before the memory goes
-  std::function<void()> release = nullptr;      // SharedBuffer::release(); null: not releasable
-};
-
 // Memory of one rank under a name that no other living buffer of the rank has. Owns the memory,
 // shares the names.
 class NamedBuffer final : public comm::SharedBuffer {
  public:
-  // `owner` keeps `memory`. UsageError: the name is in use.
+  // `owner` keeps `memory`. `before_free` runs before it goes. `growable`: of a buffer that grows.
+  // UsageError: the name is in use.
   NamedBuffer(std::string name, std::shared_ptr<BufferNames> names, std::shared_ptr<void> owner,
-              std::span<std::byte> memory, BufferActions actions = {});
+              std::span<std::byte> memory, std::function<void()> before_free = nullptr,
+              device::GrowableMemory* growable = nullptr);
   ~NamedBuffer() override;
-  NamedBuffer(const NamedBuffer&) = delete;
-  NamedBuffer& operator=(const NamedBuffer&) = delete;
 
   std::span<std::byte> local() override { return memory_; }
   void back(Bytes bytes) override {
-    if (actions_.back) actions_.back(bytes);
+    if (growable_ != nullptr) growable_->grow_to(bytes);
   }
-  bool releasable() const override { return actions_.release != nullptr; }
+  bool releasable() const override { return growable_ != nullptr; }
   void release() override;
 
  private:
   std::shared_ptr<BufferNames> names_;
   std::shared_ptr<void> owner_;
   std::span<std::byte> memory_;
-  BufferActions actions_;
+  std::function<void()> before_free_;
+  device::GrowableMemory* growable_;  // null: it does not grow
 };
 
 }  // namespace strata::torch

@@ -18,7 +18,6 @@
 #include "strata/comm/host/host_collectives.h"
 #include "strata/comm/peer/peer_collectives.h"
 #include "strata/engine/unit/unit.h"
-#include "strata/torch/base/placement.h"
 
 namespace strata::torch {
 namespace {
@@ -57,11 +56,11 @@ class StoreBootstrap final : public comm::Bootstrap {
       }
     }
     if (!absent.empty()) {
-      throw CommError(fmt::format(
+      throw CommError(
           "rank {} waited {} s for the other ranks to start; these did not come: {}. Start every "
           "rank with the same script, or look at their own errors",
           rank_, std::chrono::duration_cast<std::chrono::seconds>(timeout_).count(),
-          fmt::join(absent, ", ")));
+          fmt::join(absent, ", "));
     }
     return texts;
   }
@@ -89,8 +88,8 @@ std::vector<Lines> agree_on_operation(const JoiningRank& rank, std::chrono::mill
   std::vector<Lines> all(texts.size());
   for (std::size_t r = 0; r < texts.size(); ++r) {
     if (texts[r].starts_with(kFailed)) {
-      throw CommError(fmt::format("rank {} failed before the ranks met: {}", r,
-                                  texts[r].substr(kFailed.size())));
+      throw CommError("rank {} failed before the ranks met: {}", r,
+                      texts[r].substr(kFailed.size()));
     }
     std::istringstream text(texts[r]);
     for (std::string& line : all[r]) std::getline(text, line);
@@ -103,9 +102,8 @@ void require_same(const std::vector<Lines>& ranks, Line line, std::string_view k
                   std::string_view what) {
   for (std::size_t r = 1; r < ranks.size(); ++r) {
     if (ranks[r][line] == ranks[0][line]) continue;
-    throw ConfigError(
-        fmt::format("{}: every rank must use the same {}; found {} on rank 0 and {} on rank {}",
-                    keys, what, ranks[0][line], ranks[r][line], r));
+    throw ConfigError("{}: every rank must use the same {}; found {} on rank 0 and {} on rank {}",
+                      keys, what, ranks[0][line], ranks[r][line], r);
   }
 }
 
@@ -117,16 +115,16 @@ void require_own_devices(const std::vector<Lines>& ranks) {
   for (std::size_t r = 0; r < ranks.size(); ++r) {
     if (kind_of(r) != kind_of(0)) {
       throw ConfigError(
-          fmt::format("strata.device: all ranks must train on the same kind of device; found rank "
-                      "0 on {} and rank {} on {}",
-                      kind_of(0), r, kind_of(r)));
+          "strata.device: all ranks must train on the same kind of device; found rank 0 on {} and "
+          "rank {} on {}",
+          kind_of(0), r, kind_of(r));
     }
     const auto [owner, own] = owners.emplace(std::pair(ranks[r][kHost], ranks[r][kDevice]), r);
     if (own || kind_of(r) == "cpu" || kind_of(r).empty()) continue;
-    throw ConfigError(fmt::format(
-        "strata.device: ranks {} and {} are on one GPU; give each its own by LOCAL_RANK "
-        "or CUDA_VISIBLE_DEVICES. Found {}",
-        owner->second, r, ranks[r][kDevice]));
+    throw ConfigError(
+        "strata.device: ranks {} and {} are on one GPU; give each its own by LOCAL_RANK or "
+        "CUDA_VISIBLE_DEVICES. Found {}",
+        owner->second, r, ranks[r][kDevice]);
   }
 }
 
@@ -148,8 +146,8 @@ std::shared_ptr<comm::Collectives> make_nccl(const JoiningRank& me, DeviceGroup 
   } catch (const std::exception& error) {
     std::array<char, 256> host{};
     ::gethostname(host.data(), host.size() - 1);
-    throw CommError(fmt::format("rank {} on host {}: NCCL did not start on {}: {}", me.rank,
-                                host.data(), me.place.str(), error.what()));
+    throw CommError("rank {} on host {}: NCCL did not start on {}: {}", me.rank, host.data(),
+                    me.place.str(), error.what());
   }
   return make_device_collectives(std::move(group));
 }

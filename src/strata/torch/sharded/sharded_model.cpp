@@ -2,12 +2,10 @@
 
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/empty.h>
-#include <fmt/core.h>
 
 #include <algorithm>
 #include <system_error>
 
-#include "strata/base/error.h"
 #include "strata/engine/checkpoint/shard_states.h"
 #include "strata/format/manifest.h"
 #include "strata/torch/base/placement.h"
@@ -46,8 +44,8 @@ void require_numel(const at::Tensor& values, std::int64_t wanted, const std::str
   if (values.scalar_type() == at::kFloat && values.is_contiguous() && values.numel() == wanted)
     return;
   throw UsageError(
-      fmt::format("a state of parameter '{}' has {} elements in fp32; give as many; found {} in {}",
-                  name, wanted, values.numel(), c10::toString(values.scalar_type())));
+      "a state of parameter '{}' has {} elements in fp32; give as many; found {} in {}", name,
+      wanted, values.numel(), c10::toString(values.scalar_type()));
 }
 
 }  // namespace

@@ -31,8 +31,6 @@ class ShardedModel final : public ParameterOwner {
   ShardedModel(const ModelInput& input, const engine::Config& config, engine::UpdateRule rule,
                ModelRuntime runtime, std::string name);
   ~ShardedModel() override;
-  ShardedModel(const ShardedModel&) = delete;
-  ShardedModel& operator=(const ShardedModel&) = delete;
 
   // --- scopes: ids are indices into plan().scopes ---
   const plan::ModelPlan& plan() const { return model_.plan; }
@@ -130,12 +128,10 @@ class ShardedModel final : public ParameterOwner {
 // weights are not cached for later operations: at stage 3 the cache would be a whole copy of the
 // model, and the stages would differ in bits where an operation uses a weight again. Threads: the
 // state belongs to the thread that made the object.
-class AutocastGuard {
+class AutocastGuard : NonCopyable {
  public:
   explicit AutocastGuard(const ShardedModel& model);
   ~AutocastGuard();
-  AutocastGuard(const AutocastGuard&) = delete;
-  AutocastGuard& operator=(const AutocastGuard&) = delete;
 
  private:
   c10::DeviceType type_;

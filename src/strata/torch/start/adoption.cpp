@@ -7,7 +7,6 @@
 #include <functional>
 #include <utility>
 
-#include "strata/base/error.h"
 #include "strata/memory/host_buffer.h"
 #include "strata/torch/base/placement.h"
 #include "strata/torch/base/tensors.h"

@@ -359,28 +359,17 @@ class HostExport::PartSource final : public checkpoint::Source {
   std::size_t next_ = 0;
 };
 
-class HostExport::PartSink final : public checkpoint::Sink {
- public:
-  explicit PartSink(HostExport& way) : way_(way) {}
-
-  std::unique_ptr<io::Transfer> take(const checkpoint::Piece& piece) override {
-    std::byte* const target = way_.parts_[piece.index].target.data();
-    way_.threads_.parallel_for(piece.bytes.value, kExported,
-                               [&](std::int64_t begin, std::int64_t end) {
-                                 std::memcpy(target + begin, piece.content.data() + begin,
-                                             static_cast<std::size_t>(end - begin));
-                               });
-    way_.phase_.moved(piece.bytes);
-    return nullptr;
-  }
-
- private:
-  HostExport& way_;
-};
-
 void HostExport::flush() {
   PartSource source(*this);
-  PartSink sink(*this);
+  checkpoint::Taker sink([this](const checkpoint::Piece& piece) {
+    std::byte* const target = parts_[piece.index].target.data();
+    threads_.parallel_for(piece.bytes.value, kExported, [&](std::int64_t begin, std::int64_t end) {
+      std::memcpy(target + begin, piece.content.data() + begin,
+                  static_cast<std::size_t>(end - begin));
+    });
+    phase_.moved(piece.bytes);
+    return nullptr;
+  });
   copy(source, sink, ring_);
   parts_.clear();
 }

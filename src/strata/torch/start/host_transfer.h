@@ -180,7 +180,6 @@ class HostExport {
     std::span<const std::byte> source;
   };
   class PartSource;
-  class PartSink;
 
   engine::Engine& engine_;
   ThreadPool& threads_;

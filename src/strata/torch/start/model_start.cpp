@@ -4,7 +4,6 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <optional>
 #include <span>
 #include <sstream>
 #include <utility>
@@ -217,11 +216,11 @@ void require_staging_room(const engine::EngineOptions& options, int ranks_of_hos
   add(options.states, "optimizer");
   add(options.weights, "param");
   if (wanted <= available) return;
-  throw OutOfMemoryError(fmt::format(
+  throw OutOfMemoryError(
       "the host has less memory than what drives are to be staged through (buffer_count times "
       "buffer_size, and max_in_cpu); lower one of them: some megabytes suffice. Wanted by each of "
       "{} ranks of this host: {} ({}); available for each: {}",
-      ranks_of_host, to_string(wanted), parts, to_string(available)));
+      ranks_of_host, to_string(wanted), parts, to_string(available));
 }
 
 void warn(const ModelRuntime& runtime, const std::string& told) {
@@ -330,9 +329,9 @@ StartedModel start_model(const ModelInput& input, const PlannedModel& model,
     undo();
     if (originals.given_up() == 0) throw;
     throw OutOfMemoryError(
-        fmt::format("{}. The memory of {} of {} parameters had been given up for the engine's by "
-                    "then: build the model again",
-                    error.what(), originals.given_up(), originals.size()));
+        "{}. The memory of {} of {} parameters had been given up for the engine's by then: build "
+        "the model again",
+        error.what(), originals.given_up(), originals.size());
   } catch (...) {
     undo();
     throw;

@@ -15,7 +15,6 @@
 #include <string>
 #include <vector>
 
-#include "strata/plan/init_plan.h"
 #include "strata/torch/model/training_passes.h"
 
 namespace strata::torch {
