@@ -201,7 +201,6 @@ void AdamOptimizer::update_runs(const Unit& unit, std::span<const Run> runs,
     const Numel end = std::min(run.end, piece.end);
     if (begin >= end) continue;
     STRATA_ASSERT(static_cast<std::size_t>(run.group) < groups.size());
-    const GroupScalars& group = nth(groups, run.group);
     const Numel at = begin - piece.begin;
     std::byte* const weight = piece.bytes.data() + bytes_of(at, unit.layout.dtype()).size();
     kernels::AdamSpans spans = spans_of(unit, range, weight, begin, end);
@@ -209,16 +208,11 @@ void AdamOptimizer::update_runs(const Unit& unit, std::span<const Run> runs,
     const bool beside = shards_.weights().master_form(unit.id) == plan::MasterForm::kFloat32;
     if (unit.whole && beside && !spans.follows_weight16)
       device_.adopt_written(spans.weight, weight, unit.layout.dtype(), device_.compute_stream());
-    const kernels::AdamScalars scalars{.lr = group.lr,
-                                       .beta1 = group.beta1,
-                                       .beta2 = group.beta2,
-                                       .eps = group.eps,
-                                       .weight_decay = group.weight_decay,
-                                       .decoupled = decoupled_,
-                                       .bias_correction = group.bias_correction,
-                                       .step = run.step,
-                                       .gradient_scale = scale.value,
-                                       .late_scale = scale.late};
+    kernels::AdamScalars scalars = nth(groups, run.group);
+    scalars.decoupled = decoupled_;
+    scalars.step = run.step;
+    scalars.gradient_scale = scale.value;
+    scalars.late_scale = scale.late;
     device_.adam_step(spans, scalars, device_.compute_stream());
   }
 }
