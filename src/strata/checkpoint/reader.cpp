@@ -317,8 +317,8 @@ std::unique_ptr<io::Transfer> ExtentSink::take(const Piece& piece) {
     const Bytes from = std::max(extent.offset, piece.offset);
     const Bytes to = std::min(end_of(extent), stop);
     if (from < to)
-      take_elements(next_, from - extent.offset,
-                    piece.content.subspan((from - piece.offset).size(), (to - from).size()));
+      take_elements_(next_, from - extent.offset,
+                     piece.content.subspan((from - piece.offset).size(), (to - from).size()));
     if (end_of(extent) > stop) break;
   }
   return nullptr;

@@ -201,16 +201,16 @@ class ReadProbe {
 // between elements.
 class ExtentSink : public Sink {
  public:
-  // Borrows the extents.
-  explicit ExtentSink(std::span<const format::ManifestRange> extents) : extents_(extents) {}
-  std::unique_ptr<io::Transfer> take(const Piece& piece) override;
-
- protected:
   // Elements of extents[extent], from its byte `at` on.
-  virtual void take_elements(std::size_t extent, Bytes at, std::span<const std::byte> bytes) = 0;
+  using Take = std::function<void(std::size_t extent, Bytes at, std::span<const std::byte> bytes)>;
+  // Borrows the extents.
+  ExtentSink(std::span<const format::ManifestRange> extents, Take take_elements)
+      : extents_(extents), take_elements_(std::move(take_elements)) {}
+  std::unique_ptr<io::Transfer> take(const Piece& piece) override;
 
  private:
   std::span<const format::ManifestRange> extents_;
+  Take take_elements_;
   std::size_t next_ = 0;
 };
 

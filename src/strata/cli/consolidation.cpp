@@ -125,7 +125,7 @@ class CastWriter final : public checkpoint::ExtentSink {
  public:
   CastWriter(const format::Manifest& manifest, const Plan& plan, format::ShardedWriter& writer,
              checkpoint::TransferRing& ring, Progress& progress)
-      : ExtentSink(plan.extents),
+      : ExtentSink(plan.extents, [this](auto... elements) { take_elements(elements...); }),
         manifest_(manifest),
         plan_(plan),
         writer_(writer),
@@ -139,7 +139,7 @@ class CastWriter final : public checkpoint::ExtentSink {
   void settle() override { ring_.drain(); }
 
  private:
-  void take_elements(std::size_t extent, Bytes at, std::span<const std::byte> bytes) override {
+  void take_elements(std::size_t extent, Bytes at, std::span<const std::byte> bytes) {
     const format::ManifestRange& e = plan_.extents[extent];
     if (manifest_.tensors[e.tensor].channels_last) {
       collect(e, at, bytes);

@@ -214,7 +214,7 @@ void Engine::weights_changed(bool complete) {
   }
   Bytes whole;
   for (const Unit& unit : weights_.units()) {
-    if (!gatherer_.begun(unit.id)) whole += Bytes(unit.resident.size());
+    if (!gatherer_.whole().started(unit.id)) whole += Bytes(unit.resident.size());
   }
   InitReport::Phase phase(init_report_, "all-gather", whole);
   collectives_->barrier();  // every rank's shards are written before any rank reads them

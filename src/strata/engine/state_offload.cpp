@@ -97,7 +97,7 @@ void StateOffload::offload_memory(const StateSet& moving, bool pinned) {
   }
   if (moving.weights) {
     away_.weights = true;
-    engine_.gatherer().detach_whole();
+    engine_.gatherer().whole().detach();
     engine_.weights().offload_states();
   }
   collectives.barrier();  // what others have mapped of it keeps it
@@ -116,7 +116,7 @@ void StateOffload::reload_states() {
   });
   if (away_.weights) {
     engine_.weights().finish_reload();
-    engine_.gatherer().attach_whole();
+    engine_.gatherer().whole().attach();
   }
   away_ = {};
 }

@@ -139,21 +139,10 @@ void read_whole(const TrainingCheckpoint& checkpoint, std::size_t tensor, io::Io
   for (auto& [first, bytes] : places) sum += std::exchange(bytes, sum);
   const checkpoint::CheckpointFiles files(checkpoint.path(), manifest, wanted);
   const checkpoint::Verification verify = files.verification();
-  class Whole final : public checkpoint::ExtentSink {
-   public:
-    Whole(const std::vector<ManifestRange>& extents, const std::map<Numel, Bytes>& places,
-          std::span<std::byte> target)
-        : ExtentSink(extents), extents_(extents), places_(places), target_(target) {}
-
-   private:
-    void take_elements(std::size_t extent, Bytes at, std::span<const std::byte> bytes) override {
-      const Bytes place = places_.at(extents_[extent].begin) + at;
-      std::ranges::copy(bytes, target_.subspan(place.size(), bytes.size()).begin());
-    }
-    const std::vector<ManifestRange>& extents_;
-    const std::map<Numel, Bytes>& places_;
-    std::span<std::byte> target_;
-  } sink(extents, places, target);
+  checkpoint::ExtentSink sink(extents, [&](std::size_t extent, Bytes at, auto bytes) {
+    const Bytes place = places.at(extents[extent].begin) + at;
+    std::ranges::copy(bytes, target.subspan(place.size(), bytes.size()).begin());
+  });
   const std::vector<checkpoint::ReadableFile> ways = files.readable();
   const std::vector<checkpoint::FileRange> blocks =
       checkpoint::whole_blocks(ranges, manifest.files);

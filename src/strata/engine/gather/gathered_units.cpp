@@ -149,7 +149,7 @@ GatheredUnits::GatheredUnits(const std::vector<Unit>& units, const WeightShards&
       least_ahead_(least_ahead),
       memory_(device, collectives),
       slots_(units.size()) {
-  if (options.max_live_is_hard) memory_.set_total_limit(options.max_live);
+  if (options.max_live_is_hard) pool().set_total_limit(options.max_live);
   for (const Unit& u : units) {
     if (u.spec.tile() && !u.whole) largest_tile_ = std::max(largest_tile_, u.layout.flat_bytes());
   }

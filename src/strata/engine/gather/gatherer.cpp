@@ -271,7 +271,7 @@ void Gatherer::fetch_first(std::span<const int> units) {
       whole_.start(index);
     } else if (gathered_.released(index) &&
                (!options_.max_live_is_hard ||
-                live() + gathered_.footprint(index) <= options_.max_live)) {
+                gathered_.live() + gathered_.footprint(index) <= options_.max_live)) {
       gathered_.start_ahead(index);
     }
   }
