@@ -79,11 +79,8 @@ void ShardStates::enqueue_read(int unit, std::string_view kind, Numel first, Num
     return;
   }
   const auto copy = [&](const StateRange& range) {
-    const Numel begin = std::max(range.first, first);
-    const Numel end = std::min(range.end, first + numel);
-    const std::size_t bytes = bytes_of(end - begin, dtype).size();
-    device.copy(target.subspan(bytes_of(begin - first, dtype).size(), bytes),
-                range.bytes(0).subspan(bytes_of(begin - range.first, dtype).size(), bytes),
+    const std::span<std::byte> source = range.wanted(dtype);
+    device.copy(target.subspan(bytes_of(range.low - first, dtype).size(), source.size()), source,
                 device.compute_stream());
   };
   if (kind == kValue) {
@@ -131,13 +128,13 @@ void ShardStates::read_masters(const Unit& unit, Numel first, Numel numel,
   };
   weights.masters().for_each(
       unit.id, first, first + numel, offload::Access::kRead, [&](const StateRange& range) {
-        const Numel begin = std::max(range.first, first);
-        const Numel count = std::min(range.end, first + numel) - begin;
-        const auto out = target.subspan(bytes_of(begin - first, DType::kFloat32).size(),
+        const Numel at = range.low - range.first;
+        const Numel count = range.high - range.low;
+        const auto out = target.subspan(bytes_of(range.low - first, DType::kFloat32).size(),
                                         bytes_of(count, DType::kFloat32).size());
-        if (reached) return join(range, begin - range.first, out);
+        if (reached) return join(range, at, out);
         through_scratch(count, DType::kFloat32, [&](Numel done, Numel, std::span<std::byte> there) {
-          join(range, begin - range.first + done, there);
+          join(range, at + done, there);
           device.copy(out.subspan(bytes_of(done, DType::kFloat32).size(), there.size()), there,
                       stream);
         });
@@ -163,10 +160,9 @@ void ShardStates::enqueue_store(int param, std::string_view kind, Numel begin, N
   const StateBlock block = moment(unit.id, kind);
   for_each_range(weights.states(), {&block, 1}, unit.layout.shard(), at, at + (high - low),
                  offload::Access::kReadWrite, [&](const StateRange& range) {
-                   const Numel from = std::max(range.first, at);
-                   const Numel count = std::min(range.end, at + (high - low)) - from;
-                   write(range.bytes(0).data() + bytes_of(from - range.first, dtype).size(), dtype,
-                         first + bytes_of(from - at, source_dtype).size(), source_dtype, count);
+                   write(range.wanted(dtype).data(), dtype,
+                         first + bytes_of(range.low - at, source_dtype).size(), source_dtype,
+                         range.high - range.low);
                  });
 }
 

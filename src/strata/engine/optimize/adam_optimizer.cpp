@@ -159,8 +159,6 @@ void AdamOptimizer::update(const OptimizerShards::UnitShard& shard,
   const Remote remote = stage_ != nullptr ? remote_of(unit) : Remote();
   if (remote.any()) stage_->begin();
   const auto update_range = [&](const StateRange& range) {
-    const Numel low = std::max(first, range.first);
-    const Numel high = std::min(last, range.end);
     std::vector<std::unique_ptr<offload::Lease>> copies;
     StateRange near = range;
     if (remote.states) {
@@ -168,7 +166,8 @@ void AdamOptimizer::update(const OptimizerShards::UnitShard& shard,
         copies.push_back(stage_->bring(*lease, lease->bytes(), offload::Access::kReadWrite));
       near.leases = copies;
     }
-    std::span<const float> of_range = gradient.subspan(low.size(), (high - low).size());
+    std::span<const float> of_range =
+        gradient.subspan(range.low.size(), (range.high - range.low).size());
     const auto gradient_copy = remote.gradient ? stage_->bring(std::as_bytes(of_range)) : nullptr;
     if (gradient_copy != nullptr) {
       const auto* const values = reinterpret_cast<const float*>(gradient_copy->bytes().data());
@@ -180,10 +179,11 @@ void AdamOptimizer::update(const OptimizerShards::UnitShard& shard,
           remote.weights ? stage_->bring(*piece.lease, piece.bytes, offload::Access::kReadWrite)
                          : nullptr;
       if (weight_copy != nullptr) here.bytes = weight_copy->bytes();
-      update_runs(unit, runs, near, here, of_range.subspan((piece.begin - low).size()), groups,
-                  scale);
+      update_runs(unit, runs, near, here, of_range.subspan((piece.begin - range.low).size()),
+                  groups, scale);
     };
-    weights.shards().for_each(unit.id, low, high, offload::Access::kReadWrite, update_piece);
+    weights.shards().for_each(unit.id, range.low, range.high, offload::Access::kReadWrite,
+                              update_piece);
   };
   for_each_range(store_, blocks, unit.layout.shard(), first, last, offload::Access::kReadWrite,
                  update_range, range_limit(unit, blocks));

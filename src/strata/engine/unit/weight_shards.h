@@ -34,13 +34,19 @@ struct StateBlock {
 };
 
 // Elements of a shard, and the lease of each block, in the blocks' order. Each lease begins at the
-// element `first`, a multiple of 8.
+// element `first`, a multiple of 8. Elements [low, high) of it were asked for.
 struct StateRange {
   Numel first;
-  Numel end;
+  Numel low;
+  Numel high;
   std::span<const std::unique_ptr<offload::Lease>> leases;
 
   std::span<std::byte> bytes(std::size_t block) const { return leases[block]->bytes(); }
+  // The elements that were asked for, of the first block.
+  std::span<std::byte> wanted(DType dtype) const {
+    return bytes(0).subspan(bytes_of(low - first, dtype).size(),
+                            bytes_of(high - low, dtype).size());
+  }
 };
 
 inline constexpr Bytes kNoRangeLimit = Bytes(std::numeric_limits<std::int64_t>::max());
