@@ -35,10 +35,7 @@ namespace strata::engine {
 // they agree whether all of them got one: if one rank has no memory, take() fails on all. Ranks
 // make buffers at the same points, since they give back and free the same ones. Several shard
 // groups may gather different units and cannot agree; there a shortage is an error
-// (may_do_without()).
-//
-// Threads: one thread at a time. Ownership: must outlive its leases. Errors: CommError from take()
-// where it agrees.
+// (may_do_without()). It must outlive its leases. Errors: CommError from take() where it agrees.
 class GatherMemory {
  public:
   using Pool = memory::BufferPool<device::Memory>;

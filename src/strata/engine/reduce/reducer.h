@@ -33,10 +33,8 @@ class Reducer;
 
 // Reductions under way, with the flat gradient buffers that they read. Buffers are given back as
 // soon as their bytes were read; results are folded into the gradient shards in the order of
-// starts.
-//
-// Threads: one thread at a time. Ownership: owns the works and their buffers; borrows the rest.
-// Errors: CommError of the reductions; DeviceError.
+// starts. Ownership: owns the works and their buffers. Errors: CommError of the reductions;
+// DeviceError.
 class ReductionsInFlight {
  public:
   ReductionsInFlight(GradientShards& shards, StepRecorder& recorder)
@@ -86,9 +84,7 @@ class ReductionsInFlight {
 // not: it drops all of them or those of one parameter, or puts others in their place. The step then
 // updates with the gradients that are left. No edit waits for other ranks. If a rank drops reduced
 // gradients, all others have to drop the same ones: the next step checks that
-// (GradientRecord::dropped()).
-//
-// Threads: one thread at a time, between backward passes. Errors: OutOfMemoryError, DeviceError.
+// (GradientRecord::dropped()). Between backward passes. Errors: OutOfMemoryError, DeviceError.
 class GradientEdits {
  public:
   explicit GradientEdits(Reducer& reducer) : reducer_(reducer) {}
