@@ -87,11 +87,11 @@ Bytes AdamOptimizer::range_limit(const Unit& unit, std::span<const StateBlock> b
   return stage_->share() / (states + gradient + weights) * states;
 }
 
-StateBlock AdamOptimizer::moment_block(int unit, Moment moment) const {
+StateBlock AdamOptimizer::moment_block(int unit, std::string_view state) const {
   STRATA_ASSERT(prepared());
   const States& states = states_[shards_.index_of(unit)];
   const auto bits = static_cast<int>(size_of(moment_dtype(unit)).value * 8);
-  return {moment == Moment::kFirst ? states.exp_avg : states.exp_avg_sq, bits};
+  return {state == kExpAvg ? states.exp_avg : states.exp_avg_sq, bits};
 }
 
 void AdamOptimizer::set_steps(std::int64_t all, std::span<const std::int64_t> by_param) {
@@ -152,8 +152,8 @@ void AdamOptimizer::update(const OptimizerShards::UnitShard& shard,
   const Unit& unit = nth(weights.units(), shard.unit);
   const std::span<const float> gradient = shards_.gradients().values(shard.unit);
   std::vector<StateBlock> blocks = weights.masters().blocks(shard.unit);
-  blocks.push_back(moment_block(shard.unit, Moment::kFirst));
-  blocks.push_back(moment_block(shard.unit, Moment::kSecond));
+  blocks.push_back(moment_block(shard.unit, kExpAvg));
+  blocks.push_back(moment_block(shard.unit, kExpAvgSq));
   const Numel first = runs.front().begin;
   const Numel last = runs.back().end;
   const Remote remote = stage_ != nullptr ? remote_of(unit) : Remote();
