@@ -1,5 +1,9 @@
 #include "strata/engine/unit/weight_shards.h"
 
+#include <algorithm>
+#include <tuple>
+#include <utility>
+
 #include "strata/base/error.h"
 #include "strata/offload/host_memory.h"
 
@@ -85,6 +89,19 @@ void WeightShards::for_each(int index, Numel begin, Numel end, offload::Access a
                  [&](const StateRange& range) {
                    work({range.low, range.high, range.wanted(dtype), range.leases.front().get()});
                  });
+}
+
+OwedMasters take_joined(OwedMasters& owed) {
+  OwedMasters joined;
+  std::ranges::sort(owed, {}, [](const ShardPart& p) { return std::tuple(p.unit, p.begin); });
+  for (const ShardPart& part : std::exchange(owed, {})) {
+    if (!joined.empty() && joined.back().unit == part.unit && part.begin <= joined.back().end) {
+      joined.back().end = std::max(joined.back().end, part.end);
+    } else {
+      joined.push_back(part);
+    }
+  }
+  return joined;
 }
 
 void MasterStates::add(std::span<const Unit> units) {
