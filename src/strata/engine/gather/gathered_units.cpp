@@ -160,14 +160,7 @@ GatheredUnits::~GatheredUnits() {
     Slot& s = of(u.id);
     s.work.reset();  // waits
     if (s.state != State::kGathered) continue;
-    try {
-      if (views_.held(u.id)) {
-        views_.leave(u.id, std::shared_ptr<device::Memory>(s.memory.release()));
-      } else {
-        views_.detach(u.id);
-      }
-    } catch (...) {  // the parameters keep their memory; a destructor cannot report it
-    }
+    views_.let_go(u.id, [&] { return std::shared_ptr<device::Memory>(s.memory.release()); });
   }
 }
 
