@@ -25,10 +25,9 @@ std::shared_ptr<comm::Collectives> checked(std::shared_ptr<comm::Collectives> co
 // On a device that runs ahead with one-sided gathers, the optimizer first updates the units that
 // every rank's next forward needs first. Ranks gather those, in rounds, while it updates the rest.
 //
-// Errors: after the update has begun, any error leaves the weights of two steps. If a rank's
-// optimizer fails, that rank throws the optimizer's error, and all others throw an error of the
-// same class that names the rank. So the collectives stay good, and weights can be loaded. An error
-// after that ends the collectives, with its reason. CommError from the collectives.
+// Errors (Engine says what they leave): if a rank's optimizer fails, that rank throws its error,
+// and all others throw one of the same class that names the rank. The collectives stay good, and
+// weights can be loaded. An error after that ends the collectives, with its reason.
 class WeightUpdate {
  public:
   explicit WeightUpdate(Engine& engine) : engine_(engine) {}

@@ -15,7 +15,6 @@
 #include <exception>
 #include <memory>
 #include <span>
-#include <string>
 #include <vector>
 
 #include "strata/comm/collectives.h"
