@@ -7,8 +7,8 @@
 // The use of a buffer ends with a transfer or an event on every path: where fill() or take() throws
 // after it has queued work, an event behind that work is recorded, and the ring waits for it.
 //
-// Threads: one thread. Ownership: a ring owns its buffers, charged to the ledger as staging, and the
-// transfers and events of their uses; a pipeline borrows source, sink and ring. Errors:
+// Threads: one thread. Ownership: a ring owns its buffers, charged to the ledger as staging, and
+// the transfers and events of their uses; a pipeline borrows source, sink and ring. Errors:
 // OutOfMemoryError; UsageError for options that make no ring; those of source, sink and transfers,
 // from the call that waits; what is in flight has ended when they leave a pipeline.
 #pragma once
