@@ -129,8 +129,8 @@ class HostAdam {
                         .beta2 = beta2,
                         .eps = eps,
                         .weight_decay = weight_decay,
-                        .decoupled = decoupled,
-                        .bias_correction = bias_correction},
+                        .bias_correction = bias_correction,
+                        .decoupled = decoupled},
                        &*pool_);
     for (const AlignedTensors& parameter : aligned) parameter.write_back();
   }

@@ -25,10 +25,6 @@ Bytes TransferRing::room(const RingOptions& options) {
   return stride_of(options) * options.buffers;
 }
 
-void TransferRing::expect(const RingOptions& options, device::Device& device) {
-  device.expect_host(room(options), memory::Kind::kStaging);
-}
-
 TransferRing::TransferRing(const RingOptions& options, device::Device& device)
     : buffer_bytes_(options.buffer_bytes),
       stride_(stride_of(options)),

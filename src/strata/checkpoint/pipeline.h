@@ -44,7 +44,9 @@ class TransferRing {
   // The memory that a ring with these options takes.
   static Bytes room(const RingOptions& options);
   // Announces such a ring to a device, which then makes its memory beside the caller.
-  static void expect(const RingOptions& options, device::Device& device);
+  static void expect(const RingOptions& options, device::Device& device) {
+    device.expect_host(room(options), memory::Kind::kStaging);
+  }
 
   // Pinned host memory of a device.
   TransferRing(const RingOptions& options, device::Device& device);

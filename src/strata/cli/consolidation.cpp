@@ -125,10 +125,7 @@ class CastWriter final : public checkpoint::ExtentSink {
  public:
   CastWriter(const format::Manifest& manifest, const Plan& plan, format::ShardedWriter& writer,
              checkpoint::TransferRing& ring, Progress& progress)
-      : ExtentSink(plan.extents,
-                   [this](std::size_t extent, Bytes at, std::span<const std::byte> bytes) {
-                     take_elements(extent, at, bytes);
-                   }),
+      : ExtentSink(plan.extents, [this](auto... elements) { take_elements(elements...); }),
         manifest_(manifest),
         plan_(plan),
         writer_(writer),

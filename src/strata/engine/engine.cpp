@@ -25,47 +25,38 @@ std::shared_ptr<comm::Collectives> checked(std::shared_ptr<comm::Collectives> co
 // On a device that runs ahead with one-sided gathers, the optimizer first updates the units that
 // every rank's next forward needs first. Ranks gather those, in rounds, while it updates the rest.
 //
-// Errors: after the update has begun, any error leaves the weights of two steps. If a rank's
-// optimizer fails, that rank throws the optimizer's error, and all others throw an error of the
-// same class that names the rank. So the collectives stay good, and weights can be loaded. An error
-// after that ends the collectives, with its reason. CommError from the collectives.
+// Errors (Engine says what they leave): if a rank's optimizer fails, that rank throws its error,
+// and all others throw one of the same class that names the rank. The collectives stay good, and
+// weights can be loaded. An error after that ends the collectives, with its reason.
 class WeightUpdate {
  public:
-  WeightUpdate(const std::vector<Unit>& units, Gatherer& gatherer, StepRecorder& recorder,
-               comm::Collectives& collectives, device::Device& device)
-      : units_(units),
-        gatherer_(gatherer),
-        recorder_(recorder),
-        collectives_(collectives),
-        device_(device) {}
+  explicit WeightUpdate(Engine& engine) : engine_(engine) {}
 
   // Collective: the parts of these units' slices that other ranks own go to this rank's copies of
   // them (ShardPosition::parts).
-  static void complete_slices(comm::Collectives& collectives, const std::vector<Unit>& units,
-                              std::span<const int> indices) {
+  void complete_slices(std::span<const int> indices) {
+    comm::Collectives& collectives = engine_.collectives();
     if (collectives.shard_position().parts == 1) return;
     std::vector<comm::SliceMap> slices;
-    for (const int index : indices) slices.push_back(nth(units, index).slices);
+    for (const int index : indices) slices.push_back(nth(engine_.weights().units(), index).slices);
     collectives.complete_slices(slices);
   }
-  static void complete_slices(comm::Collectives& collectives, const std::vector<Unit>& units,
-                              Changed changed) {
+  void complete_slices(Changed changed) {
     std::vector<int> indices;
-    for (const Unit& unit : units) {
+    for (const Unit& unit : engine_.weights().units()) {
       if (changed == Changed::kAll || unit.trainable()) indices.push_back(unit.id);
     }
-    complete_slices(collectives, units, indices);
+    complete_slices(indices);
   }
 
   // Collective. From its beginning to its end no rank gathers the changing units.
-  void run(ShardedOptimizer& optimizer, std::span<const GroupScalars> groups,
-           const GradientScale& scale) {
+  void run(std::span<const GroupScalars> groups, const GradientScale& scale) {
     try {
-      agree_on(update_shards(optimizer, groups, scale));
+      agree_on(update_shards(groups, scale));
       bring_new_shards();
     } catch (...) {
       // The gathers under way copy shards of a failed update. Their errors would hide the cause.
-      FirstError().attempt([this] { gatherer_.abandon_lazy_gather(); });
+      FirstError().attempt([this] { engine_.gatherer().abandon_lazy_gather(); });
       throw;
     }
   }
@@ -75,16 +66,16 @@ class WeightUpdate {
   static constexpr Bytes kFetchedTogether = 64_MiB;
 
   bool fetches_ahead() const {
-    const comm::ShardPosition place = collectives_.shard_position();
-    return device_.runs_ahead() && place.held_count() > 1 && place.parts == 1 &&
-           collectives_.traits().one_sided;
+    const comm::ShardPosition place = engine_.collectives().shard_position();
+    return engine_.device().runs_ahead() && place.held_count() > 1 && place.parts == 1 &&
+           engine_.collectives().traits().one_sided;
   }
 
   // The units that every rank's next forward needs first, in their common order. If only some ranks
   // need a unit, the other ranks do not report that they have updated it. Collective.
   std::vector<int> first_needed_by_all() {
-    std::vector<int> common = gatherer_.first_needed();
-    for (const std::string& text : collectives_.all_gather_text(text_of_numbers(common))) {
+    std::vector<int> common = engine_.gatherer().first_needed();
+    for (const std::string& text : engine_.collectives().all_gather_text(text_of_numbers(common))) {
       const std::vector<int> theirs = numbers_of_text(text);
       const auto end = std::ranges::mismatch(common, theirs).in1;
       common.erase(end, common.end());
@@ -102,31 +93,30 @@ class WeightUpdate {
         bytes = Bytes();
       }
       rounds.back().push_back(index);
-      bytes += nth(units_, index).layout.flat_bytes();
+      bytes += nth(engine_.weights().units(), index).layout.flat_bytes();
     }
     return rounds;
   }
 
   // Returns the exception of this rank's optimizer, since all ranks have to learn of it.
-  std::exception_ptr update_shards(ShardedOptimizer& optimizer,
-                                   std::span<const GroupScalars> groups,
+  std::exception_ptr update_shards(std::span<const GroupScalars> groups,
                                    const GradientScale& scale) {
     const std::vector<int> first = fetches_ahead() ? first_needed_by_all() : std::vector<int>();
-    std::vector<int> order = optimizer.order(first);
+    std::vector<int> order = engine_.optimizer()->order(first);
     order.resize(first.size());
     const std::vector<std::vector<int>> rounds = plan_rounds(order);
     std::size_t round = 0;
     std::size_t updated = 0;  // of this round
     try {
-      StepRecorder::Recording recording = recorder_.begin(Activity::kOptimizer, -1);
-      optimizer.step(groups, scale, first, [&](int unit) {
-        recorder_.end(recording, unit);
+      StepRecorder::Recording recording = engine_.recorder().begin(Activity::kOptimizer, -1);
+      engine_.optimizer()->step(groups, scale, first, [&](int unit) {
+        engine_.recorder().end(recording, unit);
         if (round < rounds.size() && ++updated == rounds[round].size()) {
           updated = 0;
-          collectives_.group_barrier();
-          gatherer_.fetch_first(rounds[round++]);
+          engine_.collectives().group_barrier();
+          engine_.gatherer().fetch_first(rounds[round++]);
         }
-        recording = recorder_.begin(Activity::kOptimizer, -1);
+        recording = engine_.recorder().begin(Activity::kOptimizer, -1);
       });
     } catch (const CommError&) {
       throw;  // the others know already
@@ -135,7 +125,7 @@ class WeightUpdate {
       // The other ranks wait at a barrier in each remaining round, and learn of the error after the
       // last one.
       FirstError().attempt([&] {
-        for (; round < rounds.size(); ++round) collectives_.group_barrier();
+        for (; round < rounds.size(); ++round) engine_.collectives().group_barrier();
       });
       return error;
     }
@@ -144,8 +134,8 @@ class WeightUpdate {
 
   void agree_on(const std::exception_ptr& mine) {
     try {
-      if (collectives_.world_size() > 1) {
-        agree_on_outcome(collectives_, "updating the weights",
+      if (engine_.collectives().world_size() > 1) {
+        agree_on_outcome(engine_.collectives(), "updating the weights",
                          mine != nullptr ? failure_of(mine) : Failure());
       }
     } catch (...) {
@@ -156,22 +146,19 @@ class WeightUpdate {
 
   void bring_new_shards() {
     try {
-      complete_slices(collectives_, units_, Changed::kTrainable);
-      collectives_.group_barrier();  // every shard is new before any rank gathers
-      gatherer_.gather_whole(Changed::kTrainable, /*late=*/true);
+      complete_slices(Changed::kTrainable);
+      engine_.collectives().group_barrier();  // every shard is new before any rank gathers
+      engine_.gatherer().gather_whole(Changed::kTrainable, /*late=*/true);
     } catch (const CommError&) {
       throw;  // the others know already
     } catch (const std::exception& error) {
-      collectives_.abort(fmt::format("its update of the weights failed: {}", error.what()));
+      engine_.collectives().abort(
+          fmt::format("its update of the weights failed: {}", error.what()));
       throw;
     }
   }
 
-  const std::vector<Unit>& units_;
-  Gatherer& gatherer_;
-  StepRecorder& recorder_;
-  comm::Collectives& collectives_;
-  device::Device& device_;
+  Engine& engine_;
 };
 
 }  // namespace
@@ -197,8 +184,7 @@ Engine::Engine(std::span<const plan::ParamSpec> params, const plan::ModelPlan& p
       shards_(weights_, reducer_.shards(), collectives_->shard_position().index),
       optimizer_(make_optimizer(optimizer, options_.moment_dtype, shards_, *device_,
                                 *stores_.states, recorder_)),
-      state_offload_(weights_, gatherer_, reducer_, optimizer_.get(), stores_, *collectives_,
-                     *device_, pass_) {}
+      state_offload_(*this, stores_, pass_) {}
 
 Engine::~Engine() {
   trace_.end(recorder_, *collectives_);
@@ -219,7 +205,7 @@ void Engine::weights_changed(bool complete) {
   state_offload_.require_all("loading weights");
   weights_.back_all();
   gatherer_.invalidate(Changed::kAll);
-  WeightUpdate::complete_slices(*collectives_, weights_.units(), Changed::kAll);
+  WeightUpdate(*this).complete_slices(Changed::kAll);
   if (complete) {
     collectives_->barrier();
     pass_.weights_loaded();
@@ -227,7 +213,7 @@ void Engine::weights_changed(bool complete) {
   }
   Bytes whole;
   for (const Unit& unit : weights_.units()) {
-    if (!gatherer_.begun(unit.id)) whole += Bytes(unit.resident.size());
+    if (!gatherer_.whole().started(unit.id)) whole += Bytes(unit.resident.size());
   }
   InitReport::Phase phase(init_report_, "all-gather", whole);
   collectives_->barrier();  // every rank's shards are written before any rank reads them
@@ -251,7 +237,7 @@ void Engine::adopt_flat(std::span<const int> params) {
         gatherer_.flat(unit.id).data() + bytes_of(slot.offset + begin, dtype).size();
     weights_.store(param, begin, end - begin, source, dtype);
   }
-  WeightUpdate::complete_slices(*collectives_, weights_.units(), units);
+  WeightUpdate(*this).complete_slices(units);
 }
 
 void Engine::begin_forward() {
@@ -318,8 +304,7 @@ StepResult Engine::step(std::span<const GroupScalars> groups, double loss_scale,
 
 void Engine::update_weights(std::span<const GroupScalars> groups, const GradientScale& scale) {
   try {
-    WeightUpdate(weights_.units(), gatherer_, recorder_, *collectives_, *device_)
-        .run(*optimizer_, groups, scale);
+    WeightUpdate(*this).run(groups, scale);
   } catch (const std::exception& error) {
     pass_.fail_update(error.what());
     static_cast<void>(reducer_.abandon_backward());  // its error would hide the cause

@@ -22,7 +22,6 @@
 #include <span>
 #include <string>
 #include <string_view>
-#include <vector>
 
 #include "strata/base/error.h"
 #include "strata/comm/collectives.h"

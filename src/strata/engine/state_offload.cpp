@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "strata/base/error.h"
+#include "strata/engine/engine.h"
 #include "strata/engine/unit/agreement.h"
 
 namespace strata::engine {
@@ -51,10 +52,11 @@ void StateOffload::require_no_pass() const {
 
 bool StateOffload::offload_states(const StateSet& states, bool pinned) {
   require_no_pass();
-  agree_on_text(collectives_, "offload_states()", states.text());
+  comm::Collectives& collectives = engine_.collectives();
+  agree_on_text(collectives, "offload_states()", states.text());
   StateSet moving = states.without(away_);
-  double can = weights_.can_offload() ? 1.0 : 0.0;
-  collectives_.all_reduce({&can, 1}, comm::ReduceOp::kMin);
+  double can = engine_.weights().can_offload() ? 1.0 : 0.0;
+  collectives.all_reduce({&can, 1}, comm::ReduceOp::kMin);
   if (can == 0.0) moving.weights = false;
   if (moving.any()) {
     let_go_of_weights(moving.weights);
@@ -65,54 +67,56 @@ bool StateOffload::offload_states(const StateSet& states, bool pinned) {
 
 // Until all ranks have read what others have.
 void StateOffload::let_go_of_weights(bool they_move) {
-  agree_after(collectives_, kOffloading, [&] {
-    gatherer_.complete_all();
-    if (they_move) gatherer_.invalidate(Changed::kAll);
+  comm::Collectives& collectives = engine_.collectives();
+  agree_after(collectives, kOffloading, [&] {
+    engine_.gatherer().complete_all();
+    if (they_move) engine_.gatherer().invalidate(Changed::kAll);
   });
-  gatherer_.free_memory();  // on all ranks or none, as gathers want it
-  device_.compute_stream().synchronize();
-  collectives_.barrier();
+  engine_.gatherer().free_memory();  // on all ranks or none, as gathers want it
+  engine_.device().compute_stream().synchronize();
+  collectives.barrier();
 }
 
 void StateOffload::offload_memory(const StateSet& moving, bool pinned) {
+  comm::Collectives& collectives = engine_.collectives();
   StateSet tried = moving;
   tried.weights = false;  // they stay if this fails
   away_ |= tried;
   try {
-    agree_after(collectives_, kOffloading, [&] {
+    agree_after(collectives, kOffloading, [&] {
       if (outside_.offload_states) outside_.offload_states(moving, pinned);
-      if (moving.weights) weights_.copy_for_offload(pinned);
-      reducer_.offload_states(moving.gradients, moving.gradient_buffers, pinned);
-      if (optimizer_ != nullptr) optimizer_->offload_states(moving.masters);
+      if (moving.weights) engine_.weights().copy_for_offload(pinned);
+      engine_.reducer().offload_states(moving.gradients, moving.gradient_buffers, pinned);
+      if (engine_.optimizer() != nullptr) engine_.optimizer()->offload_states(moving.masters);
       if (moving.masters) stores_.states->offload_states(memory::Kind::kMasterWeights, pinned);
       if (moving.moments) stores_.states->offload_states(memory::Kind::kOptimizerState, pinned);
     });
   } catch (...) {
-    if (moving.weights) weights_.drop_copy();
+    if (moving.weights) engine_.weights().drop_copy();
     throw;
   }
   if (moving.weights) {
     away_.weights = true;
-    gatherer_.detach_whole();
-    weights_.offload_states();
+    engine_.gatherer().whole().detach();
+    engine_.weights().offload_states();
   }
-  collectives_.barrier();  // what others have mapped of it keeps it
-  collectives_.unmap_freed();
-  collectives_.barrier();
+  collectives.barrier();  // what others have mapped of it keeps it
+  collectives.unmap_freed();
+  collectives.barrier();
 }
 
 void StateOffload::reload_states() {
   if (!away_.any()) return;
-  agree_after(collectives_, kReloading, [&] {
-    weights_.reload_states();
+  agree_after(engine_.collectives(), kReloading, [&] {
+    engine_.weights().reload_states();
     stores_.states->reload_states();
-    reducer_.reload_states();
-    if (optimizer_ != nullptr) optimizer_->reload_states();
+    engine_.reducer().reload_states();
+    if (engine_.optimizer() != nullptr) engine_.optimizer()->reload_states();
     if (outside_.reload_states) outside_.reload_states();
   });
   if (away_.weights) {
-    weights_.finish_reload();
-    gatherer_.attach_whole();
+    engine_.weights().finish_reload();
+    engine_.gatherer().whole().attach();
   }
   away_ = {};
 }

@@ -16,15 +16,12 @@
 #include <string_view>
 #include <utility>
 
-#include "strata/comm/collectives.h"
-#include "strata/device/device.h"
-#include "strata/engine/gather/gatherer.h"
-#include "strata/engine/optimize/sharded_optimizer.h"
 #include "strata/engine/pass_state.h"
-#include "strata/engine/reduce/reducer.h"
 #include "strata/engine/unit/weights.h"
 
 namespace strata::engine {
+
+class Engine;
 
 // Kinds of states, by the names that scripts know.
 struct StateSet {
@@ -52,18 +49,9 @@ class StateOffload {
     std::function<void()> reload_states;
   };
 
-  // `optimizer` may be null.
-  StateOffload(Weights& weights, Gatherer& gatherer, Reducer& reducer, ShardedOptimizer* optimizer,
-               const Stores& stores, comm::Collectives& collectives, device::Device& device,
-               const PassState& pass)
-      : weights_(weights),
-        gatherer_(gatherer),
-        reducer_(reducer),
-        optimizer_(optimizer),
-        stores_(stores),
-        collectives_(collectives),
-        device_(device),
-        pass_(pass) {}
+  // `stores` and `pass`: of the engine.
+  StateOffload(Engine& engine, const Stores& stores, const PassState& pass)
+      : engine_(engine), stores_(stores), pass_(pass) {}
 
   // The first checks of offload_states(), for callers that have work to do before it.
   void require_no_pass() const;
@@ -89,13 +77,8 @@ class StateOffload {
   void offload_memory(const StateSet& moving, bool pinned);
   void refuse(bool missing, std::string_view call) const;
 
-  Weights& weights_;
-  Gatherer& gatherer_;
-  Reducer& reducer_;
-  ShardedOptimizer* optimizer_;
+  Engine& engine_;
   const Stores& stores_;
-  comm::Collectives& collectives_;
-  device::Device& device_;
   const PassState& pass_;
   Outside outside_;  // no functions: there are none
   StateSet away_;

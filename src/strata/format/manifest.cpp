@@ -157,13 +157,6 @@ Json tensor_json(const ManifestTensor& tensor) {
   return json;
 }
 
-Json file_json(const ManifestFile& file) {
-  return {{"name", file.name},
-          {"bytes", file.bytes.value},
-          {"block_bytes", file.checksums.block().value},
-          {"xxh3", sums_text(file.checksums.sums())}};
-}
-
 std::string checksum_of_text(const Json& manifest) {
   const std::string text = manifest.dump();
   return checksum_text(checksum_of(std::as_bytes(std::span(text))));
@@ -255,7 +248,12 @@ Json checked_json(std::string_view text, std::string_view path) {
 
 Json files_json(std::span<const ManifestFile> files) {
   Json list = Json::array();
-  for (const ManifestFile& file : files) list.push_back(file_json(file));
+  for (const ManifestFile& file : files) {
+    list.push_back({{"name", file.name},
+                    {"bytes", file.bytes.value},
+                    {"block_bytes", file.checksums.block().value},
+                    {"xxh3", sums_text(file.checksums.sums())}});
+  }
   return list;
 }
 

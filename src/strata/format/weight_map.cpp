@@ -169,7 +169,7 @@ FileOffset WeightMap::end_of(std::size_t param) const {
   STRATA_ASSERT(param < copies_.size());
   FileOffset end;
   for (const RangeCopy& copy : copies_[param])
-    end = std::max(end, {copy.file, copy.offset + bytes_of(copy.numel, copy.source_dtype)});
+    end = std::max(end, {copy.file, copy.offset + copy.bytes()});
   return end;
 }
 

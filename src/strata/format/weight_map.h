@@ -51,6 +51,7 @@ struct RangeCopy {
   std::size_t param = 0;
   Numel param_begin;
   Numel numel;
+  Bytes bytes() const { return bytes_of(numel, source_dtype); }  // of the file
   bool operator==(const RangeCopy&) const = default;
 };
 

@@ -66,8 +66,8 @@ struct AdamScalars {
   double beta2 = 0.999;
   double eps = 1e-8;
   double weight_decay = 0.0;
-  bool decoupled = true;        // true: AdamW; false: Adam with L2 added to the gradient
   bool bias_correction = true;  // false: moments are not corrected, and `step` has no effect
+  bool decoupled = true;        // true: AdamW; false: Adam with L2 added to the gradient
   std::int64_t step = 1;        // of this update, counted from 1 (bias correction)
   float gradient_scale = 1.0F;  // multiplies the gradient first: clipping and loss scale together
   // For Device::adam_step(). If not null, the processor that runs the step reads gradient_scale

@@ -245,7 +245,7 @@ TEST(WeightLoaderMasters, OfAnEarlierLoadAreReplacedToTheLastElement) {
 TEST(OwedMasters, AreTakenOnceWithNeighboursAsOne) {
   OwedMasters owed;
   const auto add = [&](int unit, int begin, int end) {
-    owed.add({unit, Numel(begin), Numel(end)});
+    owed.push_back({unit, Numel(begin), Numel(end)});
   };
   add(1, 20, 30);
   add(0, 0, 5);
@@ -253,11 +253,11 @@ TEST(OwedMasters, AreTakenOnceWithNeighboursAsOne) {
   add(1, 10, 20);
   add(0, 6, 8);
   std::vector<std::tuple<int, std::int64_t, std::int64_t>> taken;
-  for (const auto& [unit, begin, end] : owed.take())
+  for (const auto& [unit, begin, end] : take_joined(owed))
     taken.emplace_back(unit, begin.value, end.value);
   EXPECT_THAT(taken, ::testing::ElementsAre(std::tuple(0, 0, 5), std::tuple(0, 6, 8),
                                             std::tuple(1, 0, 30)));
-  EXPECT_TRUE(owed.take().empty());
+  EXPECT_TRUE(take_joined(owed).empty());
 }
 
 TEST(WeightLoaderErrors, AFileTruncatedOnOneRankIsAnErrorOnEveryRank) {

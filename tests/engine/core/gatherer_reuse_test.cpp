@@ -41,7 +41,7 @@ TEST(GathererReuse, OfNothingLeavesTheUnitThatIsUsedNext) {
       rank.forward();
       EXPECT_THAT(gathered_units(rank), ElementsAre(7, 8)) << "pass " << pass;
       rank.backward(true, [&](int p) { rank.add(p, noises(1, rank.model().numel(p))); });
-      EXPECT_LE(rank.gatherer().live(), block_bytes() * 2);
+      EXPECT_LE(rank.gatherer().sharded().live(), block_bytes() * 2);
       step(rank);
     }
     EXPECT_LE(rank.ledger().peak(memory::Tier::kDevice, memory::Kind::kGathered),

@@ -44,9 +44,9 @@ TEST(Gatherer, WhatIsInUseMayExceedTheBoundAndIsLetGoAtOnce) {
   on_two_ranks([&](auto collectives) {
     FakeRank rank(model, bounded(block_bytes() * 2, 0_B), std::move(collectives));
     for (int unit = 0; unit < 4; ++unit) rank.gatherer().acquire(unit);
-    EXPECT_EQ(rank.gatherer().live(), block_bytes() * 4);
+    EXPECT_EQ(rank.gatherer().sharded().live(), block_bytes() * 4);
     for (int unit = 0; unit < 4; ++unit) rank.gatherer().release(unit);
-    EXPECT_LE(rank.gatherer().live(), block_bytes() * 2);
+    EXPECT_LE(rank.gatherer().sharded().live(), block_bytes() * 2);
     EXPECT_LE(rank.ledger().held(kDevice, kGathered), block_bytes() * 2);
     EXPECT_EQ(rank.ledger().peak(kDevice, kGathered), block_bytes() * 4);
   });
@@ -61,9 +61,9 @@ TEST(Gatherer, APassAllocatesNothingAfterTheFirst) {
       rank.gatherer().acquire(0);
       train_one_pass(rank);
       train_one_pass(rank);
-      const std::int64_t warm = rank.gatherer().allocations();
+      const std::int64_t warm = rank.gatherer().sharded().pool().allocations();
       for (int i = 0; i < 3; ++i) train_one_pass(rank);
-      EXPECT_EQ(rank.gatherer().allocations(), warm) << blocks << " blocks";
+      EXPECT_EQ(rank.gatherer().sharded().pool().allocations(), warm) << blocks << " blocks";
       rank.gatherer().release(0);
     });
   }
@@ -92,7 +92,7 @@ TEST(Gatherer, APassAllocatesLittleWhereUnitsOfSeveralSizesDoNotAllFit) {
           train_one_pass(rank);
           step(rank);
         }
-        return rank.gatherer().allocations();
+        return rank.gatherer().sharded().pool().allocations();
       };
       const std::int64_t warm = train(3);
       // Allocations for the two ends of the model, whose size no other unit has, and for the units
@@ -109,9 +109,9 @@ TEST(Gatherer, StepsAllocateNothingOnceEverySizeFits) {
     for (int i = 0; i < 4; ++i) {
       train_one_pass(rank);
       step(rank);
-      EXPECT_EQ(rank.gatherer().live(), 0_B);
+      EXPECT_EQ(rank.gatherer().sharded().live(), 0_B);
     }
-    EXPECT_EQ(rank.gatherer().allocations(), 9);
+    EXPECT_EQ(rank.gatherer().sharded().pool().allocations(), 9);
   });
 }
 
@@ -133,11 +133,12 @@ TEST(Gatherer, PrefetchesWhatComesNextWithinItsBound) {
     FakeRank rank(model, bounded(block_bytes() * 20, block_bytes() * 2), std::move(collectives));
     rank.gatherer().start_pass();
     rank.gatherer().acquire(0);
-    EXPECT_EQ(rank.gatherer().live(), block_bytes() * 3) << "the unit in use and two ahead";
+    EXPECT_EQ(rank.gatherer().sharded().live(), block_bytes() * 3)
+        << "the unit in use and two ahead";
     EXPECT_FALSE(rank.gatherer().gathered(1)) << "attached only when used";
     rank.gatherer().release(0);
     rank.gatherer().acquire(1);
-    EXPECT_EQ(rank.gatherer().live(), block_bytes() * 4);
+    EXPECT_EQ(rank.gatherer().sharded().live(), block_bytes() * 4);
     rank.gatherer().release(1);
   });
 }
@@ -185,7 +186,7 @@ TEST(Gatherer, AStepKeepsGatheredWeightsThatAreFrozen) {
     EXPECT_FALSE(rank.gatherer().gathered(0)) << "the one that was trained";
     for (int unit = 1; unit <= 8; ++unit) EXPECT_TRUE(rank.gatherer().gathered(unit)) << unit;
     rank.engine().weights_changed();
-    EXPECT_EQ(rank.gatherer().live(), 0_B);
+    EXPECT_EQ(rank.gatherer().sharded().live(), 0_B);
   });
 }
 
@@ -224,7 +225,7 @@ Bytes limit_for(const FakeModel& model, int blocks) {
   Bytes held;
   on_two_ranks([&](auto collectives) {
     FakeRank rank(model, {}, std::move(collectives));
-    rank.gatherer().evict_all();
+    rank.gatherer().sharded().evict_all();
     const memory::Ledger& ledger = rank.ledger();
     if (rank.collectives().rank() == 0) {
       // Weights lie in memory of the collectives, which the device's limit does not count.
@@ -279,7 +280,7 @@ TEST(Gatherer, AtOneRankNothingIsGathered) {
     FakeRank rank(model, bounded(0_B, 0_B), std::move(collectives));
     train_one_pass(rank);
     step(rank);
-    EXPECT_EQ(rank.gatherer().allocations(), 0);
+    EXPECT_EQ(rank.gatherer().sharded().pool().allocations(), 0);
     EXPECT_EQ(rank.ledger().peak(kDevice, kGathered), 0_B);
   }));
 }

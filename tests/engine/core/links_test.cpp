@@ -52,7 +52,7 @@ Held held_by(Engine& engine) {
   const auto* adam = dynamic_cast<AdamOptimizer*>(engine.optimizer());
   for (const OptimizerShards::UnitShard& shard : engine.shards().units()) {
     std::vector<StateBlock> blocks = engine.weights().masters().blocks(shard.unit);
-    for (const auto moment : {AdamOptimizer::Moment::kFirst, AdamOptimizer::Moment::kSecond})
+    for (const std::string_view moment : {kExpAvg, kExpAvgSq})
       blocks.push_back(adam->moment_block(shard.unit, moment));
     for (const StateBlock& block : blocks) {
       const Bytes bytes = engine.weights().states().size_of(block.id);

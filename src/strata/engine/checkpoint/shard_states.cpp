@@ -13,7 +13,11 @@ constexpr Bytes kScratchBytes = 4_MiB;
 
 using format::kValue;
 
+constexpr std::string_view kAllKinds[] = {kValue, kExpAvg, kExpAvgSq};
+
 }  // namespace
+
+const std::span<const std::string_view> ShardStates::kKinds = kAllKinds;
 
 ShardStates::ShardStates(Engine& engine)
     : engine_(engine), adam_(dynamic_cast<AdamOptimizer*>(engine.optimizer())) {}
@@ -30,38 +34,19 @@ void ShardStates::settle() {
   engine_.device().compute_stream().synchronize();
 }
 
-bool ShardStates::has_moments(int unit) const {
-  return adam_ != nullptr && engine_.weights().units()[static_cast<std::size_t>(unit)].trainable();
-}
-
-std::vector<std::string_view> ShardStates::storable_kinds_of(int unit) const {
-  if (has_moments(unit)) return {kValue, kExpAvg, kExpAvgSq};
-  return {kValue};
-}
-
-std::vector<std::string_view> ShardStates::kinds_of(int unit) const {
-  if (has_moments(unit) && adam_->prepared()) return {kValue, kExpAvg, kExpAvgSq};
-  return {kValue};
-}
-
 DType ShardStates::dtype_of(int unit, std::string_view kind) const {
   if (kind != kValue) return adam_->moment_dtype(unit);
   const Weights& weights = engine_.weights();
-  const DType dtype = weights.units()[static_cast<std::size_t>(unit)].layout.dtype();
+  const DType dtype = nth(weights.units(), unit).layout.dtype();
   const plan::MasterForm form = weights.master_form(unit);
   const bool beside = form == plan::MasterForm::kFloat32 || form == plan::MasterForm::kRemainder;
   return beside && dtype != DType::kFloat64 ? DType::kFloat32 : dtype;
 }
 
-StateBlock ShardStates::moment(int unit, std::string_view kind) const {
-  return adam_->moment_block(
-      unit, kind == kExpAvg ? AdamOptimizer::Moment::kFirst : AdamOptimizer::Moment::kSecond);
-}
-
 void ShardStates::enqueue_read(int unit, std::string_view kind, Numel first, Numel numel,
                                std::span<std::byte> target) {
   Weights& weights = engine_.weights();
-  const Unit& of = weights.units()[static_cast<std::size_t>(unit)];
+  const Unit& of = nth(weights.units(), unit);
   const DType dtype = dtype_of(unit, kind);
   STRATA_ASSERT(Bytes(target.size()) == bytes_of(numel, dtype));
   device::Device& device = engine_.device();
@@ -79,18 +64,15 @@ void ShardStates::enqueue_read(int unit, std::string_view kind, Numel first, Num
     return;
   }
   const auto copy = [&](const StateRange& range) {
-    const Numel begin = std::max(range.first, first);
-    const Numel end = std::min(range.end, first + numel);
-    const std::size_t bytes = bytes_of(end - begin, dtype).size();
-    device.copy(target.subspan(bytes_of(begin - first, dtype).size(), bytes),
-                range.bytes(0).subspan(bytes_of(begin - range.first, dtype).size(), bytes),
+    const std::span<std::byte> source = range.wanted(dtype);
+    device.copy(target.subspan(bytes_of(range.low - first, dtype).size(), source.size()), source,
                 device.compute_stream());
   };
   if (kind == kValue) {
     weights.masters().for_each(unit, first, first + numel, offload::Access::kRead, copy);
     return;
   }
-  const StateBlock block = moment(unit, kind);
+  const StateBlock block = adam_->moment_block(unit, kind);
   for_each_range(weights.states(), {&block, 1}, of.layout.shard(), first, first + numel,
                  offload::Access::kRead, copy);
 }
@@ -131,13 +113,13 @@ void ShardStates::read_masters(const Unit& unit, Numel first, Numel numel,
   };
   weights.masters().for_each(
       unit.id, first, first + numel, offload::Access::kRead, [&](const StateRange& range) {
-        const Numel begin = std::max(range.first, first);
-        const Numel count = std::min(range.end, first + numel) - begin;
-        const auto out = target.subspan(bytes_of(begin - first, DType::kFloat32).size(),
+        const Numel at = range.low - range.first;
+        const Numel count = range.high - range.low;
+        const auto out = target.subspan(bytes_of(range.low - first, DType::kFloat32).size(),
                                         bytes_of(count, DType::kFloat32).size());
-        if (reached) return join(range, begin - range.first, out);
+        if (reached) return join(range, at, out);
         through_scratch(count, DType::kFloat32, [&](Numel done, Numel, std::span<std::byte> there) {
-          join(range, begin - range.first + done, there);
+          join(range, at + done, there);
           device.copy(out.subspan(bytes_of(done, DType::kFloat32).size(), there.size()), there,
                       stream);
         });
@@ -160,13 +142,12 @@ void ShardStates::enqueue_store(int param, std::string_view kind, Numel begin, N
   const Numel at = weights.slot_of(param).offset + low - shard_begin;
   const std::byte* first = source + bytes_of(low - begin, source_dtype).size();
   const DType dtype = dtype_of(unit.id, kind);
-  const StateBlock block = moment(unit.id, kind);
+  const StateBlock block = adam_->moment_block(unit.id, kind);
   for_each_range(weights.states(), {&block, 1}, unit.layout.shard(), at, at + (high - low),
                  offload::Access::kReadWrite, [&](const StateRange& range) {
-                   const Numel from = std::max(range.first, at);
-                   const Numel count = std::min(range.end, at + (high - low)) - from;
-                   write(range.bytes(0).data() + bytes_of(from - range.first, dtype).size(), dtype,
-                         first + bytes_of(from - at, source_dtype).size(), source_dtype, count);
+                   write(range.wanted(dtype).data(), dtype,
+                         first + bytes_of(range.low - at, source_dtype).size(), source_dtype,
+                         range.high - range.low);
                  });
 }
 

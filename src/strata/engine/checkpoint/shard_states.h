@@ -27,9 +27,14 @@ class ShardStates {
   ~ShardStates();
 
   // The kinds that a unit has; kValue first.
-  std::vector<std::string_view> kinds_of(int unit) const;
+  std::span<const std::string_view> kinds_of(int unit) const {
+    return adam_ != nullptr && adam_->prepared() ? storable_kinds_of(unit) : kKinds.first(1);
+  }
   // The same, as if the optimizer were prepared: what loading can store.
-  std::vector<std::string_view> storable_kinds_of(int unit) const;
+  std::span<const std::string_view> storable_kinds_of(int unit) const {
+    const bool has_moments = adam_ != nullptr && nth(engine_.weights().units(), unit).trainable();
+    return has_moments ? kKinds : kKinds.first(1);
+  }
   DType dtype_of(int unit, std::string_view kind) const;
 
   // Queues on the compute stream: elements [first, first + numel) of the unit's shard to `target`,
@@ -44,8 +49,7 @@ class ShardStates {
   void settle();
 
  private:
-  bool has_moments(int unit) const;
-  StateBlock moment(int unit, std::string_view kind) const;
+  static const std::span<const std::string_view> kKinds;
   void through_scratch(
       Numel numel, DType dtype,
       const std::function<void(Numel done, Numel part, std::span<std::byte> scratch)>& queue);
@@ -57,8 +61,5 @@ class ShardStates {
   AdamOptimizer* adam_;                      // null: another optimizer, or none
   std::unique_ptr<device::Memory> scratch_;  // where kernels do not reach the host's memory
 };
-
-inline constexpr std::string_view kExpAvg = "exp_avg";
-inline constexpr std::string_view kExpAvgSq = "exp_avg_sq";
 
 }  // namespace strata::engine

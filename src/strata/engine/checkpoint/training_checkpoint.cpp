@@ -139,11 +139,10 @@ void read_whole(const TrainingCheckpoint& checkpoint, std::size_t tensor, io::Io
   for (auto& [first, bytes] : places) sum += std::exchange(bytes, sum);
   const checkpoint::CheckpointFiles files(checkpoint.path(), manifest, wanted);
   const checkpoint::Verification verify = files.verification();
-  const auto take = [&](std::size_t extent, Bytes at, std::span<const std::byte> bytes) {
+  checkpoint::ExtentSink sink(extents, [&](std::size_t extent, Bytes at, auto bytes) {
     const Bytes place = places.at(extents[extent].begin) + at;
     std::ranges::copy(bytes, target.subspan(place.size(), bytes.size()).begin());
-  };
-  checkpoint::ExtentSink sink(extents, take);
+  });
   const std::vector<checkpoint::ReadableFile> ways = files.readable();
   const std::vector<checkpoint::FileRange> blocks =
       checkpoint::whole_blocks(ranges, manifest.files);

@@ -75,14 +75,12 @@ void clear_moments(Engine& engine, const std::set<std::pair<int, std::string_vie
   device::Device& device = engine.device();
   for (const Unit& unit : engine.weights().units()) {
     if (adam == nullptr || !unit.trainable()) continue;
-    for (const auto& [name, moment] : {std::pair(kExpAvg, AdamOptimizer::Moment::kFirst),
-                                       std::pair(kExpAvgSq, AdamOptimizer::Moment::kSecond)}) {
-      const std::string_view kind = name;
+    for (const std::string_view kind : {kExpAvg, kExpAvgSq}) {
       const bool whole = std::ranges::all_of(unit.layout.slots(), [&](const plan::Slot& slot) {
         return stored.contains({slot.param, kind});
       });
       if (whole) continue;
-      const StateBlock block = adam->moment_block(unit.id, moment);
+      const StateBlock block = adam->moment_block(unit.id, kind);
       const Numel shard = unit.layout.shard();
       for_each_range(engine.weights().states(), {&block, 1}, shard, Numel(), shard,
                      offload::Access::kReadWrite, [&](const StateRange& range) {

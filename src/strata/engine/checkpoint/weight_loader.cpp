@@ -17,10 +17,6 @@ namespace {
 // Unwanted bytes between two wanted ranges that are read along, which is cheaper than another read.
 constexpr Bytes kGapMax = 16_KiB;
 
-Bytes bytes_of_copy(const format::RangeCopy& copy) {
-  return bytes_of(copy.numel, copy.source_dtype);
-}
-
 // How far into its block a read begins that must not.
 Bytes past_block(const format::RangeCopy& copy, Bytes block) {
   const bool aligned = copy.offset % size_of(copy.source_dtype) == Bytes();
@@ -28,7 +24,7 @@ Bytes past_block(const format::RangeCopy& copy, Bytes block) {
 }
 
 void add_piece(ReadPlan& plan, const format::RangeCopy& piece, Bytes buffer_bytes, Bytes block) {
-  const Bytes end = piece.offset + bytes_of_copy(piece);
+  const Bytes end = piece.offset + piece.bytes();
   plan.pieces.push_back(piece);
   if (!plan.reads.empty()) {
     checkpoint::FileRange& last = plan.reads.back();
@@ -54,7 +50,7 @@ class Files {
     using checkpoint::ReadWay;
     const bool buffered = source.way.value_or(ReadWay::kBuffered) == ReadWay::kBuffered;
     for (const format::RangeCopy& copy : copies) {
-      ranges_.push_back({copy.file, copy.offset, bytes_of_copy(copy)});
+      ranges_.push_back({copy.file, copy.offset, copy.bytes()});
       checkpoint::ReadableFile& ways = ways_[copy.file];
       if (ways.buffered != nullptr) continue;
       ways.buffered = ways.direct = source.files[copy.file];
@@ -129,7 +125,7 @@ class BatchSink final : public checkpoint::Sink {
           param.name, name_of(collected.dtype), name_of(dtype));
     }
     std::memcpy(collected.bytes.data() + bytes_of(copy.param_begin, dtype).size(), source,
-                bytes_of_copy(copy).size());
+                copy.bytes().size());
     collected.filled += copy.numel;
     if (collected.filled < param.numel()) return;
     plan::reorder(collected.bytes, param.shape, size_of(dtype), param.reordered());

@@ -147,7 +147,7 @@ GatheredUnits::GatheredUnits(const std::vector<Unit>& units, const WeightShards&
       least_ahead_(least_ahead),
       memory_(device, collectives),
       slots_(units.size()) {
-  if (options.max_live_is_hard) memory_.set_total_limit(options.max_live);
+  if (options.max_live_is_hard) pool().set_total_limit(options.max_live);
   for (const Unit& u : units) {
     if (u.spec.tile() && !u.whole) largest_tile_ = std::max(largest_tile_, u.layout.flat_bytes());
   }
@@ -158,14 +158,7 @@ GatheredUnits::~GatheredUnits() {
     Slot& s = of(u.id);
     s.work.reset();  // waits
     if (s.state != State::kGathered) continue;
-    try {
-      if (views_.held(u.id)) {
-        views_.leave(u.id, std::shared_ptr<device::Memory>(s.memory.release()));
-      } else {
-        views_.detach(u.id);
-      }
-    } catch (...) {  // the parameters keep their memory; a destructor cannot report it
-    }
+    views_.let_go(u.id, [&] { return std::shared_ptr<device::Memory>(s.memory.release()); });
   }
 }
 

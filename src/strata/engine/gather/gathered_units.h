@@ -35,22 +35,15 @@ namespace strata::engine {
 // they agree whether all of them got one: if one rank has no memory, take() fails on all. Ranks
 // make buffers at the same points, since they give back and free the same ones. Several shard
 // groups may gather different units and cannot agree; there a shortage is an error
-// (may_do_without()).
-//
-// Threads: one thread at a time. Ownership: must outlive its leases. Errors: CommError from take()
-// where it agrees.
+// (may_do_without()). It must outlive its leases. Errors: CommError from take() where it agrees.
 class GatherMemory {
  public:
   using Pool = memory::BufferPool<device::Memory>;
 
   GatherMemory(device::Device& device, comm::Collectives& collectives);
 
-  // Free buffers are freed before they and the ones in use together exceed this.
-  void set_total_limit(Bytes limit) { pool_.set_total_limit(limit); }
-  // Frees the buffers that a repeated pass did not use.
-  void end_round() { pool_.end_round(); }
-  // Frees all unused buffers. Ranks that agree do so together.
-  void trim() { pool_.trim(); }
+  // Its rounds are passes. Ranks that agree trim it together.
+  Pool& pool() { return pool_; }
 
   // `shortage` empty: `lease` has the memory. Otherwise this rank, or the rank that `shortage`
   // names if ranks agree, has no memory for it; unused buffers have been freed.
@@ -63,12 +56,6 @@ class GatherMemory {
   std::shared_ptr<device::Memory> replace(Pool::Lease& lease);
   // Whether a rank may go on with less than take() was asked for.
   bool may_do_without() const { return ranks_ != Ranks::kCannotAgree; }
-
-  // The memory of a gathered unit of `bytes`.
-  static Bytes footprint(Bytes bytes) {
-    return align_up(std::max(bytes, Bytes(1)), memory::page_size());
-  }
-  std::int64_t allocations() const { return pool_.allocations(); }
 
  private:
   // How the ranks that gather together ensure that they gather the same.
@@ -163,16 +150,16 @@ class GatheredUnits : NonCopyable {
       if (!u.whole && !pinned(u.id)) drop(u.id);
     }
   }
-  void free_memory() {
-    evict_all();
-    memory_.trim();
-  }
-  void end_round() { memory_.end_round(); }
+  GatherMemory::Pool& pool() { return memory_.pool(); }
 
   Bytes live() const { return live_; }  // of gathered units and those being gathered
-  std::int64_t allocations() const { return memory_.allocations(); }
-  // The memory of a unit while it is gathered.
-  Bytes footprint(int unit) const { return GatherMemory::footprint(memory_of(unit)); }
+  // The memory of a unit while it is gathered. All tiles take that of the largest one: buffers are
+  // kept by size, and a shorter tile, such as the last one of a parameter, would keep its own.
+  Bytes footprint(int index) const {
+    const Unit& u = unit(index);
+    const Bytes bytes = u.spec.tile() ? largest_tile_ : u.layout.flat_bytes();
+    return align_up(std::max(bytes, Bytes(1)), memory::page_size());
+  }
 
  private:
   enum class State { kReleased, kGathering, kGathered };
@@ -184,12 +171,6 @@ class GatheredUnits : NonCopyable {
     StepRecorder::Recording recording;  // of `work`
   };
 
-  // All tiles take the memory of the largest one. Buffers are kept by size, and a shorter tile,
-  // such as the last one of a parameter, would keep a buffer of its own size.
-  Bytes memory_of(int unit) const {
-    const Unit& u = this->unit(unit);
-    return u.spec.tile() ? largest_tile_ : u.layout.flat_bytes();
-  }
   // Takes memory for a unit in use, and evicts any unpinned unit that it must.
   GatherMemory::Pool::Lease take(int unit);
   [[noreturn]] void report_exhausted(int unit, const std::string& cause) const;

@@ -22,14 +22,7 @@ WholeUnits::~WholeUnits() {
   for (const Unit& u : units_) {
     if (!u.whole || u.away) continue;
     of(u.id).work.reset();  // waits
-    try {
-      if (views_.held(u.id)) {
-        views_.leave(u.id, u.memory);
-      } else {
-        views_.detach(u.id);
-      }
-    } catch (...) {  // the parameters keep their memory; a destructor cannot report it
-    }
+    views_.let_go(u.id, [&] { return u.memory; });
   }
 }
 
@@ -271,7 +264,7 @@ void Gatherer::fetch_first(std::span<const int> units) {
       whole_.start(index);
     } else if (gathered_.released(index) &&
                (!options_.max_live_is_hard ||
-                live() + gathered_.footprint(index) <= options_.max_live)) {
+                gathered_.live() + gathered_.footprint(index) <= options_.max_live)) {
       gathered_.start_ahead(index);
     }
   }

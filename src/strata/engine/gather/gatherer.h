@@ -124,7 +124,7 @@ class Gatherer {
   // A pass repeats: the forward and backward of one micro-step.
   void start_pass() {
     order_.start_pass();
-    if (!options_.max_live_is_hard) gathered_.end_round();
+    if (!options_.max_live_is_hard) gathered_.pool().end_round();
   }
 
   void acquire(int unit);
@@ -133,7 +133,7 @@ class Gatherer {
   void release(int index) {
     gathered_.unpin(index);
     if (unit(index).whole || pinned(index)) return;
-    if (live() > options_.max_live) gathered_.drop(index);
+    if (gathered_.live() > options_.max_live) gathered_.drop(index);
   }
   // Unpins the unit, and drops values that were written to the gathered copy: if another pin holds
   // it, it is gathered again in place.
@@ -169,22 +169,19 @@ class Gatherer {
   // Starts to gather these units for the next pass; their shards are new on every rank by now.
   // Collective for units that stay whole; gather_whole() ends it.
   void fetch_first(std::span<const int> units);
-  // Whether fetch_first() has started this whole unit.
-  bool begun(int unit) const { return whole_.started(unit); }
   // Ends only the gathers that fetch_first() has started, since the shards are no good.
   void abandon_lazy_gather() { whole_.abandon(); }
-  // Releases all unpinned units.
-  void evict_all() { gathered_.evict_all(); }
-  // Also frees buffers that are kept for later gathers. Collective where gathers are.
-  void free_memory() { gathered_.free_memory(); }
-  // Whole units lose their memory, and get it back (Weights::offload_states()). No unit is gathered
-  // then, and no lazy all-gather is under way.
-  void detach_whole() { whole_.detach(); }
-  void attach_whole() { whole_.attach(); }
+  // Releases all unpinned units, and frees buffers that are kept for later gathers. Collective
+  // where gathers are.
+  void free_memory() {
+    gathered_.evict_all();
+    gathered_.pool().trim();
+  }
 
-  Bytes live() const { return gathered_.live(); }  // of gathered units and those being gathered
-  // Buffers made since construction.
-  std::int64_t allocations() const { return gathered_.allocations(); }
+  GatheredUnits& sharded() { return gathered_; }
+  // Their memory comes and goes (Weights::offload_states()) while no unit is gathered, and no lazy
+  // all-gather is under way.
+  WholeUnits& whole() { return whole_; }
   const plan::FetchOrder& order() const { return order_; }
   // The flat buffer of a gathered or whole unit.
   std::span<std::byte> flat(int index) const {

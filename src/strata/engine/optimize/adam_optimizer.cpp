@@ -87,11 +87,11 @@ Bytes AdamOptimizer::range_limit(const Unit& unit, std::span<const StateBlock> b
   return stage_->share() / (states + gradient + weights) * states;
 }
 
-StateBlock AdamOptimizer::moment_block(int unit, Moment moment) const {
+StateBlock AdamOptimizer::moment_block(int unit, std::string_view state) const {
   STRATA_ASSERT(prepared());
   const States& states = states_[shards_.index_of(unit)];
   const auto bits = static_cast<int>(size_of(moment_dtype(unit)).value * 8);
-  return {moment == Moment::kFirst ? states.exp_avg : states.exp_avg_sq, bits};
+  return {state == kExpAvg ? states.exp_avg : states.exp_avg_sq, bits};
 }
 
 void AdamOptimizer::set_steps(std::int64_t all, std::span<const std::int64_t> by_param) {
@@ -152,15 +152,13 @@ void AdamOptimizer::update(const OptimizerShards::UnitShard& shard,
   const Unit& unit = nth(weights.units(), shard.unit);
   const std::span<const float> gradient = shards_.gradients().values(shard.unit);
   std::vector<StateBlock> blocks = weights.masters().blocks(shard.unit);
-  blocks.push_back(moment_block(shard.unit, Moment::kFirst));
-  blocks.push_back(moment_block(shard.unit, Moment::kSecond));
+  blocks.push_back(moment_block(shard.unit, kExpAvg));
+  blocks.push_back(moment_block(shard.unit, kExpAvgSq));
   const Numel first = runs.front().begin;
   const Numel last = runs.back().end;
   const Remote remote = stage_ != nullptr ? remote_of(unit) : Remote();
   if (remote.any()) stage_->begin();
   const auto update_range = [&](const StateRange& range) {
-    const Numel low = std::max(first, range.first);
-    const Numel high = std::min(last, range.end);
     std::vector<std::unique_ptr<offload::Lease>> copies;
     StateRange near = range;
     if (remote.states) {
@@ -168,7 +166,8 @@ void AdamOptimizer::update(const OptimizerShards::UnitShard& shard,
         copies.push_back(stage_->bring(*lease, lease->bytes(), offload::Access::kReadWrite));
       near.leases = copies;
     }
-    std::span<const float> of_range = gradient.subspan(low.size(), (high - low).size());
+    std::span<const float> of_range =
+        gradient.subspan(range.low.size(), (range.high - range.low).size());
     const auto gradient_copy = remote.gradient ? stage_->bring(std::as_bytes(of_range)) : nullptr;
     if (gradient_copy != nullptr) {
       const auto* const values = reinterpret_cast<const float*>(gradient_copy->bytes().data());
@@ -180,10 +179,11 @@ void AdamOptimizer::update(const OptimizerShards::UnitShard& shard,
           remote.weights ? stage_->bring(*piece.lease, piece.bytes, offload::Access::kReadWrite)
                          : nullptr;
       if (weight_copy != nullptr) here.bytes = weight_copy->bytes();
-      update_runs(unit, runs, near, here, of_range.subspan((piece.begin - low).size()), groups,
-                  scale);
+      update_runs(unit, runs, near, here, of_range.subspan((piece.begin - range.low).size()),
+                  groups, scale);
     };
-    weights.shards().for_each(unit.id, low, high, offload::Access::kReadWrite, update_piece);
+    weights.shards().for_each(unit.id, range.low, range.high, offload::Access::kReadWrite,
+                              update_piece);
   };
   for_each_range(store_, blocks, unit.layout.shard(), first, last, offload::Access::kReadWrite,
                  update_range, range_limit(unit, blocks));
@@ -201,7 +201,6 @@ void AdamOptimizer::update_runs(const Unit& unit, std::span<const Run> runs,
     const Numel end = std::min(run.end, piece.end);
     if (begin >= end) continue;
     STRATA_ASSERT(static_cast<std::size_t>(run.group) < groups.size());
-    const GroupScalars& group = nth(groups, run.group);
     const Numel at = begin - piece.begin;
     std::byte* const weight = piece.bytes.data() + bytes_of(at, unit.layout.dtype()).size();
     kernels::AdamSpans spans = spans_of(unit, range, weight, begin, end);
@@ -209,16 +208,11 @@ void AdamOptimizer::update_runs(const Unit& unit, std::span<const Run> runs,
     const bool beside = shards_.weights().master_form(unit.id) == plan::MasterForm::kFloat32;
     if (unit.whole && beside && !spans.follows_weight16)
       device_.adopt_written(spans.weight, weight, unit.layout.dtype(), device_.compute_stream());
-    const kernels::AdamScalars scalars{.lr = group.lr,
-                                       .beta1 = group.beta1,
-                                       .beta2 = group.beta2,
-                                       .eps = group.eps,
-                                       .weight_decay = group.weight_decay,
-                                       .decoupled = decoupled_,
-                                       .bias_correction = group.bias_correction,
-                                       .step = run.step,
-                                       .gradient_scale = scale.value,
-                                       .late_scale = scale.late};
+    kernels::AdamScalars scalars = nth(groups, run.group);
+    scalars.decoupled = decoupled_;
+    scalars.step = run.step;
+    scalars.gradient_scale = scale.value;
+    scalars.late_scale = scale.late;
     device_.adam_step(spans, scalars, device_.compute_stream());
   }
 }

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <memory>
+#include <string_view>
 #include <vector>
 
 #include "strata/device/device.h"
@@ -15,6 +16,10 @@
 #include "strata/offload/state_store.h"
 
 namespace strata::engine {
+
+// The names of its states.
+inline constexpr std::string_view kExpAvg = "exp_avg";
+inline constexpr std::string_view kExpAvgSq = "exp_avg_sq";
 
 class AdamOptimizer final : public ShardedOptimizer {
  public:
@@ -52,13 +57,12 @@ class AdamOptimizer final : public ShardedOptimizer {
   std::int64_t steps_of(int param) const { return steps_ - nth(missed_, param); }
   void set_steps(std::int64_t all, std::span<const std::int64_t> by_param);
 
-  enum class Moment { kFirst, kSecond };
   DType moment_dtype(int unit) const {
     return shards_.weights().master_form(unit) == plan::MasterForm::kRounded ? moments_
                                                                              : DType::kFloat32;
   }
-  // A moment of a trainable unit's shard, in moment_dtype(), after prepare(). Writing counts.
-  StateBlock moment_block(int unit, Moment moment) const;
+  // A state of a trainable unit's shard, in moment_dtype(), after prepare(). Writing counts.
+  StateBlock moment_block(int unit, std::string_view state) const;
 
  private:
   struct States {

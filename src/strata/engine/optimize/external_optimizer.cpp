@@ -133,9 +133,8 @@ void ExternalOptimizer::move_masters(const Unit& unit, offload::Access access) {
   const auto bytes = std::as_writable_bytes(stage);
   weights.masters().for_each(
       unit.id, Numel(), unit.layout.shard(), access, [&](const StateRange& range) {
-        const auto numel = bytes_of(range.end - range.first, DType::kFloat32).size();
-        const auto here = bytes.subspan(bytes_of(range.first, DType::kFloat32).size(), numel);
-        const auto there = range.bytes(0).first(numel);
+        const auto there = range.wanted(DType::kFloat32);
+        const auto here = bytes.subspan(bytes_of(range.low, DType::kFloat32).size(), there.size());
         const bool reads = access == offload::Access::kRead;
         device_.copy(reads ? here : there, reads ? there : here, device_.compute_stream());
       });

@@ -16,6 +16,7 @@
 #include "strata/engine/reduce/reducer.h"
 #include "strata/engine/unit/engine_options.h"
 #include "strata/engine/unit/weights.h"
+#include "strata/kernels/adam.h"
 #include "strata/offload/state_store.h"
 #include "strata/plan/flat_layout.h"
 
@@ -57,15 +58,8 @@ class OptimizerShards {
   std::vector<std::size_t> index_;  // by unit, of trainable ones
 };
 
-// The current hyper-parameters of one param group.
-struct GroupScalars {
-  double lr = 1e-3;
-  double beta1 = 0.9;
-  double beta2 = 0.999;
-  double eps = 1e-8;
-  double weight_decay = 0.0;
-  bool bias_correction = true;
-};
+// The current hyper-parameters of one param group: the members up to `bias_correction`.
+using GroupScalars = kernels::AdamScalars;
 
 // The factor that multiplies every gradient first: clipping and loss scale.
 struct GradientScale {

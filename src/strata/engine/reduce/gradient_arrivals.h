@@ -29,9 +29,7 @@ namespace strata::engine {
 // This rank's record of the gradients of one step: which parameters got one, which one was missing
 // when its unit was reduced, and which ones a script has dropped since. Each rank holds a part of
 // every reduced gradient, so ranks must drop the same ones: they compare dropped(). A gradient that
-// was not reduced yet is this rank's own.
-//
-// Threads: one thread at a time. Pure bookkeeping. Errors: none.
+// was not reduced yet is this rank's own. Pure bookkeeping, without errors.
 class GradientRecord {
  public:
   explicit GradientRecord(std::span<const Unit> units) {

@@ -24,10 +24,7 @@ namespace strata::engine {
 // A value for each element of trainable units' shards. For a unit that rests on the host this is
 // pinned host memory, taken for all such units at once, since the driver takes long to pin memory,
 // whatever its size. Otherwise it is device memory, taken unit by unit. Its first content is
-// undefined.
-//
-// Threads: one thread at a time. Ownership: borrows the units and the device. Errors:
-// OutOfMemoryError.
+// undefined. It borrows the units and the device.
 class ShardMemory {
  public:
   // `wanted`: whether of() will be called for a trainable unit.

@@ -61,48 +61,48 @@ void ReductionsInFlight::finish() {
 }
 
 void GradientEdits::drop_all() {
-  if (!record_.collects()) return;
-  writes_.drop();
+  if (!reducer_.record_.collects()) return;
+  reducer_.writes_.drop();
   // Shard groups add up their parts later, also with ranks that have dropped nothing: zeroes then.
+  GradientShards& shards = reducer_.shards_;
   std::vector<int> parts;
-  for (const Unit& unit : units_) {
-    if (collectives_.shard_position().groups > 1 && shards_.filled(unit.id))
+  for (const Unit& unit : reducer_.units_) {
+    if (reducer_.collectives_.shard_position().groups > 1 && shards.filled(unit.id))
       parts.push_back(unit.id);
   }
-  shards_.clear();
-  for (const int unit : parts) shards_.change(unit);
-  record_.record_all_dropped();
+  shards.clear();
+  for (const int unit : parts) shards.change(unit);
+  reducer_.record_.record_all_dropped();
 }
 
 void GradientEdits::drop(int unit, int slot, bool came) {
-  const plan::FlatLayout& layout = nth(units_, unit).layout;
-  writes_.drop(unit, slot);
-  if (shards_.filled(unit)) write(unit, slot, nullptr);
-  record_.record_dropped(nth(layout.slots(), slot).param, came);
+  reducer_.writes_.drop(unit, slot);
+  if (reducer_.shards_.filled(unit)) write(unit, slot, nullptr);
+  reducer_.record_.record_dropped(reducer_.slot(unit, slot).param, came);
 }
 
 void GradientEdits::store(int unit, int slot, const float* values) {
-  const plan::FlatLayout& layout = nth(units_, unit).layout;
-  writes_.drop(unit, slot);
+  reducer_.writes_.drop(unit, slot);
   write(unit, slot, values);
-  record_.record_gradient(nth(layout.slots(), slot).param);
+  reducer_.record_.record_gradient(reducer_.slot(unit, slot).param);
 }
 
 void GradientEdits::write(int unit, int slot, const float* values) {
-  const plan::FlatLayout& layout = nth(units_, unit).layout;
-  const DType dtype = shards_.dtype();
-  const std::span<std::byte> kept = shards_.change(unit);
-  device::Stream& stream = device_.compute_stream();
-  for (const plan::ShardRange& piece : layout.pieces(collectives_.shard_position().index)) {
+  device::Device& device = reducer_.device_;
+  device::Stream& stream = device.compute_stream();
+  const DType dtype = reducer_.shards_.dtype();
+  const std::span<std::byte> kept = reducer_.shards_.change(unit);
+  const int rank = reducer_.collectives_.shard_position().index;
+  for (const plan::ShardRange& piece : nth(reducer_.units_, unit).layout.pieces(rank)) {
     if (piece.slot != slot) continue;
     const Numel numel = piece.param_end - piece.param_begin;
     const std::span<std::byte> target =
         kept.subspan(bytes_of(piece.shard_offset, dtype).size(), bytes_of(numel, dtype).size());
     if (values == nullptr) {
-      device_.fill_zero(target, stream);
+      device.fill_zero(target, stream);
     } else {
-      device_.cast(target.data(), dtype, reinterpret_cast<const std::byte*>(values),
-                   DType::kFloat32, numel, stream);
+      device.cast(target.data(), dtype, reinterpret_cast<const std::byte*>(values), DType::kFloat32,
+                  numel, stream);
     }
   }
 }
@@ -112,6 +112,7 @@ Reducer::Reducer(std::vector<Unit>& units, comm::Collectives& collectives, devic
                  std::span<const plan::ScopeSpec> scopes)
     : units_(units),
       collectives_(collectives),
+      device_(device),
       recorder_(recorder),
       options_(options),
       largest_scope_(largest_scope(scopes, units, ScopeUnits::kAll) * 3 / 2),
@@ -132,8 +133,7 @@ Reducer::Reducer(std::vector<Unit>& units, comm::Collectives& collectives, devic
                                                   memory::Tier::kDevice;
                                          })),
       of_group_(units.size()),
-      record_(units),
-      edits_(units, collectives, device, shards_, writes_, record_) {}
+      record_(units) {}
 
 void Reducer::begin_backward(BackwardPass pass, std::span<const int> first_uses) {
   pass_ = pass;
@@ -153,7 +153,7 @@ void Reducer::begin_backward(BackwardPass pass, std::span<const int> first_uses)
 void Reducer::add(int unit, int slot, const std::byte* gradient, DType dtype,
                   std::shared_ptr<const void> owner) {
   const auto index = static_cast<std::size_t>(slot);
-  const plan::Slot& place = nth(units_, unit).layout.slots()[index];
+  const plan::Slot& place = this->slot(unit, slot);
   record_.record_gradient(place.param);
   const bool alone =
       is_pushed(unit) && !arrivals_.reduced(unit) && arrivals_.only_one_expected(unit, index);
@@ -167,7 +167,7 @@ void Reducer::add(int unit, int slot, const std::byte* gradient, DType dtype,
 
 GradientTarget Reducer::begin_add(int unit, int slot) {
   STRATA_ASSERT(!is_pushed(unit));
-  record_.record_gradient(nth(nth(units_, unit).layout.slots(), slot).param);
+  record_.record_gradient(this->slot(unit, slot).param);
   open_buffer(unit);
   return writes_.place(unit, slot);
 }

@@ -15,7 +15,6 @@
 #include <exception>
 #include <memory>
 #include <span>
-#include <string>
 #include <vector>
 
 #include "strata/comm/collectives.h"
@@ -29,12 +28,12 @@
 
 namespace strata::engine {
 
+class Reducer;
+
 // Reductions under way, with the flat gradient buffers that they read. Buffers are given back as
 // soon as their bytes were read; results are folded into the gradient shards in the order of
-// starts.
-//
-// Threads: one thread at a time. Ownership: owns the works and their buffers; borrows the rest.
-// Errors: CommError of the reductions; DeviceError.
+// starts. Ownership: owns the works and their buffers. Errors: CommError of the reductions;
+// DeviceError.
 class ReductionsInFlight {
  public:
   ReductionsInFlight(GradientShards& shards, StepRecorder& recorder)
@@ -84,20 +83,10 @@ class ReductionsInFlight {
 // not: it drops all of them or those of one parameter, or puts others in their place. The step then
 // updates with the gradients that are left. No edit waits for other ranks. If a rank drops reduced
 // gradients, all others have to drop the same ones: the next step checks that
-// (GradientRecord::dropped()).
-//
-// Threads: one thread at a time, between backward passes. Errors: OutOfMemoryError, DeviceError.
+// (GradientRecord::dropped()). Between backward passes. Errors: OutOfMemoryError, DeviceError.
 class GradientEdits {
  public:
-  GradientEdits(const std::vector<Unit>& units, const comm::Collectives& collectives,
-                device::Device& device, GradientShards& shards, GradientWrites& writes,
-                GradientRecord& record)
-      : units_(units),
-        collectives_(collectives),
-        device_(device),
-        shards_(shards),
-        writes_(writes),
-        record_(record) {}
+  explicit GradientEdits(Reducer& reducer) : reducer_(reducer) {}
 
   // Nothing was collected: costs nothing.
   void drop_all();
@@ -110,12 +99,7 @@ class GradientEdits {
  private:
   void write(int unit, int slot, const float* values);
 
-  const std::vector<Unit>& units_;
-  const comm::Collectives& collectives_;
-  device::Device& device_;
-  GradientShards& shards_;
-  GradientWrites& writes_;
-  GradientRecord& record_;
+  Reducer& reducer_;
 };
 
 // The use of a backward pass's gradients.
@@ -190,6 +174,7 @@ class Reducer {
   GradientShards& shards() { return shards_; }
 
  private:
+  friend class GradientEdits;
   void forget_step() {
     shards_.clear();
     std::fill(of_group_.begin(), of_group_.end(), false);
@@ -209,12 +194,16 @@ class Reducer {
     if (!arrivals_.record(unit, slot, writes_.bytes(unit)) || pass_ == BackwardPass::kKeeps) return;
     while (const std::optional<int> ready = arrivals_.next_ready()) start_reduction(*ready);
   }
+  const plan::Slot& slot(int unit, int index) const {
+    return nth(nth(units_, unit).layout.slots(), index);
+  }
   // Whether the unit's gradients may be pushed. A tile's gradients are written where its reduction
   // reads them, and a tied tile would occur twice in a pass.
   bool is_pushed(int unit) const { return !nth(units_, unit).spec.tile(); }
 
   std::vector<Unit>& units_;
   comm::Collectives& collectives_;
+  device::Device& device_;
   StepRecorder& recorder_;
   const EngineOptions& options_;
   Bytes largest_scope_;
@@ -229,7 +218,7 @@ class Reducer {
   bool adds_up_later_;          // over several groups, in the last pass of a step
   std::vector<bool> of_group_;  // by unit: its shard holds what no other group has added to
   GradientRecord record_;
-  GradientEdits edits_;
+  GradientEdits edits_{*this};
 };
 
 }  // namespace strata::engine

@@ -71,6 +71,19 @@ class ParameterViews : public Interface {
   // the views keep the memory, which `memory` owns, and the engine uses it no more.
   virtual bool held(int /*unit*/) const { return false; }
   virtual void leave(int unit, std::shared_ptr<void> /*memory*/) { detach(unit); }
+  // For destructors of what owns the memory: leaves `memory()`, or detaches. If that fails, the
+  // parameters keep their memory.
+  template <typename Memory>
+  void let_go(int unit, Memory&& memory) noexcept {
+    try {
+      if (held(unit)) {
+        leave(unit, memory());
+      } else {
+        detach(unit);
+      }
+    } catch (...) {  // a destructor cannot report it
+    }
+  }
   // The flat buffer of a unit that stays whole is being written; attach() follows when it is
   // complete. Until then a reader of its parameters must call Gatherer::complete() first. False:
   // some reader cannot be made to, so the engine must complete the unit now.

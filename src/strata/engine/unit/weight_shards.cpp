@@ -1,5 +1,9 @@
 #include "strata/engine/unit/weight_shards.h"
 
+#include <algorithm>
+#include <tuple>
+#include <utility>
+
 #include "strata/base/error.h"
 #include "strata/offload/host_memory.h"
 
@@ -49,7 +53,7 @@ void for_each_range(offload::StateStore& store, std::span<const StateBlock> bloc
       parts.push_back({block.id, from, to});
     }
     const auto leases = store.fetch_all(parts, access);
-    work({first, until, leases});
+    work({first, std::max(first, begin), std::min(until, end), leases});
     first = until;
   }
 }
@@ -74,22 +78,30 @@ void WeightShards::for_each(int index, Numel begin, Numel end, offload::Access a
                             const Work& work) const {
   const Unit& unit = nth(units_, index);
   const DType dtype = unit.layout.dtype();
-  const auto bytes_between = [&](std::span<std::byte> bytes, Numel first, Numel last) {
-    return bytes.subspan(bytes_of(first, dtype).size(), bytes_of(last - first, dtype).size());
-  };
   if (unit.away) offload::throw_offloaded(fmt::format("the weights of unit '{}'", unit.name()));
   if (!unit.offloaded) {
-    if (begin < end) work({begin, end, bytes_between(unit.shard, begin, end), nullptr});
-    return;
+    if (begin >= end) return;
+    const std::size_t bytes = bytes_of(end - begin, dtype).size();
+    return work({begin, end, unit.shard.subspan(bytes_of(begin, dtype).size(), bytes), nullptr});
   }
   const StateBlock block{nth(blocks_, index), static_cast<int>(size_of(dtype).value) * 8};
-  for_each_range(
-      *store_, {&block, 1}, unit.layout.shard(), begin, end, access, [&](const StateRange& range) {
-        const Numel low = std::max(range.first, begin);
-        const Numel high = std::min(range.end, end);
-        work({low, high, bytes_between(range.bytes(0), low - range.first, high - range.first),
-              range.leases.front().get()});
-      });
+  for_each_range(*store_, {&block, 1}, unit.layout.shard(), begin, end, access,
+                 [&](const StateRange& range) {
+                   work({range.low, range.high, range.wanted(dtype), range.leases.front().get()});
+                 });
+}
+
+OwedMasters take_joined(OwedMasters& owed) {
+  OwedMasters joined;
+  std::ranges::sort(owed, {}, [](const ShardPart& p) { return std::tuple(p.unit, p.begin); });
+  for (const ShardPart& part : std::exchange(owed, {})) {
+    if (!joined.empty() && joined.back().unit == part.unit && part.begin <= joined.back().end) {
+      joined.back().end = std::max(joined.back().end, part.end);
+    } else {
+      joined.push_back(part);
+    }
+  }
+  return joined;
 }
 
 void MasterStates::add(std::span<const Unit> units) {
@@ -129,7 +141,7 @@ void MasterStates::for_each(int unit, Numel begin, Numel end, offload::Access ac
   if (held == held_.end()) {
     for_each_range(store_, blocks(unit), shard, begin, end, access, work);
   } else {
-    work({Numel(), shard, {&held->second, 1}});
+    work({Numel(), begin, end, {&held->second, 1}});
   }
 }
 
@@ -138,15 +150,14 @@ void MasterStates::make(int unit, Numel begin, Numel numel, const std::byte* sou
   device::Stream& stream = device_.compute_stream();
   const bool wide = form(unit) == plan::MasterForm::kFloat32;
   for_each(unit, begin, begin + numel, offload::Access::kReadWrite, [&](const StateRange& range) {
-    const Numel low = std::max(range.first, begin);
-    const Numel count = std::min(range.end, begin + numel) - low;
-    const std::byte* from = source + bytes_of(low - begin, source_dtype).size();
+    const Numel count = range.high - range.low;
+    const std::byte* from = source + bytes_of(range.low - begin, source_dtype).size();
     if (wide) {
-      device_.cast(range.bytes(0).data() + bytes_of(low - range.first, DType::kFloat32).size(),
-                   DType::kFloat32, from, source_dtype, count, stream);
+      device_.cast(range.wanted(DType::kFloat32).data(), DType::kFloat32, from, source_dtype, count,
+                   stream);
     } else {
-      device_.store_remainder(remainder_in(range), low - range.first, from, source_dtype, count,
-                              stream);
+      device_.store_remainder(remainder_in(range), range.low - range.first, from, source_dtype,
+                              count, stream);
     }
   });
 }
@@ -160,8 +171,7 @@ void MasterStates::round(int unit, Numel begin, Numel end) {
       device_.cast(piece.bytes.data(), dtype, range.bytes(0).data() + at, DType::kFloat32,
                    piece.end - piece.begin, device_.compute_stream());
     };
-    shards_.for_each(unit, std::max(range.first, begin), std::min(range.end, end),
-                     offload::Access::kReadWrite, round_piece);
+    shards_.for_each(unit, range.low, range.high, offload::Access::kReadWrite, round_piece);
   });
 }
 
@@ -174,7 +184,7 @@ void MasterStates::adopt_written(int unit) {
           {masters + (piece.begin - range.first).size(), (piece.end - piece.begin).size()},
           piece.bytes.data(), of(unit).layout.dtype(), device_.compute_stream());
     };
-    shards_.for_each(unit, range.first, range.end, offload::Access::kRead, adopt_piece);
+    shards_.for_each(unit, range.low, range.high, offload::Access::kRead, adopt_piece);
   };
   for_each(unit, Numel(), of(unit).layout.shard(), offload::Access::kReadWrite, adopt);
 }

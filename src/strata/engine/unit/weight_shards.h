@@ -6,15 +6,12 @@
 // weights are offloaded.
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <functional>
 #include <limits>
 #include <map>
 #include <memory>
 #include <span>
-#include <tuple>
-#include <utility>
 #include <vector>
 
 #include "strata/base/units.h"
@@ -34,13 +31,19 @@ struct StateBlock {
 };
 
 // Elements of a shard, and the lease of each block, in the blocks' order. Each lease begins at the
-// element `first`, a multiple of 8.
+// element `first`, a multiple of 8. Elements [low, high) of it were asked for.
 struct StateRange {
   Numel first;
-  Numel end;
+  Numel low;
+  Numel high;
   std::span<const std::unique_ptr<offload::Lease>> leases;
 
   std::span<std::byte> bytes(std::size_t block) const { return leases[block]->bytes(); }
+  // The elements that were asked for, of the first block.
+  std::span<std::byte> wanted(DType dtype) const {
+    return bytes(0).subspan(bytes_of(low - first, dtype).size(),
+                            bytes_of(high - low, dtype).size());
+  }
 };
 
 inline constexpr Bytes kNoRangeLimit = Bytes(std::numeric_limits<std::int64_t>::max());
@@ -83,36 +86,17 @@ class WeightShards {
   std::vector<offload::BlockId> blocks_;  // by unit, of those that were added; -1: not offloaded
 };
 
-// Parts of shards that were stored without their fp32 masters. A kernel between two copies leaves
-// the link between host and device idle, so masters of many stores are made at once
-// (Weights::make_masters()).
-class OwedMasters {
- public:
-  struct Range {
-    int unit;
-    Numel begin, end;  // elements of this rank's shard of the unit
-  };
-
-  void add(const Range& range) { ranges_.push_back(range); }
-
-  // Returns all of them, by unit and offset, with neighbours joined; then none is owed any more.
-  std::vector<Range> take() {
-    std::vector<Range> ranges = std::exchange(ranges_, {});
-    std::ranges::sort(ranges, {}, [](const Range& r) { return std::tuple(r.unit, r.begin); });
-    std::vector<Range> merged;
-    for (const Range& range : ranges) {
-      if (!merged.empty() && merged.back().unit == range.unit && range.begin <= merged.back().end) {
-        merged.back().end = std::max(merged.back().end, range.end);
-      } else {
-        merged.push_back(range);
-      }
-    }
-    return merged;
-  }
-
- private:
-  std::vector<Range> ranges_;
+// A part of this rank's shard of a unit.
+struct ShardPart {
+  int unit;
+  Numel begin, end;
 };
+// Parts that were stored without their fp32 masters. A kernel between two copies leaves the link
+// between host and device idle, so masters of many stores are made at once
+// (Weights::make_masters()).
+using OwedMasters = std::vector<ShardPart>;
+// Returns all of them, by unit and offset, with neighbours joined; then none is owed any more.
+OwedMasters take_joined(OwedMasters& owed);
 
 // The fp32 master weights of this rank's shards, as far as the StateStore keeps them beside the
 // weights (plan/unit_plan.h).

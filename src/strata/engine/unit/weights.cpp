@@ -214,11 +214,11 @@ void Weights::store_piece(const Unit& unit, Numel shard_offset, Numel numel,
   };
   shards_.for_each(unit.id, shard_offset, shard_offset + numel, offload::Access::kReadWrite,
                    store_range);
-  if (owes) owed->add({unit.id, shard_offset, shard_offset + numel});
+  if (owes) owed->push_back({unit.id, shard_offset, shard_offset + numel});
 }
 
 void Weights::make_masters(OwedMasters& owed) {
-  for (const auto& [index, begin, end] : owed.take()) {
+  for (const auto& [index, begin, end] : take_joined(owed)) {
     const Unit& unit = nth(units_, index);
     const DType dtype = unit.layout.dtype();
     shards_.for_each(
