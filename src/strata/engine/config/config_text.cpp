@@ -1,6 +1,6 @@
 #include "strata/engine/config/config_text.h"
 
-#include <fmt/core.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <array>
@@ -11,12 +11,11 @@
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <set>
 #include <sstream>
 #include <system_error>
-#include <utility>
 #include <vector>
 
-#include "strata/base/error.h"
 #include "strata/base/units.h"
 #include "strata/engine/config/value_check.h"
 
@@ -100,90 +99,13 @@ class StrictCopy {
   std::string out_;
 };
 
-// Builds the document and refuses a key that its object already has.
-class Builder : public nlohmann::json_sax<ordered_json> {
- public:
-  Builder(std::string_view text, std::string_view origin) : text_(text), origin_(origin) {}
-
-  ordered_json take() { return std::move(root_); }
-
-  bool null() override { return add(nullptr); }
-  bool boolean(bool v) override { return add(v); }
-  bool number_integer(std::int64_t v) override { return add(v); }
-  bool number_unsigned(std::uint64_t v) override { return add(v); }
-  bool number_float(double v, const std::string&) override { return add(v); }
-  bool string(std::string& v) override {
-    for (const Token& token : kTokens) {
-      if (v == token.sentinel.substr(1, token.sentinel.size() - 2)) return add(token.value);
-    }
-    return add(v);
-  }
-  bool binary(ordered_json::binary_t&) override { return false; }
-  bool start_object(std::size_t) override { return open(ordered_json::object()); }
-  bool start_array(std::size_t) override { return open(ordered_json::array()); }
-  bool end_object() override { return close(); }
-  bool end_array() override { return close(); }
-
-  bool key(std::string& name) override {
-    if (stack_.back()->contains(name)) {
-      std::string path;
-      for (const std::string& part : path_) path += part + ".";
-      throw ConfigError(fmt::format("{}{}: the key is given twice in {}; keep one of the two", path,
-                                    name, origin_));
-    }
-    key_ = name;
-    return true;
-  }
-
-  bool parse_error(std::size_t position, const std::string&,
-                   const nlohmann::json::exception& e) override {
-    const auto end = text_.begin() + static_cast<std::ptrdiff_t>(std::min(position, text_.size()));
-    const auto line = 1 + std::count(text_.begin(), end, '\n');
-    throw JsonSyntaxError(
-        fmt::format("{} is not JSON; correct line {}: {}", origin_, line, e.what()));
-  }
-
- private:
-  ordered_json* place(ordered_json value) {
-    if (stack_.empty()) {
-      root_ = std::move(value);
-      return &root_;
-    }
-    ordered_json& parent = *stack_.back();
-    if (parent.is_array()) return &parent.emplace_back(std::move(value));
-    return &(parent[key_] = std::move(value));
-  }
-
-  bool add(ordered_json value) {
-    place(std::move(value));
-    return true;
-  }
-
-  bool open(ordered_json value) {
-    if (stack_.size() >= kMaxDepth) {
-      throw ConfigError(
-          fmt::format("{} nests objects and lists deeper than {} levels", origin_, kMaxDepth));
-    }
-    const bool member = !stack_.empty() && stack_.back()->is_object();
-    path_.push_back(member ? key_ : std::string("[]"));
-    if (stack_.empty()) path_.clear();
-    stack_.push_back(place(std::move(value)));
-    return true;
-  }
-
-  bool close() {
-    stack_.pop_back();
-    if (!path_.empty()) path_.pop_back();
-    return true;
-  }
-
-  std::string_view text_;
-  std::string_view origin_;
-  ordered_json root_;
-  std::vector<ordered_json*> stack_;  // from the root to the open object or list
-  std::vector<std::string> path_;     // the key of each, without the root's
-  std::string key_;
-};
+// The byte of `text` where the parser gave up.
+std::size_t place_of(const json::exception& error, std::string_view text) {
+  if (const auto* syntax = dynamic_cast<const json::parse_error*>(&error)) return syntax->byte;
+  std::string_view number = error.what();  // "... number overflow parsing '1e999'"
+  number.remove_prefix(std::min(number.find('\'') + 1, number.size()));
+  return text.find(number.substr(0, number.find('\'')));
+}
 
 // A config is a page of text; a larger file was named by mistake.
 constexpr Bytes kMaxSize = 16_MiB;
@@ -240,10 +162,44 @@ std::string shortened(std::string_view text) {
 }  // namespace
 
 ordered_json parse_json_text(std::string_view text, std::string_view origin) {
+  struct Part {
+    std::string at;  // the last key; "[]" in a list
+    std::set<std::string> keys{};
+  };
+  std::vector<Part> open;  // objects and lists, from the root
+  const auto see = [&](int, json::parse_event_t event, ordered_json& part) {
+    using Event = json::parse_event_t;
+    if (event == Event::object_start || event == Event::array_start) {
+      if (open.size() >= kMaxDepth) {
+        throw ConfigError(
+            fmt::format("{} nests objects and lists deeper than {} levels", origin, kMaxDepth));
+      }
+      open.push_back({event == Event::array_start ? "[]" : ""});
+    } else if (event == Event::object_end || event == Event::array_end) {
+      open.pop_back();
+    } else if (event == Event::key) {
+      open.back().at = part.get<std::string>();
+      if (!open.back().keys.insert(open.back().at).second) {
+        std::vector<std::string> path;
+        for (const Part& each : open) path.push_back(each.at);
+        throw ConfigError(fmt::format("{}: the key is given twice in {}; keep one of the two",
+                                      fmt::join(path, "."), origin));
+      }
+    } else if (part.is_string()) {
+      const std::string quoted = '"' + part.get_ref<const std::string&>() + '"';
+      const auto* token = std::ranges::find(kTokens, quoted, &Token::sentinel);
+      if (token != kTokens.end()) part = token->value;
+    }
+    return true;
+  };
   const std::string strict = StrictCopy(text).run();
-  Builder builder(strict, origin);
-  ordered_json::sax_parse(strict, &builder);
-  return builder.take();
+  try {
+    return ordered_json::parse(strict, see);
+  } catch (const json::exception& e) {
+    const std::string before = strict.substr(0, place_of(e, strict));
+    throw JsonSyntaxError(fmt::format("{} is not JSON; correct line {}: {}", origin,
+                                      1 + std::ranges::count(before, '\n'), e.what()));
+  }
 }
 
 std::string canonical_text(const json& value) {
