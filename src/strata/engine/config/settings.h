@@ -101,10 +101,11 @@ OpenSetting unresolved_auto(std::string_view path, std::string_view wanted,
 
 // Brings deprecated spellings of a configuration document to today's: renamed keys
 // (config_aliases()) and the booleans cpu_offload, cpu_offload_param, cpu_offload_use_pin_memory,
-// which became sections. `remarks` gets a finding for each old spelling.
-void apply_aliases(nlohmann::json* document, ConfigFindings* remarks);
+// which became sections. Renamed keys keep their
+// place in their section. `remarks` gets a finding for each old spelling.
+void apply_aliases(nlohmann::ordered_json* document, ConfigFindings* remarks);
 
 // The object that holds `path`'s last key, or null when the document has none.
-nlohmann::json* holder_of(nlohmann::json* document, std::string_view path);
+nlohmann::ordered_json* holder_of(nlohmann::ordered_json* document, std::string_view path);
 
 }  // namespace strata::engine
