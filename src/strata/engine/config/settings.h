@@ -15,6 +15,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "strata/base/dtype.h"
 #include "strata/base/error.h"
 #include "strata/base/units.h"
 #include "strata/engine/config/key.h"
@@ -60,6 +61,8 @@ class Settings {
                   }) {
       field.reset();
       if (!value.is_null()) read(path, field.emplace());
+    } else if constexpr (std::is_same_v<T, DType>) {
+      field = dtype_from_config(value.get<std::string>()).value();
     } else if constexpr (std::is_enum_v<T>) {
       field = static_cast<T>(choice_at(path));
     } else if constexpr (std::is_same_v<T, PerGroup>) {
