@@ -112,7 +112,12 @@ class Reader {
     if (key.treatment == Treatment::kRefused) return true;  // off, or refused
     if (value.is_null()) {
       const bool missed = changes_results(key) && is_numeric(key) && key.fallback != "null";
-      if (missed && !quiet) refuse_null(key);
+      if (missed && !quiet) {
+        throw ConfigError(fmt::format(
+            "{}: null is no value of it, and trained numbers would depend on what it "
+            "is taken for; write {} ({}), or remove the key, which gives {}; found null",
+            key.path, wanted(key), key.meaning, key.fallback));
+      }
       note(key.path, Verdict::kHonoured, value, "not given: " + default_of(key));
       return false;
     }
@@ -184,19 +189,8 @@ class Reader {
     if (key.kind == Kind::kSwitch && !value.is_object() && !flag_in(value))
       refuse_value(key, value);
     if (key.kind == Kind::kSwitch || check_value(key, value) != json::parse(key.fallback))
-      refuse_feature(key, value);
-  }
-
-  [[noreturn]] static void refuse_feature(const Key& key, const json& value) {
-    throw RefusedFeature(fmt::format("{}: not supported ({}); {}; found {}", key.path, key.meaning,
-                                     key.note, shown(value)));
-  }
-
-  [[noreturn]] static void refuse_null(const Key& key) {
-    throw ConfigError(
-        fmt::format("{}: null is no value of it, and trained numbers would depend on what it is "
-                    "taken for; write {} ({}), or remove the key, which gives {}; found null",
-                    key.path, wanted(key), key.meaning, key.fallback));
+      throw RefusedFeature(fmt::format("{}: not supported ({}); {}; found {}", key.path,
+                                       key.meaning, key.note, shown(value)));
   }
 
   // A top-level key of no table: a misspelled one, or the user's own, for another program.
