@@ -197,7 +197,7 @@ std::string_view named_section(std::string_view name) {
 std::span<const KeyTable> key_tables() {
   static const std::vector<KeyTable> kTables = [] {
     std::vector<KeyTable> tables;
-    for (const std::string_view text : {kTrainingTables, kZeroTables, kFeatureTables})
+    for (const std::string_view text : {kTrainingTables, kFeatureTables})
       read_tables(text, tables);
     return tables;
   }();
