@@ -288,12 +288,6 @@ class NoViews final : public engine::ParameterViews {
   bool await(int) override { return true; }
 };
 
-std::size_t groups_of(std::span<const plan::ParamSpec> params) {
-  int last = 0;
-  for (const plan::ParamSpec& param : params) last = std::max(last, param.group);
-  return static_cast<std::size_t>(last) + 1;
-}
-
 MemoryForecast forecast_for(std::span<const plan::ParamSpec> params, const plan::ModelPlan& plan,
                             const plan::ModuleTree& tree, const Training& training,
                             Arrival arrival) {
@@ -315,7 +309,9 @@ MemoryForecast forecast_for(std::span<const plan::ParamSpec> params, const plan:
   std::unique_ptr<device::HostMemory> copy;  // stays from one save to the next
   if (const Bytes bytes = engine::copied_bytes(engine); training.saves_beside && bytes > Bytes())
     copy = device->allocate_host(bytes, memory::Kind::kStaging);
-  const std::vector<engine::GroupScalars> groups(groups_of(params));
+  int last_group = 0;
+  for (const plan::ParamSpec& param : params) last_group = std::max(last_group, param.group);
+  const std::vector<engine::GroupScalars> groups(static_cast<std::size_t>(last_group) + 1);
   for (int step = 0; step < kSteps; ++step) {
     for (int micro = 0; micro < training.micro_steps; ++micro)
       model.run(engine, micro + 1 == training.micro_steps, arrival);

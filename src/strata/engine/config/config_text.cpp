@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <cstdint>
 #include <filesystem>
 #include <fstream>
 #include <limits>
@@ -110,25 +109,18 @@ std::size_t place_of(const json::exception& error, std::string_view text) {
 // A config is a page of text; a larger file was named by mistake.
 constexpr Bytes kMaxSize = 16_MiB;
 
-int digit_of(char c) {
-  if (c >= 'A' && c <= 'Z') return c - 'A';
-  if (c >= 'a' && c <= 'z') return c - 'a' + 26;
-  if (c >= '0' && c <= '9') return c - '0' + 52;
-  if (c == '-' || c == '+') return 62;
-  if (c == '_' || c == '/') return 63;
-  return -1;
-}
-
 std::optional<std::string> decode_base64(std::string_view text) {
   while (!text.empty() && (text.back() == '=' || text.back() == '\n')) text.remove_suffix(1);
   if (text.empty() || text.size() % 4 == 1) return std::nullopt;
+  constexpr std::string_view kDigits =
+      "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_";
   std::string out;
-  std::uint32_t bits = 0;
+  std::size_t bits = 0;
   int held = 0;
   for (const char c : text) {
-    const int digit = digit_of(c);
-    if (digit < 0) return std::nullopt;
-    bits = (bits << 6) | static_cast<std::uint32_t>(digit);
+    const std::size_t digit = kDigits.find(c == '+' ? '-' : c == '/' ? '_' : c);
+    if (digit == std::string_view::npos) return std::nullopt;
+    bits = (bits << 6) | digit;
     held += 6;
     if (held < 8) continue;
     held -= 8;
@@ -152,11 +144,6 @@ std::string read_file(const std::filesystem::path& path) {
         fmt::format("cannot read the configuration {}; check that it may be read", path.string()));
   }
   return content.str();
-}
-
-std::string shortened(std::string_view text) {
-  constexpr std::size_t kShown = 80;
-  return text.size() <= kShown ? std::string(text) : std::string(text.substr(0, kShown)) + "...";
 }
 
 }  // namespace
@@ -234,10 +221,11 @@ ConfigSource open_config_source(std::string_view text_or_path) {
   if (decoded && decoded->find('{') != std::string::npos) {
     return {std::move(*decoded), "the base64 configuration"};
   }
+  constexpr std::size_t kShown = 80;
   throw ConfigError(
       fmt::format("the configuration is neither JSON text, nor the path of a file that exists, nor "
-                  "JSON in base64; found \"{}\"",
-                  shortened(text_or_path)));
+                  "JSON in base64; found \"{}{}\"",
+                  text_or_path.substr(0, kShown), text_or_path.size() > kShown ? "..." : ""));
 }
 
 ordered_json open_document(std::string_view text_or_path) {

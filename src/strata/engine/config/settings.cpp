@@ -70,11 +70,10 @@ class Reader {
 
   void fill_defaults() {
     for (const Key& key : keys_) {
-      if (key.treatment == Treatment::kShown && key.kind != Kind::kSection)
-        findings_->shown.emplace(key.path, key.fallback);
-      if (key.treatment != Treatment::kHonoured || key.kind == Kind::kSection) continue;
-      if (!settings_->has(key.path))
-        settings_->set(std::string(key.path), json::parse(key.fallback));
+      if (key.kind == Kind::kSection) continue;
+      if (key.treatment == Treatment::kShown) findings_->shown.emplace(key.path, key.fallback);
+      if (key.treatment == Treatment::kHonoured && !settings_->has(key.path))
+        settings_->set(key.path, json::parse(key.fallback));
     }
   }
 
