@@ -244,20 +244,16 @@ class DryModel {
     if (holds) {
       for (const int unit : s.units) engine.gatherer().acquire(unit);
     }
-    backward_through_tiles(engine, s);
+    for (std::size_t i = s.tiles.size(); i-- > 0;) {
+      const engine::Unit& tile = all[static_cast<std::size_t>(s.tiles[i])];
+      if (s.read_in_backward) engine.gatherer().acquire(tile.id);
+      if (tile.trainable()) add_gradients(engine, tile.spec.params, {});
+      if (s.read_in_backward) engine.gatherer().release(tile.id);
+    }
     for (std::size_t i = s.children.size(); i-- > 0;) backward(engine, s.children[i], arrival);
     add_gradients(engine, s.params, arrival);
     if (holds) {
       for (const int unit : s.units) engine.gatherer().release(unit);
-    }
-  }
-
-  void backward_through_tiles(engine::Engine& engine, const Scope& scope) const {
-    for (std::size_t i = scope.tiles.size(); i-- > 0;) {
-      const engine::Unit& unit = engine.weights().units()[static_cast<std::size_t>(scope.tiles[i])];
-      if (scope.read_in_backward) engine.gatherer().acquire(unit.id);
-      if (unit.trainable()) add_gradients(engine, unit.spec.params, {});
-      if (scope.read_in_backward) engine.gatherer().release(unit.id);
     }
   }
 
