@@ -96,8 +96,11 @@ class StartUpClock:
                 self._bar.close()
             _show(report)
             _show_placement(report["placement"], report["world_size"])
-            if path is not None:
-                _write(path, report)
+            try:
+                if path is not None:
+                    _C.write_file_atomically(os.fspath(path), json.dumps(report, indent=1) + "\n")
+            except _C.IoError as error:  # no reason to give up an engine that has started
+                logger.warning("strata.init.report: '%s' could not be written: %s", path, error)
 
     def _account(self):
         seconds = time.perf_counter() - self._began
@@ -212,20 +215,10 @@ def _show_placement(placement, world_size):
         logger.info("placement:\n%s", tables.text())
 
 
-def _write(path, report):
-    try:
-        _C.write_file_atomically(os.fspath(path), json.dumps(report, indent=1) + "\n")
-    except _C.IoError as error:  # no reason to give up an engine that has started
-        logger.warning("strata.init.report: '%s' could not be written: %s", path, error)
-
-
 def _host_peak():
     """Bytes: the most that this process ever had in memory."""
     with open("/proc/self/status") as file:
-        for line in file:
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return 0
+        return next((int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:")), 0)
 
 
 class ProgressBar:
