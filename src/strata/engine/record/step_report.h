@@ -73,7 +73,7 @@ struct StepCounts {
   std::int64_t host_waits = 0;          // of the engine for the device (device/host_waits.h)
   Bytes uploaded;                       // copied from the host to a device that is apart from it
   Bytes downloaded;
-  // Of weights and optimizer states; the wait in fetch() is for reads and for room.
+  // Sums for weights and optimizer states; the wait in fetch() is for reads and for room.
   offload::StoreCounts stores;
 };
 

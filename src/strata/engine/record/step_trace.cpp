@@ -80,7 +80,7 @@ json arguments_of(const StepSpan& span, std::int64_t step, int world_size) {
   if (span.bytes.value == 0) return arguments;
   arguments["bytes"] = span.bytes.value;
   const double seconds = span.end - span.begin;
-  // Of a unit, the part of the other ranks crosses a link.
+  // The part of the other ranks in a unit crosses a link.
   const double part =
       track_of(span.activity) >= kUploads ? 1.0 : static_cast<double>(world_size - 1) / world_size;
   if (seconds > 0.0 && part > 0.0)
