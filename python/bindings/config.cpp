@@ -85,17 +85,10 @@ void bind_values(py::class_<engine::Config>& config) {
   read("grad_accum_dtype",
        [](const Config& c) { return torch::to_scalar_type(c.precision.grad_accum_dtype); });
   read("cast_inputs", [](const Config& c) { return c.precision.cast_inputs; });
-  read("hints", [](const Config& c) {
-    std::vector<std::pair<std::string, std::string>> hints;
-    for (const engine::Hint& hint : c.hints) hints.emplace_back(hint.path, hint.reason);
+  read("hints", [](const Config& c) {  // (path, reason, whether its effect is missed)
+    std::vector<std::tuple<std::string, std::string, bool>> hints;
+    for (const auto& [path, reason, missed] : c.hints) hints.emplace_back(path, reason, missed);
     return hints;
-  });
-  read("missed", [](const Config& c) {  // the paths of hints whose effect is missed
-    std::set<std::string> paths;
-    for (const engine::Hint& hint : c.hints) {
-      if (hint.missed) paths.insert(hint.path);
-    }
-    return paths;
   });
 }
 

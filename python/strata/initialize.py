@@ -288,7 +288,7 @@ def _log_hints(config, engine):
         (logging.WARNING, True, "settings without effect that ask for memory or output:"),
         (logging.INFO, False, "accepted settings without effect:"),
     ):
-        hints = [f"\n  {path}: {reason}" for path, reason in config.hints if (path in config.missed) == are_missed]
+        hints = [f"\n  {path}: {reason}" for path, reason, missed in config.hints if missed == are_missed]
         if hints:
             logger.log(level, "%s%s", what, "".join(hints))
     if shown(config, "dump_state"):

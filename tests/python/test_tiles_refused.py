@@ -192,5 +192,5 @@ def test_what_is_too_much_at_once_says_what_to_use():
 
 
 def test_at_other_stages_the_setting_is_a_hint():
-    assert any(path == "strata.tiles" for path, _ in strata._C.Config.parse(
+    assert any(path == "strata.tiles" for path, *_ in strata._C.Config.parse(
         '{"zero_optimization": {"stage": 2}, "strata": {"tiles": {"max_gather": "1MiB"}}}').hints)

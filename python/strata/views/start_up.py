@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from .. import _C
 from .tables import offloads, placement_tables, start_up_tables
@@ -50,7 +50,11 @@ class StartUpClock:
 
     def __exit__(self, kind, value, traceback):
         if self._collects:
-            _grow_old()
+            # Moves all objects to the oldest generation without a scan, except where a program keeps objects from the
+            # collector by gc.freeze(), since this would unfreeze them.
+            if gc.get_freeze_count() < _FROZEN_BY_PYTHON:
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
         if self._bar is not None:
             self._bar.close()
@@ -80,7 +84,8 @@ class StartUpClock:
         own = self._account()
         on_rank_0 = engine.global_rank == 0
         own["placement"] = self.core.placement() if on_rank_0 else None  # the same on every rank
-        if on_rank_0 and (path is not None or _is_shown(own["seconds"])):
+        shows = own["seconds"] > SHOWN_FROM_S and (sys.stderr.isatty() or logger.isEnabledFor(logging.INFO))
+        if on_rank_0 and (path is not None or shows):
             own["link_gb_per_s"] = self.core.measure_link()
         report = merged([json.loads(text) for text in engine._collectives.all_gather_text(json.dumps(own))])
         probe = getattr(engine._collectives, "probe", None)
@@ -91,8 +96,11 @@ class StartUpClock:
                 self._bar.close()
             _show(report)
             _show_placement(report["placement"], report["world_size"])
-            if path is not None:
-                _write(path, report)
+            try:
+                if path is not None:
+                    _C.write_file_atomically(os.fspath(path), json.dumps(report, indent=1) + "\n")
+            except _C.IoError as error:  # no reason to give up an engine that has started
+                logger.warning("strata.init.report: '%s' could not be written: %s", path, error)
 
     def _account(self):
         seconds = time.perf_counter() - self._began
@@ -116,14 +124,6 @@ class StartUpClock:
 
     def _counted(self):
         return sum(self._own.values()) + sum(entry["seconds"] for entry in self._engine_phases())
-
-
-def _grow_old():
-    """Moves all objects to the collector's oldest generation without a scan. Does nothing where a program keeps objects
-    from the collector by ``gc.freeze()``, since this would unfreeze them."""
-    if gc.get_freeze_count() < _FROZEN_BY_PYTHON:
-        gc.freeze()
-        gc.unfreeze()
 
 
 def merged(accounts):
@@ -176,39 +176,31 @@ def _merged_reading(readings):
 def require_writable_files(config, rank):
     """Raises ConfigError on rank 0, which writes the files of a _C.Config, where it cannot write one. Called before
     start-up, since an error after it would waste the start-up."""
-    if rank == 0:
-        _require_writable(config.init_report, "strata.init.report")
-        _require_writable(config.trace, "strata.trace")
-
-
-def _require_writable(path, key):
-    if path is None:
-        return
-    folder = os.path.dirname(os.path.abspath(path))
-    problem = None
-    if os.path.isdir(path) or not os.path.basename(path):
-        problem = "this is a folder"
-    elif not os.path.isdir(folder):
-        problem = f"there is no folder '{folder}'"
-    elif not os.access(folder, os.W_OK):
-        problem = f"'{folder}' is not writable"
-    if problem is not None:
+    for key, path in {"strata.init.report": config.init_report, "strata.trace": config.trace}.items():
+        if path is None or rank != 0:
+            continue
+        folder = os.path.dirname(os.path.abspath(path))
+        if os.path.isdir(path) or not os.path.basename(path):
+            problem = "this is a folder"
+        elif not os.path.isdir(folder):
+            problem = f"there is no folder '{folder}'"
+        elif not os.access(folder, os.W_OK):
+            problem = f"'{folder}' is not writable"
+        else:
+            continue
         raise _C.ConfigError(f"{key}: wanted a file that can be written; {problem}; found '{path}'")
-
-
-def _is_shown(seconds):
-    return seconds > SHOWN_FROM_S and (sys.stderr.isatty() or logger.isEnabledFor(logging.INFO))
 
 
 def _show(report):
     logger.info("start-up: tier %s: %s", report["tier"], report["reason"])
     if report["reading"]:
         logger.info("start-up: files read %s: %s", report["reading"]["way"], report["reading"]["reason"])
-    if report["seconds"] > SHOWN_FROM_S and sys.stderr.isatty():
+    lasted = report["seconds"] > SHOWN_FROM_S
+    if lasted and sys.stderr.isatty():
         start_up_tables(report).print()
     else:
-        logger.log(logging.INFO if report["seconds"] > SHOWN_FROM_S else logging.DEBUG, "start-up by phase:\n%s",
-                   start_up_tables(report).text())
+        text = start_up_tables(report).text()
+        logger.log(logging.INFO if lasted else logging.DEBUG, "start-up by phase:\n%s", text)
 
 
 def _show_placement(placement, world_size):
@@ -223,20 +215,10 @@ def _show_placement(placement, world_size):
         logger.info("placement:\n%s", tables.text())
 
 
-def _write(path, report):
-    try:
-        _C.write_file_atomically(os.fspath(path), json.dumps(report, indent=1) + "\n")
-    except _C.IoError as error:  # no reason to give up an engine that has started
-        logger.warning("strata.init.report: '%s' could not be written: %s", path, error)
-
-
 def _host_peak():
     """Bytes: the most that this process ever had in memory."""
     with open("/proc/self/status") as file:
-        for line in file:
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return 0
+        return next((int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:")), 0)
 
 
 class ProgressBar:
@@ -257,8 +239,7 @@ class ProgressBar:
         self._clock = clock
         self._open = True
         self._phase = None
-        self._began = self._first = self._done = 0
-        self._drawn = 0.0
+        self._began = self._first = self._done = self._drawn = 0
         self._line = self._task = None
 
     def __call__(self, phase, done, total):
@@ -281,10 +262,8 @@ class ProgressBar:
     def close(self):
         """Leaves the terminal as it was."""
         self._open = False
-        try:
+        with suppress(OSError, ValueError):
             self._erase()
-        except (OSError, ValueError):
-            pass
 
     def _draw(self, done, total, rate):
         whole = f"{total * 1e-9:.1f}"
@@ -294,20 +273,17 @@ class ProgressBar:
             "left": f"{(total - done) / rate:3.0f} s left" if rate > 0 else "",
         }
         if self._line is None:
-            self._line = self._make_line()
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn
+
+            columns = [TextColumn("{task.description}", style="bold"), BarColumn(bar_width=None)]
+            columns += [TextColumn("{task.fields[%s]}" % field) for field in fields]
+            console = self._console or Console(stderr=True)
+            self._line = Progress(*columns, console=console, auto_refresh=False, transient=True, expand=True)
             self._task = self._line.add_task(self._phase, total=total, completed=done, **fields)
             self._line.start()
         else:
             self._line.update(self._task, completed=done, refresh=True, **fields)
-
-    def _make_line(self):
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn
-
-        columns = [TextColumn("{task.description}", style="bold"), BarColumn(bar_width=None)]
-        columns += [TextColumn("{task.fields[%s]}" % field) for field in ("moved", "rate", "left")]
-        console = self._console or Console(stderr=True)
-        return Progress(*columns, console=console, auto_refresh=False, transient=True, expand=True)
 
     def _erase(self):
         line, self._line = self._line, None

@@ -36,7 +36,16 @@ class Search {
     const auto on_device = last_that_fits(0, all, [&](std::size_t count) {
       return forecast({count, all}).total() <= *room_.device;
     });
-    if (!on_device) refuse_device(forecast({0, all}));
+    if (!on_device) {
+      const MemoryForecast least = forecast({0, all});
+      throw OutOfMemoryError(fmt::format(
+          "strata.placement \"auto\": the device does not suffice with everything that may be "
+          "offloaded at stage {} elsewhere; shard more (stage 3, more ranks), lower "
+          "strata.max_live_bytes or reduce_bucket_size, or raise strata.device_budget. Wanted on "
+          "each device: {} ({}); it may hold {}",
+          config_.zero.stage, to_string(least.total()), kinds_on(least, Tier::kDevice),
+          to_string(*room_.device)));
+    }
     if (*on_device == all) return;
     place({*on_device, room_.host ? hosted(*on_device) : all}, params_);
   }
@@ -81,7 +90,7 @@ class Search {
       return forecast({on_device, count}).total_on(Tier::kHost) <= *room_.host;
     };
     const std::size_t all = items_.size();
-    if (!has_drive()) {
+    if (config_.offload.optimizer_folders.empty()) {  // and those of weights: no drive
       if (fits(all)) return all;
       refuse_host(forecast({on_device, all}),
                   "there is no nvme_path in offload_optimizer or offload_param, so that the host "
@@ -95,9 +104,6 @@ class Search {
         "even with everything else on the drive, whose staging and the gradients are on the host: "
         "lower buffer_count, raise strata.host_budget or strata.device_budget, or take more ranks");
   }
-
-  // Both folders are there, or none.
-  bool has_drive() const { return !config_.offload.optimizer_folders.empty(); }
 
   void place(const Cuts& cuts, std::vector<plan::ParamSpec>& params) const {
     for (std::size_t i = cuts.device; i < items_.size(); ++i) {
@@ -115,16 +121,6 @@ class Search {
     const plan::ModelPlan plan =
         plan::plan_units(params, tree_, engine::plan_options_from(config_));
     return forecast_training(params, plan, tree_, config_, trainers_);
-  }
-
-  [[noreturn]] void refuse_device(const MemoryForecast& least) const {
-    throw OutOfMemoryError(
-        "strata.placement \"auto\": the device does not suffice with everything that may be "
-        "offloaded at stage {} elsewhere; shard more (stage 3, more ranks), lower "
-        "strata.max_live_bytes or reduce_bucket_size, or raise strata.device_budget. Wanted on "
-        "each device: {} ({}); it may hold {}",
-        config_.zero.stage, to_string(least.total()), kinds_on(least, Tier::kDevice),
-        to_string(*room_.device));
   }
 
   [[noreturn]] void refuse_host(const MemoryForecast& least, std::string_view advice) const {

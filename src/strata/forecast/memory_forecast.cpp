@@ -244,20 +244,16 @@ class DryModel {
     if (holds) {
       for (const int unit : s.units) engine.gatherer().acquire(unit);
     }
-    backward_through_tiles(engine, s);
+    for (std::size_t i = s.tiles.size(); i-- > 0;) {
+      const engine::Unit& tile = all[static_cast<std::size_t>(s.tiles[i])];
+      if (s.read_in_backward) engine.gatherer().acquire(tile.id);
+      if (tile.trainable()) add_gradients(engine, tile.spec.params, {});
+      if (s.read_in_backward) engine.gatherer().release(tile.id);
+    }
     for (std::size_t i = s.children.size(); i-- > 0;) backward(engine, s.children[i], arrival);
     add_gradients(engine, s.params, arrival);
     if (holds) {
       for (const int unit : s.units) engine.gatherer().release(unit);
-    }
-  }
-
-  void backward_through_tiles(engine::Engine& engine, const Scope& scope) const {
-    for (std::size_t i = scope.tiles.size(); i-- > 0;) {
-      const engine::Unit& unit = engine.weights().units()[static_cast<std::size_t>(scope.tiles[i])];
-      if (scope.read_in_backward) engine.gatherer().acquire(unit.id);
-      if (unit.trainable()) add_gradients(engine, unit.spec.params, {});
-      if (scope.read_in_backward) engine.gatherer().release(unit.id);
     }
   }
 
@@ -288,12 +284,6 @@ class NoViews final : public engine::ParameterViews {
   bool await(int) override { return true; }
 };
 
-std::size_t groups_of(std::span<const plan::ParamSpec> params) {
-  int last = 0;
-  for (const plan::ParamSpec& param : params) last = std::max(last, param.group);
-  return static_cast<std::size_t>(last) + 1;
-}
-
 MemoryForecast forecast_for(std::span<const plan::ParamSpec> params, const plan::ModelPlan& plan,
                             const plan::ModuleTree& tree, const Training& training,
                             Arrival arrival) {
@@ -315,7 +305,9 @@ MemoryForecast forecast_for(std::span<const plan::ParamSpec> params, const plan:
   std::unique_ptr<device::HostMemory> copy;  // stays from one save to the next
   if (const Bytes bytes = engine::copied_bytes(engine); training.saves_beside && bytes > Bytes())
     copy = device->allocate_host(bytes, memory::Kind::kStaging);
-  const std::vector<engine::GroupScalars> groups(groups_of(params));
+  int last_group = 0;
+  for (const plan::ParamSpec& param : params) last_group = std::max(last_group, param.group);
+  const std::vector<engine::GroupScalars> groups(static_cast<std::size_t>(last_group) + 1);
   for (int step = 0; step < kSteps; ++step) {
     for (int micro = 0; micro < training.micro_steps; ++micro)
       model.run(engine, micro + 1 == training.micro_steps, arrival);

@@ -38,7 +38,6 @@ struct LeafModules {
   std::vector<std::string> name_suffixes = {};
 
   bool holds(const ModuleNode& node) const;
-  bool operator==(const LeafModules&) const = default;
 };
 
 // Indices of the block modules, in tree order; no block contains another.

@@ -17,13 +17,11 @@ constexpr Bytes kMargin = 128_MiB;
 constexpr std::array<std::string_view, 5> kNames = {"born_flat", "device_copy", "device_grow",
                                                     "distributed", "host"};
 
-constexpr std::array<InitTier, 4> kTiersOfValues = {InitTier::kDeviceCopy, InitTier::kDeviceGrow,
-                                                    InitTier::kDistributed, InitTier::kHost};
-
-// How many bytes this rank lacks for a way; 0 or less when it can be taken.
+// How many bytes a rank lacks for a way; 0 or less when it can be taken.
 struct Lack {
   Bytes bytes;
   std::string_view where = "device";
+  std::size_t rank = 0;
 };
 
 Lack lack_of(InitTier tier, const InitDemand& demand, const InitFacts& facts, std::size_t ranks) {
@@ -49,16 +47,11 @@ bool suits(InitTier tier, std::span<const InitFacts> by_rank) {
   return on_device && !on_host && (tier == InitTier::kDeviceCopy || can_grow);
 }
 
-struct Worst {
-  Lack lack;
-  std::size_t rank = 0;
-};
-
-Worst worst_of(InitTier tier, const InitDemand& demand, std::span<const InitFacts> by_rank) {
-  Worst worst;
+Lack worst_of(InitTier tier, const InitDemand& demand, std::span<const InitFacts> by_rank) {
+  Lack worst;
   for (std::size_t r = 0; r < by_rank.size(); ++r) {
     const Lack lack = lack_of(tier, demand, by_rank[r], by_rank.size());
-    if (r == 0 || lack.bytes > worst.lack.bytes) worst = {lack, r};
+    if (r == 0 || lack.bytes > worst.bytes) worst = {lack.bytes, lack.where, r};
   }
   return worst;
 }
@@ -77,18 +70,18 @@ std::string numbers(const InitDemand& demand, std::span<const InitFacts> by_rank
 [[noreturn]] void throw_nothing_fits(InitTier cheapest, const InitDemand& demand,
                                      std::span<const InitFacts> by_rank,
                                      std::span<const InitAlternative> alternatives) {
-  const Worst worst = worst_of(cheapest, demand, by_rank);
+  const Lack worst = worst_of(cheapest, demand, by_rank);
   std::string fits;
   for (const InitAlternative& other : alternatives) {
     InitDemand smaller;
     smaller.weights = other.total;
-    if (worst_of(cheapest, smaller, by_rank).lack.bytes.value > 0) continue;
+    if (worst_of(cheapest, smaller, by_rank).bytes.value > 0) continue;
     fits += fmt::format("{}{} ({})", fits.empty() ? "" : ", ", other.name, to_string(other.total));
   }
   throw OutOfMemoryError(
       "the model does not fit: rank {} lacks {} of {} memory. Nothing has been moved. These would "
       "fit: {}. {}",
-      worst.rank, to_string(worst.lack.bytes), worst.lack.where,
+      worst.rank, to_string(worst.bytes), worst.where,
       fits.empty() ? std::string("more ranks, or devices with more memory") : fits,
       numbers(demand, by_rank));
 }
@@ -129,33 +122,34 @@ InitChoice choose_init(const InitDemand& demand, std::span<const InitFacts> by_r
                        std::span<const InitAlternative> alternatives) {
   STRATA_ASSERT(!by_rank.empty());
   if (suits(InitTier::kBornFlat, by_rank)) {
-    if (worst_of(InitTier::kBornFlat, demand, by_rank).lack.bytes.value > 0) {
+    if (worst_of(InitTier::kBornFlat, demand, by_rank).bytes.value > 0) {
       throw_nothing_fits(InitTier::kBornFlat, demand, by_rank, alternatives);
     }
     return {InitTier::kBornFlat, numbers(demand, by_rank)};
   }
   if (wanted) {
     const bool possible = suits(*wanted, by_rank);
-    const Worst worst = worst_of(*wanted, demand, by_rank);
-    if (possible && worst.lack.bytes.value <= 0) {
+    const Lack worst = worst_of(*wanted, demand, by_rank);
+    if (possible && worst.bytes.value <= 0) {
       return {*wanted, "as strata.init.tier says; " + numbers(demand, by_rank)};
     }
     throw ConfigError(
         "strata.init.tier: '{}' cannot be taken, {}; write \"auto\". {}", name_of(*wanted),
         possible ? fmt::format("rank {} lacks {} of {} memory for it", worst.rank,
-                               to_string(worst.lack.bytes), worst.lack.where)
+                               to_string(worst.bytes), worst.where)
                  : std::string("it is no way for values that lie where this model's do"),
         numbers(demand, by_rank));
   }
   std::string passed;  // over, and why
   InitTier last = InitTier::kDistributed;
-  for (const InitTier tier : kTiersOfValues) {
-    // Values that differ are found later; until then sharing the work is always the better way.
-    if (tier == InitTier::kHost || !suits(tier, by_rank)) continue;
-    const Worst worst = worst_of(tier, demand, by_rank);
-    if (worst.lack.bytes.value <= 0) return {tier, passed + numbers(demand, by_rank)};
-    passed += fmt::format("{} lacks {} on rank {}; ", name_of(tier), to_string(worst.lack.bytes),
-                          worst.rank);
+  // Without kHost: values that differ are found later; until then sharing the work is better.
+  for (const InitTier tier :
+       {InitTier::kDeviceCopy, InitTier::kDeviceGrow, InitTier::kDistributed}) {
+    if (!suits(tier, by_rank)) continue;
+    const Lack worst = worst_of(tier, demand, by_rank);
+    if (worst.bytes.value <= 0) return {tier, passed + numbers(demand, by_rank)};
+    passed +=
+        fmt::format("{} lacks {} on rank {}; ", name_of(tier), to_string(worst.bytes), worst.rank);
     last = tier;
   }
   throw_nothing_fits(last, demand, by_rank, alternatives);

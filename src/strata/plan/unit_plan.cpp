@@ -110,7 +110,9 @@ class Planner {
         take(tree_[member].params, params);
       }
       open_.clear();
-      add_block(module, params);
+      std::map<Key, Open> units;
+      for (const int param : params)
+        add_to(units, tree_[module].path, param, module, options_.block_unit_bytes);
     } else if (block < 0) {
       take(tree_[module].params, params);
       for (const int param : params) {
@@ -133,13 +135,6 @@ class Planner {
       } else {
         to.push_back(param);
       }
-    }
-  }
-
-  void add_block(std::size_t module, const std::vector<int>& params) {
-    std::map<Key, Open> units;
-    for (const int param : params) {
-      add_to(units, tree_[module].path, param, module, options_.block_unit_bytes);
     }
   }
 

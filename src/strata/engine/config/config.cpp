@@ -230,8 +230,9 @@ BatchSizes BatchSizes::complete(int world_size) const {
 
 Config Config::parse(std::string_view text_or_path) {
   ConfigFindings remarks;
-  json document = open_document(text_or_path);
-  apply_aliases(&document, &remarks);
+  nlohmann::ordered_json written = open_document(text_or_path);
+  apply_aliases(&written, &remarks);
+  const json document = written;
   Config config;
   Settings s;
   read_settings(config_keys(), document, "", &s, &remarks);

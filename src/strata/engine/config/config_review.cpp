@@ -36,8 +36,8 @@ void read_classes(Settings& settings, ConfigFindings& remarks) {
 }
 
 // Sections that become empty by it go, too.
-void remove(json* document, std::string_view path) {
-  json* holder = holder_of(document, path);
+void remove(ordered_json* document, std::string_view path) {
+  ordered_json* holder = holder_of(document, path);
   if (holder == nullptr) return;
   holder->erase(std::string(leaf_of(path)));
   if (holder->empty() && !parent_of(path).empty()) remove(document, parent_of(path));
@@ -79,33 +79,6 @@ void look_at_all(const json& document, ConfigFindings& remarks) {
   }
 }
 
-// The new name of `path`, where it is an old one of the same section.
-std::string_view today_of(std::string_view path) {
-  for (const Alias& alias : config_aliases()) {
-    if (alias.old_path == path && parent_of(alias.path) == parent_of(path)) return alias.path;
-  }
-  return path;
-}
-
-// `values` in the order of `before`; what is new comes last.
-ordered_json in_order(const json& values, const ordered_json& before, const std::string& prefix) {
-  if (!values.is_object()) return ordered_json::parse(values.dump());
-  ordered_json result = ordered_json::object();
-  const auto add = [&](const std::string& name, const ordered_json& old) {
-    const auto found = values.find(name);
-    if (found == values.end() || result.contains(name)) return;
-    result[name] = found->is_object() ? in_order(*found, old, join_path(prefix, name)) : old;
-  };
-  if (before.is_object()) {
-    for (const auto& [name, old] : before.items())
-      add(std::string(leaf_of(today_of(join_path(prefix, name)))), old);
-  }
-  for (const auto& [name, value] : values.items()) {
-    if (!result.contains(name)) result[name] = in_order(value, {}, join_path(prefix, name));
-  }
-  return result;
-}
-
 }  // namespace
 
 bool ConfigReview::accepted() const {
@@ -118,8 +91,7 @@ std::size_t ConfigReview::count(Verdict verdict) const {
 }
 
 ConfigReview review_config(std::string_view text_or_path) {
-  const ordered_json written = open_document(text_or_path);
-  json document = written;
+  ordered_json document = open_document(text_or_path);
   ConfigFindings remarks;
   remarks.collects = true;
   apply_aliases(&document, &remarks);
@@ -140,7 +112,7 @@ ConfigReview review_config(std::string_view text_or_path) {
     startable = std::ranges::none_of(remarks.findings,
                                      [](const Finding& f) { return f.verdict == Verdict::kWrong; });
   }
-  if (startable) review.rewritten = in_order(document, written, "");
+  if (startable) review.rewritten = std::move(document);
   review.findings = std::move(remarks.findings);
   std::ranges::stable_sort(review.findings, {}, &Finding::path);
   return review;

@@ -1,7 +1,6 @@
 // A review of a configuration, key by key: the effect of each key, and a rewritten configuration in
-// which every key has an effect, or does no harm. Config::parse() ends with the first error; this
-// continues. Threads: none; values. Errors: ConfigError, as from Config::parse(), for a text that
-// is no configuration at all.
+// which every key has an effect, or does no harm. Threads: none; values. Errors: ConfigError for a
+// text that is no configuration at all; the first error in a key does not end the review.
 #pragma once
 
 #include <nlohmann/json.hpp>

@@ -3,10 +3,6 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <array>
-#include <limits>
-#include <span>
-#include <vector>
 
 #include "strata/base/error.h"
 
@@ -197,8 +193,7 @@ std::string_view named_section(std::string_view name) {
 std::span<const KeyTable> key_tables() {
   static const std::vector<KeyTable> kTables = [] {
     std::vector<KeyTable> tables;
-    for (const std::string_view text : {kTrainingTables, kZeroTables, kFeatureTables})
-      read_tables(text, tables);
+    for (const std::string_view text : {kTrainingTables, kFeatureTables}) read_tables(text, tables);
     return tables;
   }();
   return kTables;
@@ -297,16 +292,9 @@ int edit_distance(std::string_view a, std::string_view b) {
 
 std::string_view nearest_of(std::string_view word, std::span<const std::string_view> known) {
   word = word.substr(0, kKeyBytesMax);
-  std::string_view best;
-  int fewest = std::numeric_limits<int>::max();
-  for (const std::string_view candidate : known) {
-    const int edits = edit_distance(word, candidate);
-    if (edits < fewest) {
-      fewest = edits;
-      best = candidate;
-    }
-  }
-  return best;
+  const auto best = std::ranges::min_element(
+      known, {}, [&](std::string_view candidate) { return edit_distance(word, candidate); });
+  return best == known.end() ? std::string_view() : *best;
 }
 
 std::string lookalike_of(std::string_view name, bool section) {

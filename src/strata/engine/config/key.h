@@ -69,7 +69,6 @@ struct KeyTable {
 // section around it, which is the last name above that has a dot less. A line of a name alone is no
 // row.
 extern const std::string_view kTrainingTables;
-extern const std::string_view kZeroTables;
 extern const std::string_view kFeatureTables;
 
 std::span<const KeyTable> key_tables();

@@ -76,11 +76,6 @@ bool names(memory::Tier first, const std::vector<memory::Tier>& others, memory::
   return first == wanted || std::ranges::find(others, wanted) != others.end();
 }
 
-Numel param_staging(const Settings& settings) {
-  return staging_of(settings, kParam) +
-         elements_of(1, settings.integer(join_path(kParam, "max_in_cpu")));
-}
-
 // The device of a section, where the stage shards what lies there.
 memory::Tier tier_at(const Settings& settings, std::string_view section, bool sharded, int stage,
                      std::string_view advice, ConfigFindings* remarks) {
@@ -107,7 +102,6 @@ void read_param(const Settings& settings, int stage, OffloadConfig& config,
                 ConfigFindings* remarks) {
   config.param =
       tier_at(settings, kParam, stage == 3, stage, "weights are sharded at stage 3 alone", remarks);
-  config.param_staging = param_staging(settings);
   config.param_folders = folders_for(names(config.param, config.param_tiers(), memory::Tier::kNvme),
                                      settings, kParam, "weights");
   require_sharded(!config.offloads_params() || stage == 3, "weights", "3", stage);
@@ -118,7 +112,6 @@ OffloadConfig read_automatic(const Settings& settings, int stage, OffloadConfig 
   config.optimizer = memory::Tier::kDevice;
   config.ratio = 1.0;
   config.places_weights = stage == 3;
-  config.param_staging = param_staging(settings);
   config.param_folders = folders_in(settings, kParam);
   config.optimizer_folders = folders_in(settings, kOptimizer);
   std::erase(config.param_folders, "");
@@ -129,7 +122,6 @@ OffloadConfig read_automatic(const Settings& settings, int stage, OffloadConfig 
 }
 
 constexpr std::string_view kPlacement = "strata.placement";
-constexpr std::array<std::string_view, 5> kPlaces{"device", "host", "nvme", "none", "cpu"};
 
 [[noreturn]] void refuse_rule(std::size_t index, std::string_view key, std::string_view wanted,
                               const json& found) {
@@ -138,6 +130,7 @@ constexpr std::array<std::string_view, 5> kPlaces{"device", "host", "nvme", "non
 }
 
 memory::Tier place_in(std::size_t index, std::string_view key, const json& value) {
+  constexpr std::array<std::string_view, 5> kPlaces{"device", "host", "nvme", "none", "cpu"};
   if (!value.is_string() || std::ranges::find(kPlaces, value.get<std::string>()) == kPlaces.end())
     refuse_rule(index, key, "one of device, host, nvme", value);
   return tier_named(value.get<std::string>());
@@ -201,22 +194,11 @@ void keep_share(std::vector<plan::ParamSpec>& params, double ratio) {
 std::string text_of(const PlacementRule& rule) {
   std::string text = rule.match;
   if (rule.larger_than.value >= 0) text += fmt::format(" over {}", to_string(rule.larger_than));
-  std::string_view before = ": ";
-  const auto add = [&](std::string_view what, std::optional<memory::Tier> tier) {
-    if (!tier) return;
-    text += fmt::format("{}{} on {}", before, what, memory::name_of(*tier));
-    before = ", ";
-  };
-  add("weights", rule.param);
-  add("states", rule.optimizer);
+  if (rule.param) text += fmt::format(": weights on {}", memory::name_of(*rule.param));
+  if (rule.optimizer)
+    text +=
+        fmt::format("{} states on {}", rule.param ? "," : ":", memory::name_of(*rule.optimizer));
   return text;
-}
-
-std::vector<PlacementRule> read_placement(const Settings& settings) {
-  std::vector<PlacementRule> rules;
-  if (settings.at(kPlacement) == "auto") return rules;
-  for (const json& object : settings.at(kPlacement)) rules.push_back(rule_of(rules.size(), object));
-  return rules;
 }
 
 std::vector<memory::Tier> tiers_of(const std::vector<PlacementRule>& rules,
@@ -254,11 +236,14 @@ OffloadConfig read_offload(const Settings& settings, int stage, ConfigFindings* 
   settings.read("strata.verify_drives", config.verify);
   settings.read("strata.device_budget", config.device_budget);
   settings.read("strata.host_budget", config.host_budget);
-  config.rules = read_placement(settings);
-  config.automatic = settings.at(kPlacement) == "auto";
+  config.param_staging = staging_of(settings, kParam) +
+                         elements_of(1, settings.integer(join_path(kParam, "max_in_cpu")));
+  const json& placement = settings.at(kPlacement);
+  config.automatic = placement == "auto";
   for (const std::string_view section : {kParam, kOptimizer})
     settings.at(join_path(section, "device"));  // read, also where it has no effect
   if (config.automatic) return read_automatic(settings, stage, std::move(config));
+  for (const json& object : placement) config.rules.push_back(rule_of(config.rules.size(), object));
   config.optimizer = tier_at(settings, kOptimizer, stage >= 1, stage,
                              "optimizer states are sharded from stage 1 on", remarks);
   read_param(settings, stage, config, remarks);

@@ -27,24 +27,18 @@ constexpr std::array<std::string_view, 12> kElementwise{"Adam",     "AdamW",  "S
                                                         "RMSprop",  "Rprop",  "ASGD",  kLion};
 
 struct Unsupported {
-  std::string_view name;  // in lower case
+  std::string_view names;  // in lower case: "muon|adafactor"
   std::string_view reason;
 };
-constexpr std::array<Unsupported, 15> kUnsupported{{
+constexpr std::array<Unsupported, 9> kUnsupported{{
     {"lamb", "it needs the norm of whole layers"},
-    {"onebitlamb", "it compresses communication"},
-    {"onebitadam", "it compresses communication"},
-    {"zerooneadam", "it compresses communication"},
-    {"muon", "it needs whole matrices"},
-    {"muadam", "it needs the mup package's own groups"},
-    {"muadamw", "it needs the mup package's own groups"},
-    {"musgd", "it needs the mup package's own groups"},
+    {"onebitlamb|onebitadam|zerooneadam", "it compresses communication"},
+    {"muon|adafactor", "it needs whole matrices"},
+    {"muadam|muadamw|musgd", "it needs the mup package's own groups"},
     {"lbfgs", "it needs closures and the whole gradient"},
     {"sparseadam", "it needs sparse gradients"},
-    {"adafactor", "it needs whole matrices"},
     {"fusedadam", "write \"AdamW\", which is one fused pass"},
-    {"deepspeedcpuadam", "write \"AdamW\", which runs where the shard is"},
-    {"cpuadam", "write \"AdamW\", which runs where the shard is"},
+    {"deepspeedcpuadam|cpuadam", "write \"AdamW\", which runs where the shard is"},
     {"adam8bit", "optimizer state is fp32"},
 }};
 
@@ -56,7 +50,8 @@ std::string_view class_of(const std::string& type) {
     if (lower_case(known) == name) return known;
   }
   for (const Unsupported& u : kUnsupported) {
-    if (u.name != name) continue;
+    const auto names = choices_in(u.names);
+    if (std::ranges::find(names, name) == names.end()) continue;
     throw RefusedFeature(
         "optimizer.type: not supported ({}); write \"AdamW\" or another elementwise class of "
         "torch.optim; found \"{}\"",
@@ -68,22 +63,8 @@ std::string_view class_of(const std::string& type) {
       nearest_of(type, kElementwise), type);
 }
 
-void refuse_max_grad_norm(const json& params) {
-  const auto found = params.find("max_grad_norm");
-  if (found == params.end()) return;
-  throw ConfigError(
-      "optimizer.params.max_grad_norm: clipping is no parameter of the optimizer; write "
-      "\"gradient_clipping\": {} at the top level; found {}",
-      shown(*found), shown(*found));
-}
-
 std::string full_name(const std::string& torch_class) {
   return torch_class == kLion ? "strata.ops.lion" : "torch.optim." + torch_class;
-}
-
-// Arguments whose default is None in torch: null leaves the choice to it.
-bool takes_none(const std::string& name) {
-  return name == "foreach" || name == "fused";
 }
 
 // The arguments of the class: all given keys but the engine's own.
@@ -93,7 +74,8 @@ json torch_arguments(const std::string& torch_class, const json& params, ConfigF
     if (name == "torch_adam" || name == "adam_w_mode") continue;
     if (name == "bias_correction" && torch_class.starts_with("Adam") && flag_in(value) == true)
       continue;
-    if (value.is_null() && takes_none(name)) continue;
+    // Their default is None in torch: null leaves the choice to it.
+    if (value.is_null() && (name == "foreach" || name == "fused")) continue;
     const std::string path = join_path("optimizer.params", name);
     const std::string meaning = fmt::format("an argument of {}", full_name(torch_class));
     if (value == "auto") {
@@ -208,7 +190,12 @@ OptimizerConfig read_optimizer(Settings* settings, ConfigFindings* remarks) {
   const std::string type = settings->text("optimizer.type");
   const json params = settings->at("optimizer.params");
   const std::string_view name = class_of(type);
-  refuse_max_grad_norm(params);
+  if (const auto norm = params.find("max_grad_norm"); norm != params.end()) {
+    throw ConfigError(
+        fmt::format("optimizer.params.max_grad_norm: clipping is no parameter of the optimizer; "
+                    "write \"gradient_clipping\": {0} at the top level; found {0}",
+                    shown(*norm)));
+  }
   if (name != "Adam" && name != "AdamW") {
     return torch_optimizer(type, std::string(name), params, settings, remarks);
   }

@@ -11,11 +11,9 @@ namespace strata::engine {
 namespace {
 
 DType dtype_or_fp32(const Settings& s, std::string_view path) {
-  const auto name = s.maybe<std::string>(path);
-  if (!name) return DType::kFloat32;
-  const auto dtype = dtype_from_config(*name);
-  STRATA_ASSERT(dtype.has_value());
-  return *dtype;
+  std::optional<DType> dtype;
+  s.read(path, dtype);
+  return dtype.value_or(DType::kFloat32);
 }
 
 // 2 to initial_scale_power: the power is checked to be small.

@@ -4,20 +4,16 @@
 
 #include <algorithm>
 #include <array>
-#include <nlohmann/json.hpp>
-#include <string>
-#include <string_view>
 #include <utility>
 
-#include "strata/base/error.h"
 #include "strata/engine/config/config_text.h"
-#include "strata/engine/config/key.h"
 #include "strata/engine/config/value_check.h"
 
 namespace strata::engine {
 namespace {
 
 using nlohmann::json;
+using nlohmann::ordered_json;
 
 // Top-level keys that callers fill in, so "auto" there means: not given.
 constexpr std::array<std::string_view, 3> kFilledByCallers{
@@ -74,11 +70,10 @@ class Reader {
 
   void fill_defaults() {
     for (const Key& key : keys_) {
-      if (key.treatment == Treatment::kShown && key.kind != Kind::kSection)
-        findings_->shown.emplace(key.path, key.fallback);
-      if (key.treatment != Treatment::kHonoured || key.kind == Kind::kSection) continue;
-      if (!settings_->has(key.path))
-        settings_->set(std::string(key.path), json::parse(key.fallback));
+      if (key.kind == Kind::kSection) continue;
+      if (key.treatment == Treatment::kShown) findings_->shown.emplace(key.path, key.fallback);
+      if (key.treatment == Treatment::kHonoured && !settings_->has(key.path))
+        settings_->set(key.path, json::parse(key.fallback));
     }
   }
 
@@ -116,7 +111,12 @@ class Reader {
     if (key.treatment == Treatment::kRefused) return true;  // off, or refused
     if (value.is_null()) {
       const bool missed = changes_results(key) && is_numeric(key) && key.fallback != "null";
-      if (missed && !quiet) refuse_null(key);
+      if (missed && !quiet) {
+        throw ConfigError(fmt::format(
+            "{}: null is no value of it, and trained numbers would depend on what it "
+            "is taken for; write {} ({}), or remove the key, which gives {}; found null",
+            key.path, wanted(key), key.meaning, key.fallback));
+      }
       note(key.path, Verdict::kHonoured, value, "not given: " + default_of(key));
       return false;
     }
@@ -188,19 +188,8 @@ class Reader {
     if (key.kind == Kind::kSwitch && !value.is_object() && !flag_in(value))
       refuse_value(key, value);
     if (key.kind == Kind::kSwitch || check_value(key, value) != json::parse(key.fallback))
-      refuse_feature(key, value);
-  }
-
-  [[noreturn]] static void refuse_feature(const Key& key, const json& value) {
-    throw RefusedFeature("{}: not supported ({}); {}; found {}", key.path, key.meaning, key.note,
-                         shown(value));
-  }
-
-  [[noreturn]] static void refuse_null(const Key& key) {
-    throw ConfigError(
-        "{}: null is no value of it, and trained numbers would depend on what it is taken for; "
-        "write {} ({}), or remove the key, which gives {}; found null",
-        key.path, wanted(key), key.meaning, key.fallback);
+      throw RefusedFeature("{}: not supported ({}); {}; found {}", key.path, key.meaning, key.note,
+                           shown(value));
   }
 
   // A top-level key of no table: a misspelled one, or the user's own, for another program.
@@ -261,12 +250,12 @@ void record_old_spelling(std::string_view old_path, std::string_view path, const
 // Takes the value of an old key out of the document. `renew` writes it to today's key, which it
 // returns: "" where the value says nothing.
 template <typename Renew>
-void replace_old(json* document, std::string_view old_path, ConfigFindings* remarks,
+void replace_old(ordered_json* document, std::string_view old_path, ConfigFindings* remarks,
                  const Renew& renew) {
-  json* holder = holder_of(document, old_path);
+  ordered_json* holder = holder_of(document, old_path);
   const std::string name(leaf_of(old_path));
   if (holder == nullptr || !holder->contains(name)) return;
-  const json value = std::move((*holder)[name]);
+  const ordered_json value = std::move((*holder)[name]);
   holder->erase(name);
   try {
     const std::string path = renew(value);
@@ -277,10 +266,10 @@ void replace_old(json* document, std::string_view old_path, ConfigFindings* rema
 }
 
 // The booleans that became sections: "cpu_offload": true is "offload_optimizer": {"device": "cpu"}.
-void apply_offload_flags(json* document, ConfigFindings* remarks) {
+void apply_offload_flags(ordered_json* document, ConfigFindings* remarks) {
   constexpr std::string_view kPin = "zero_optimization.cpu_offload_use_pin_memory";
   bool pinned = true;
-  replace_old(document, kPin, remarks, [&](const json& value) -> std::string {
+  replace_old(document, kPin, remarks, [&](const ordered_json& value) -> std::string {
     if (value.is_null()) return "";
     pinned = flag_of(kPin, value);
     return "pin_memory in the offload sections";
@@ -288,10 +277,12 @@ void apply_offload_flags(json* document, ConfigFindings* remarks) {
   constexpr std::array<std::array<std::string_view, 2>, 2> kFlags{
       {{"zero_optimization.cpu_offload", "zero_optimization.offload_optimizer"},
        {"zero_optimization.cpu_offload_param", "zero_optimization.offload_param"}}};
-  for (const auto& [old_path, path] : kFlags) {
-    replace_old(document, old_path, remarks, [&](const json& value) {
+  for (const auto& names : kFlags) {  // a lambda of clang 14 takes no structured binding
+    const std::string_view old_path = names[0];
+    const std::string_view path = names[1];
+    replace_old(document, old_path, remarks, [&](const ordered_json& value) {
       if (flag_of(old_path, value)) {
-        json& section = (*holder_of(document, path))[std::string(leaf_of(path))];
+        ordered_json& section = (*holder_of(document, path))[std::string(leaf_of(path))];
         if (!section.is_null()) refuse_both(old_path, path);
         section = {{"device", "cpu"}, {"pin_memory", pinned}};
       }
@@ -363,16 +354,16 @@ OpenSetting unresolved_auto(std::string_view path, std::string_view wanted,
                       path, wanted, leaf_of(path), example)};
 }
 
-json* holder_of(json* document, std::string_view path) {
+ordered_json* holder_of(ordered_json* document, std::string_view path) {
   const std::string_view parent = parent_of(path);
   if (parent.empty()) return document;
-  json* holder = holder_of(document, parent);
+  ordered_json* holder = holder_of(document, parent);
   if (holder == nullptr) return nullptr;
   const auto found = holder->find(std::string(leaf_of(parent)));
   return found == holder->end() || !found->is_object() ? nullptr : &*found;
 }
 
-void apply_aliases(json* document, ConfigFindings* remarks) {
+void apply_aliases(ordered_json* document, ConfigFindings* remarks) {
   const auto zero = document->find("zero_optimization");
   if (zero != document->end() && zero->is_boolean()) {  // true is stage 1
     const int stage = zero->get<bool>() ? 1 : 0;
@@ -381,11 +372,19 @@ void apply_aliases(json* document, ConfigFindings* remarks) {
     *zero = {{"stage", stage}};
   }
   for (const Alias& alias : config_aliases()) {
-    replace_old(document, alias.old_path, remarks, [&](const json& value) {
-      json* target = holder_of(document, alias.path);
+    const ordered_json* holder = holder_of(document, alias.old_path);
+    const ordered_json before = holder == nullptr ? ordered_json() : *holder;
+    replace_old(document, alias.old_path, remarks, [&](const ordered_json& value) {
+      ordered_json* target = holder_of(document, alias.path);
       STRATA_ASSERT(target != nullptr);
-      if (!target->emplace(std::string(leaf_of(alias.path)), value).second)
-        refuse_both(alias.old_path, alias.path);
+      const std::string name(leaf_of(alias.path));
+      if (target->contains(name)) refuse_both(alias.old_path, alias.path);
+      (*target)[name] = value;
+      if (target == holder) {
+        target->clear();
+        for (const auto& [old, member] : before.items())
+          (*target)[old == leaf_of(alias.old_path) ? name : old] = member;
+      }
       return std::string(alias.path);
     });
   }

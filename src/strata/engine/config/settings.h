@@ -15,6 +15,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "strata/base/dtype.h"
 #include "strata/base/error.h"
 #include "strata/base/units.h"
 #include "strata/engine/config/key.h"
@@ -59,6 +60,8 @@ class Settings {
                   }) {
       field.reset();
       if (!value.is_null()) read(path, field.emplace());
+    } else if constexpr (std::is_same_v<T, DType>) {
+      field = dtype_from_config(value.get<std::string>()).value();
     } else if constexpr (std::is_enum_v<T>) {
       field = static_cast<T>(choice_at(path));
     } else if constexpr (std::is_same_v<T, PerGroup>) {
@@ -100,10 +103,11 @@ OpenSetting unresolved_auto(std::string_view path, std::string_view wanted,
 
 // Brings deprecated spellings of a configuration document to today's: renamed keys
 // (config_aliases()) and the booleans cpu_offload, cpu_offload_param, cpu_offload_use_pin_memory,
-// which became sections. `remarks` gets a finding for each old spelling.
-void apply_aliases(nlohmann::json* document, ConfigFindings* remarks);
+// which became sections. Renamed keys keep their
+// place in their section. `remarks` gets a finding for each old spelling.
+void apply_aliases(nlohmann::ordered_json* document, ConfigFindings* remarks);
 
 // The object that holds `path`'s last key, or null when the document has none.
-nlohmann::json* holder_of(nlohmann::json* document, std::string_view path);
+nlohmann::ordered_json* holder_of(nlohmann::ordered_json* document, std::string_view path);
 
 }  // namespace strata::engine

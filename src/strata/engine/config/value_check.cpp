@@ -7,12 +7,10 @@
 #include <cmath>
 #include <limits>
 #include <nlohmann/json.hpp>
-#include <optional>
 #include <string>
 
 #include "strata/base/error.h"
 #include "strata/engine/config/config_text.h"
-#include "strata/engine/config/key.h"
 
 namespace strata::engine {
 namespace {
@@ -97,11 +95,6 @@ json check_strings(const Key& key, const json& value) {
   return value;
 }
 
-json check_flag(const Key& key, const json& value) {
-  if (const auto flag = flag_in(value)) return *flag;
-  refuse_value(key, value, value.is_string() ? "write it without quotes" : "");
-}
-
 bool reads_numbers(Kind kind) {
   using enum Kind;
   constexpr std::array kNumeric{kInteger, kNumel, kBytes, kNumber, kCount, kNumbers, kPerGroup};
@@ -178,27 +171,20 @@ std::int64_t clamped(double v) {
 }
 
 std::optional<double> unit_factor(std::string_view unit, SizeText spelling) {
-  struct Unit {
-    std::string_view name;
-    double bytes;
-  };
-  constexpr std::array<Unit, 9> kUnits{{{"B", 1.0},
-                                        {"KiB", 1024.0},
-                                        {"MiB", 1048576.0},
-                                        {"GiB", 1073741824.0},
-                                        {"TiB", 1099511627776.0},
-                                        {"KB", 1e3},
-                                        {"MB", 1e6},
-                                        {"GB", 1e9},
-                                        {"TB", 1e12}}};
   const bool any_case = spelling == SizeText::kAnyCase;
   if (any_case && unit.empty()) return 1.0;
   const auto same = [any_case](char a, char b) {
     return a == b || (any_case && std::toupper(static_cast<unsigned char>(a)) ==
                                       std::toupper(static_cast<unsigned char>(b)));
   };
-  for (const Unit& s : kUnits) {
-    if (std::ranges::equal(unit, s.name, same)) return s.bytes;
+  if (std::ranges::equal(unit, std::string_view("B"), same)) return 1.0;
+  double binary = 1024.0;
+  double decimal = 1e3;
+  for (const std::string_view prefix : {"K", "M", "G", "T"}) {
+    if (std::ranges::equal(unit, fmt::format("{}iB", prefix), same)) return binary;
+    if (std::ranges::equal(unit, fmt::format("{}B", prefix), same)) return decimal;
+    binary *= 1024.0;
+    decimal *= 1e3;
   }
   return std::nullopt;
 }
@@ -257,7 +243,8 @@ json check_value(const Key& key, const json& given) {
   const json value = reads_numbers(key.kind) ? with_numbers(given) : given;
   switch (key.kind) {
     case Kind::kFlag:
-      return check_flag(key, value);
+      if (const auto flag = flag_in(value)) return *flag;
+      refuse_value(key, value, value.is_string() ? "write it without quotes" : "");
     case Kind::kInteger:
       return integer_of(key, value, false);
     case Kind::kNumel:

@@ -9,10 +9,6 @@ namespace {
 // Often enough for a progress bar; asking the driver more often would cost more than it tells.
 constexpr std::chrono::milliseconds kLookEvery(20);
 
-double seconds_since(std::chrono::steady_clock::time_point start) {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-}
-
 }  // namespace
 
 InitReport::InitReport(device::Device& device)
@@ -49,7 +45,8 @@ void InitReport::Phase::moved(Bytes bytes) {
 
 void InitReport::Phase::end() {
   if (!std::exchange(open_, false)) return;
-  report_.add(name_, seconds_since(start_), done_);
+  const std::chrono::duration<double> lasted = std::chrono::steady_clock::now() - start_;
+  report_.add(name_, lasted.count(), done_);
 }
 
 }  // namespace strata::engine

@@ -1,7 +1,6 @@
 #include "strata/engine/record/links.h"
 
 #include <algorithm>
-#include <memory>
 #include <set>
 #include <string>
 #include <thread>
@@ -19,12 +18,6 @@ constexpr int kCopies = 4;
 // Not Event::wait(), which would count as a wait of the engine's steps.
 void come_to(device::Event& event) {
   while (!event.done()) std::this_thread::yield();
-}
-
-std::vector<std::shared_ptr<offload::StateStore>> without_null(
-    std::vector<std::shared_ptr<offload::StateStore>> stores) {
-  std::erase(stores, nullptr);
-  return stores;
 }
 
 }  // namespace
@@ -54,7 +47,8 @@ LinkSpeed measure_link(device::Device& device) {
 
 Links::Links(device::Device& device, std::vector<std::shared_ptr<offload::StateStore>> stores,
              bool offloads, StepRecorder& recorder)
-    : device_(device), stores_(without_null(std::move(stores))), offloads_(offloads) {
+    : device_(device), stores_(std::move(stores)), offloads_(offloads) {
+  std::erase(stores_, nullptr);
   recorder.set_store_counts([this] { return counts(); });
   for (const auto& store : stores_) store->watch(&recorder);
 }

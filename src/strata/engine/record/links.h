@@ -46,7 +46,7 @@ class Links : NonCopyable {
   double& limit_of(offload::Link link) { return limits_.at(static_cast<std::size_t>(link)); }
 
   device::Device& device_;
-  const std::vector<std::shared_ptr<offload::StateStore>> stores_;
+  std::vector<std::shared_ptr<offload::StateStore>> stores_;
   const bool offloads_;
   bool measured_ = false;
   std::array<double, offload::kLinkCount> limits_{};  // GB/s; 0: not known

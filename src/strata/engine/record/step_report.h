@@ -73,7 +73,7 @@ struct StepCounts {
   std::int64_t host_waits = 0;          // of the engine for the device (device/host_waits.h)
   Bytes uploaded;                       // copied from the host to a device that is apart from it
   Bytes downloaded;
-  // Counts of all stores, for weights and optimizer states; the wait in fetch() is for reads and for room.
+  // Sums for weights and optimizer states; the wait in fetch() is for reads and for room.
   offload::StoreCounts stores;
 };
 
@@ -88,17 +88,14 @@ struct StepRecord {
   std::vector<StepSpan> spans;
 };
 
-// The traffic of this rank's links in a step, if values are offloaded, and the waits of the step
-// for it: the link between host and device both ways, and drives both ways. GB/s (1e9) are those of
-// bytes as they go over the link, in the time in which at least one copy or transfer ran.
+// The traffic of one of this rank's links in a step, if values are offloaded. GB/s (1e9) are those
+// of bytes as they go over the link, in the time in which at least one copy or transfer ran.
 //
-// The meaning of `of_limit`. The limit is the best speed that a short measurement found: for copies
-// one way at a time (measure_link()), for the drives behind all stores together
-// (offload/block_file.h); or the best speed of a reported step, if that is more. So the limit is
-// the speed of the link for a moment, alone. Ranks that share a link or a drive measure their own
-// limits, each beside the others' traffic at that moment, and the sum may exceed the link's speed.
-// A kernel that works on the host's memory counts as a copy of the bytes that it reads and writes,
-// and is slower than a copy.
+// The limit is the best speed that a short measurement found: for copies one way at a time
+// (measure_link()), for the drives behind all stores together (offload/block_file.h); or the best
+// speed of a reported step, if that is more. Ranks that share a link or a drive measure beside each
+// other's traffic, and the sum may exceed the link's speed. A kernel that works on the host's
+// memory counts as a copy of the bytes that it reads and writes, and is slower than a copy.
 struct LinkUse {
   offload::Link link{};
   Bytes bytes;  // of the step
@@ -124,9 +121,7 @@ struct LinkReport {
 // Without limits and drive_writes, of a rank that has these links.
 LinkReport make_link_report(const StepRecord& record, bool copies, bool drives);
 
-// The report of a step for users: its seconds and counts, and, if it was timed, how long the device
-// computed, how long it waited for bytes (the exposed communication), and how fast they came. GB/s
-// (1e9) are those of the bytes that crossed the links of this rank, (ranks - 1) / ranks of the
+// GB/s (1e9) are those of the bytes that crossed the links of this rank, (ranks - 1) / ranks of the
 // unit, in the time in which at least one such transfer ran.
 struct StepTransfers {
   double seconds = 0.0;   // in which at least one was under way
@@ -146,6 +141,7 @@ struct StepTimes {
   double exposed() const { return gather.exposed + reduce.exposed + refresh.exposed; }
 };
 
+// For users.
 struct StepReport {
   std::int64_t step = 0;  // from 1
   double seconds = 0.0;

@@ -16,30 +16,16 @@ namespace {
 
 using nlohmann::json;
 
-enum Track {
-  kPhases,
-  kCompute,
-  kWaits,
-  kGathers,
-  kReductions,
-  kPeers,
-  kUpdates,
-  kUploads,
-  kDownloads,
-  kReads,
-  kWrites,
-  kTrackCount
-};
-constexpr std::array<std::string_view, kTrackCount> kTracks{
+constexpr std::array<std::string_view, 11> kTracks{
     "step",      "compute", "waits",     "gathers",     "reductions",  "reductions: peers",
     "optimizer", "uploads", "downloads", "drive reads", "drive writes"};
+constexpr int kUploads = 7;  // from this track on, spans are of links
 constexpr int kLanes = 100;  // the most lanes of a track; further spans go into the last one
 
-Track track_of(Activity activity) {
-  constexpr std::array<Track, kActivityCount> kTrackOf{
-      kPhases,     kPhases, kPhases,  kCompute,   kCompute, kCompute, kWaits,
-      kWaits,      kWaits,  kWaits,   kUpdates,   kUpdates, kGathers, kGathers,
-      kReductions, kPeers,  kUploads, kDownloads, kReads,   kWrites};
+// Its place in kTracks.
+int track_of(Activity activity) {
+  constexpr std::array<int, kActivityCount> kTrackOf{0, 0, 0, 1, 1, 1, 2, 2, 2, 2,
+                                                     6, 6, 3, 3, 4, 5, 7, 8, 9, 10};
   return kTrackOf.at(static_cast<std::size_t>(activity));
 }
 
@@ -88,17 +74,14 @@ std::vector<TracedSpan> in_order(std::span<const StepRecord> records) {
   return result;
 }
 
-// The fraction of a span's bytes that crosses a link: for a unit, the part of the other ranks.
-double part_that_crosses(Track track, int world_size) {
-  return track >= kUploads ? 1.0 : static_cast<double>(world_size - 1) / world_size;
-}
-
 json arguments_of(const StepSpan& span, std::int64_t step, int world_size) {
   json arguments{{"what", name_of(span.activity)}, {"step", step}};
   if (span.bytes.value == 0) return arguments;
   arguments["bytes"] = span.bytes.value;
   const double seconds = span.end - span.begin;
-  const double part = part_that_crosses(track_of(span.activity), world_size);
+  // The part of the other ranks in a unit crosses a link.
+  const double part =
+      track_of(span.activity) >= kUploads ? 1.0 : static_cast<double>(world_size - 1) / world_size;
   if (seconds > 0.0 && part > 0.0)
     arguments["GB/s"] = static_cast<double>(span.bytes.value) * part / seconds * 1e-9;
   return arguments;
@@ -127,14 +110,15 @@ void describe_tracks(int rank, const std::vector<int>& tracks, json* events) {
 std::string trace_text_of(int rank, int world_size, std::span<const StepRecord> records,
                           const std::vector<std::string>& labels) {
   const double epoch = records.empty() ? 0.0 : records.front().epoch;
-  std::array<Lanes, kTrackCount> lanes;
+  std::array<Lanes, kTracks.size()> lanes;
   std::vector<int> tracks;
   json events = json::array();
   for (const TracedSpan& span : in_order(records)) {
     const Activity activity = span.what->activity;
-    const Track kind = track_of(activity);
-    const int track = kind * kLanes + lanes.at(kind).place(span.begin, span.end);
-    if (std::find(tracks.begin(), tracks.end(), track) == tracks.end()) tracks.push_back(track);
+    const int kind = track_of(activity);
+    const int track =
+        kind * kLanes + lanes.at(static_cast<std::size_t>(kind)).place(span.begin, span.end);
+    if (std::ranges::find(tracks, track) == tracks.end()) tracks.push_back(track);
     const int label = span.what->label;
     const std::string_view name =
         label < 0 ? name_of(activity) : labels.at(static_cast<std::size_t>(label));
