@@ -1,5 +1,6 @@
 // Bases of classes that are never copied or moved: NonCopyable for those that own a resource in
-// place, Interface for contracts that others implement, which are destroyed through a pointer to it.
+// place, Interface for contracts that others implement, which are destroyed through a pointer to
+// it.
 #pragma once
 
 namespace strata {

@@ -5,9 +5,10 @@
 //
 // Model. Each rank owns slices of things; a slice lives in a SharedBuffer, memory that peers may
 // read. Two kinds of operation move bulk data:
-//   all_gather      copies every rank's slice into my flat buffer. With Traits::one_sided I pull the
-//                   slices when I like, and peers need not take part. Else it is a collective: every
-//                   rank calls it, in the same order.
+//   all_gather      copies every rank's slice into my flat buffer. With Traits::one_sided I pull
+//   the
+//                   slices when I like, and peers need not take part. Else it is a collective:
+//                   every rank calls it, in the same order.
 //   reduce_scatter  adds up every rank's copy of my slice. Always a collective in one common order:
 //                   the k-th call on each rank forms one operation, checked by its `tag`. Several
 //                   may be started before the first is waited for. The work may be done in wait(),
