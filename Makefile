@@ -4,6 +4,7 @@
 #   PYTHON=python3.12   the interpreter of the virtual environment
 #   WERROR=ON           warnings are errors (always so in CI and in the core's own presets)
 #   PYTEST="-k zero"    arguments for pytest
+#   TORCH=2.15.0        another torch than the pinned one, for make test-torch and make smoke
 #   JOBS=2              compile jobs and tests at once
 #   CORE_TESTS=OFF      without the core's tests that `make sanitize` runs as well (so in CI)
 
@@ -101,13 +102,22 @@ core: build/dev/build.ninja  ## The torch-free core and its tests
 PYTHON_JOBS ?= $(shell echo $$(( $(JOBS) < 8 ? $(JOBS) + 1 : 8 )))
 RUN_TESTS = $(VENV_PYTHON) tools/run_tests.py $(BUILD) --jobs $(JOBS)
 
-.PHONY: test test-bench test-newest soak test-gpu test-core demo bench-cpu sanitize wheel wheels
+.PHONY: test test-bench test-torch smoke test-newest soak test-gpu test-core demo bench-cpu sanitize wheel wheels
 test: build $(VENV)/.strata-tests  ## All C++ and Python tests; ends with "N passed, N failed"
 	$(RUN_TESTS) -- -n $(PYTHON_JOBS) --dist loadgroup $(PYTEST)
 
 test-bench: module $(VENV)/.strata-tests  ## The tests of the benchmarks themselves, on CPU ranks
 	ninja -C $(BUILD) -j $(JOBS) startup_limit
 	$(RUN_TESTS) --python-only -- tests/bench -n $(PYTHON_JOBS) --dist loadgroup $(PYTEST)
+
+# Another version of torch, in an environment and a build folder of its own.
+test-torch:  ## All tests beside another torch: make test-torch TORCH=2.15.0 PYTEST="-k zero"
+	$(MAKE) test VENV=.venv-torch-$(TORCH) TORCH=$(TORCH) CORE_TESTS=OFF
+
+smoke:  ## Two ranks at each stage, a compiled step and a checkpoint beside another torch: TORCH=2.15.0
+	$(MAKE) package VENV=.venv-torch-$(TORCH) TORCH=$(TORCH) CORE_TESTS=OFF
+	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 .venv-torch-$(TORCH)/bin/torchrun --standalone --nproc-per-node 2 \
+	  tests/soak/wheels/job.py $$(mktemp -d)
 
 # Of transformers, loading and saving use what changes between its versions.
 NEWEST := build/newest$(patsubst .venv%,%,$(notdir $(VENV)))

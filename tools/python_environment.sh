@@ -1,6 +1,6 @@
 #!/bin/sh
 # Creates the virtual environment VENV with PYTHON if there is none, and installs the pinned requirements, or those of
-# the tests. Packages in the right version are not touched.
+# the tests. Packages in the right version are not touched. The variable TORCH names another version of torch.
 #   tools/python_environment.sh PYTHON VENV [tests]
 set -eu
 python=$1
@@ -21,7 +21,12 @@ install() {
 }
 
 if [ "${3:-}" != tests ]; then
-  install -r requirements.txt
+  wanted=requirements.txt
+  if [ -n "${TORCH:-}" ]; then  # which brings a CUDA runtime of its own version
+    wanted=$venv/requirements.txt
+    sed "s/^torch==.*/torch==$TORCH/; /^nvidia-cuda-runtime/d" requirements.txt > "$wanted"
+  fi
+  install -r "$wanted"
   exit
 fi
 # DeepSpeed is built from source against the torch that was just installed, without its own operators.
