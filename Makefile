@@ -169,6 +169,23 @@ sanitize: build/asan/build.ninja build/tsan/build.ninja  ## The core with clang 
 wheel: $(VENV)/.strata-ready  ## A wheel of the Python package, in dist/
 	$(VENV_PYTHON) -m pip wheel --no-build-isolation --no-deps -w dist .
 
+# --- the site ---------------------------------------------------------------------------------------
+
+SITE := build/site
+$(SITE)/env/.ready: tools/requirements-site.txt tools/python_environment.sh | $(SYSTEM)
+	@sh tools/python_environment.sh $(PYTHON) $(@D) site
+	@touch $@
+
+.PHONY: site reference
+site: $(SITE)/env/.ready  ## The documentation as a site, in build/site/html; a broken link fails
+	@rm -rf $(SITE)/pages $(SITE)/html && mkdir -p $(SITE)/pages
+	@cp -r --parents README.md CONTRIBUTING.md LICENSE docs bench/*.md $(SITE)/pages
+	$(SITE)/env/bin/zensical build --clean --strict
+	@test -s $(SITE)/html/index.html && test -s $(SITE)/html/search.json
+
+reference: module  ## Writes docs/reference from docstrings and public headers
+	PYTHONPATH=$(abspath $(BUILD))/pkg $(VENV_PYTHON) tools/reference.py
+
 # --- the style --------------------------------------------------------------------------------------
 
 CPP_FILES = $(shell git ls-files '*.h' '*.cpp')

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Creates the virtual environment VENV with PYTHON if there is none, and installs the pinned requirements, or those of
-# the tests. Packages in the right version are not touched.
-#   tools/python_environment.sh PYTHON VENV [tests]
+# the tests or of the site. Packages in the right version are not touched.
+#   tools/python_environment.sh PYTHON VENV [tests|site]
 set -eu
 python=$1
 venv=$2
@@ -20,10 +20,10 @@ install() {
   $pip install -q "$@"
 }
 
-if [ "${3:-}" != tests ]; then
-  install -r requirements.txt
-  exit
-fi
+case "${3:-}" in
+  "") install -r requirements.txt; exit ;;
+  site) install -r tools/requirements-site.txt; exit ;;
+esac
 # DeepSpeed is built from source against the torch that was just installed, without its own operators.
 export DS_BUILD_OPS=0 DS_ACCELERATOR=cpu
 install --no-build-isolation -r requirements-test.txt
