@@ -181,7 +181,7 @@ site: $(SITE)/env/.ready  ## The documentation as a site, in build/site/html; a 
 	@rm -rf $(SITE)/pages $(SITE)/html && mkdir -p $(SITE)/pages
 	@cp -r --parents README.md CONTRIBUTING.md LICENSE docs bench/*.md $(SITE)/pages
 	$(SITE)/env/bin/zensical build --clean --strict
-	@test -s $(SITE)/html/index.html && test -s $(SITE)/html/search.json
+	$(PYTHON) tools/check_site.py $(SITE)/html
 
 reference: module  ## Writes docs/reference from docstrings and public headers
 	PYTHONPATH=$(abspath $(BUILD))/pkg $(VENV_PYTHON) tools/reference.py
