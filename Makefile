@@ -173,7 +173,7 @@ wheel: $(VENV)/.strata-ready  ## A wheel of the Python package, in dist/
 
 SITE := build/site
 $(SITE)/env/.ready: tools/requirements-site.txt tools/python_environment.sh | $(SYSTEM)
-	@sh tools/python_environment.sh $(PYTHON) $(@D) site
+	@sh tools/python_environment.sh $(PYTHON) $(@D) site $(wildcard $(VENV)/bin/uv)
 	@touch $@
 
 .PHONY: site reference
