@@ -101,7 +101,7 @@ core: build/dev/build.ninja  ## The torch-free core and its tests
 PYTHON_JOBS ?= $(shell echo $$(( $(JOBS) < 8 ? $(JOBS) + 1 : 8 )))
 RUN_TESTS = $(VENV_PYTHON) tools/run_tests.py $(BUILD) --jobs $(JOBS)
 
-.PHONY: test test-bench test-newest soak test-gpu test-core demo bench-cpu sanitize wheel
+.PHONY: test test-bench test-newest soak test-gpu test-core demo bench-cpu sanitize wheel wheels
 test: build $(VENV)/.strata-tests  ## All C++ and Python tests; ends with "N passed, N failed"
 	$(RUN_TESTS) -- -n $(PYTHON_JOBS) --dist loadgroup $(PYTEST)
 
@@ -166,8 +166,16 @@ sanitize: build/asan/build.ninja build/tsan/build.ninja  ## The core with clang 
 	ninja -C build/tsan -j $(JOBS)
 	$(FIXED_ADDRESSES) ctest --preset tsan -j $(JOBS)
 
-wheel: $(VENV)/.strata-ready  ## A wheel of the Python package, in dist/
-	$(VENV_PYTHON) -m pip wheel --no-build-isolation --no-deps -w dist .
+wheel: $(SYSTEM)  ## A wheel for this Python and every supported torch, in dist/
+	sh tools/build_wheel.sh $(PYTHON)
+
+# Those that are installed among the supported ones.
+WHEEL_PYTHONS ?= $(shell for p in 3.10 3.11 3.12 3.13 3.14 3.15; do python$$p -c "" 2>/dev/null && echo python$$p; done)
+wheels: $(SYSTEM)  ## A wheel for each Python that is here, and the source package, in dist/
+	for python in $(WHEEL_PYTHONS); do sh tools/build_wheel.sh $$python; done
+	$(PYTHON) -m venv build/wheels/sdist-environment
+	build/wheels/sdist-environment/bin/python -m pip install -q build
+	build/wheels/sdist-environment/bin/python -m build --sdist -o dist .
 
 # --- the site ---------------------------------------------------------------------------------------
 

@@ -1,6 +1,11 @@
 # cmake -DSOURCE=python/strata -DDESTINATION=<build>/pkg/strata -P LinkPackage.cmake
-# Puts a link to each file and folder of SOURCE into DESTINATION, and removes links whose target is gone.
+# Puts a link to each file and folder of SOURCE into DESTINATION, and removes links whose target is gone. A module of an
+# older build is removed: Python would prefer it to _C.py.
 file(MAKE_DIRECTORY ${DESTINATION})
+file(GLOB old ${DESTINATION}/_C.*.so)
+if(old)
+  file(REMOVE ${old})
+endif()
 file(GLOB present RELATIVE ${DESTINATION} ${DESTINATION}/*)
 foreach(name IN LISTS present)
   if(IS_SYMLINK ${DESTINATION}/${name} AND NOT EXISTS ${DESTINATION}/${name})

@@ -4,6 +4,11 @@ if(STRATA_BUILD_PYTHON)
   list(APPEND _components Development.Module)
 endif()
 find_package(Python 3.10 REQUIRED COMPONENTS ${_components})
+# Folders with torch's include/ and lib/ for each of which the package gets a module; empty: for the torch that is found.
+set(STRATA_TORCH_DIRS "" CACHE STRING "Folders of several versions of torch, one Python module each")
+if(STRATA_TORCH_DIRS AND NOT STRATA_TORCH_DIR)
+  list(GET STRATA_TORCH_DIRS 0 STRATA_TORCH_DIR)
+endif()
 find_package(StrataTorch 2.11 REQUIRED)
 
 # A file that includes torch takes 2 to 3 GiB to compile, so memory limits the number at once.
@@ -25,4 +30,10 @@ function(strata_compiles_torch target)
   if(T_PCH)
     strata_precompiles(${target} ${T_PCH})
   endif()
+endfunction()
+
+# strata_torch_headers(target): for a static library of the torch layer's files.
+function(strata_torch_headers target)
+  strata_compiles_torch(${target} PCH <ATen/core/Tensor.h> <torch/csrc/autograd/variable.h>
+                        <torch/csrc/autograd/engine.h>)
 endfunction()

@@ -12,6 +12,10 @@
 
 #include "strata/torch/sharded/sharded_model.h"
 
+// Modules with other internals cannot take torch's process groups and stores.
+static_assert(PYBIND11_INTERNALS_VERSION == STRATA_PYBIND11_INTERNALS,
+              "another pybind11 was found before the one in torch's include folder");
+
 namespace strata::python {
 
 namespace py = pybind11;

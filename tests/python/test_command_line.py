@@ -29,7 +29,7 @@ CONFIG = {
 def find_program():
     """That of the build under test, or the one that the wheel has installed."""
     build = os.environ.get("STRATA_BUILD_DIR")
-    folders = [Path(strata._C.__file__).resolve().parents[2]] + ([Path(build)] if build else [])
+    folders = [Path(strata._C.__file__).resolve().parents[4]] + ([Path(build)] if build else [])
     for folder in folders:
         if (folder / "bin" / "strata").exists():
             return str(folder / "bin" / "strata")

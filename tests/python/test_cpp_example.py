@@ -22,7 +22,7 @@ STEPS = 100
 
 def find_build():
     """The build folder of the module under test, or the tree's own where that is an installed one."""
-    for folder in (Path(strata._C.__file__).resolve().parents[2], REPOSITORY / "build" / "python"):
+    for folder in (Path(strata._C.__file__).resolve().parents[4], REPOSITORY / "build" / "python"):
         if (folder / "CMakeCache.txt").exists():
             return folder
     raise FileNotFoundError("no build folder holds the C++ package; run `make build` first")

@@ -72,10 +72,10 @@ void add_producer(const at::Tensor& tensor, std::vector<autograd::Node*>& nodes)
 }
 
 // Makes the node even if the parameter requires no gradient now: autograd uses it once it does.
-std::shared_ptr<autograd::Node> accumulator_of(at::Tensor variable) {
+NodePtr accumulator_of(at::Tensor variable) {
   const bool frozen = !variable.requires_grad();
   if (frozen) variable.set_requires_grad(true);
-  std::shared_ptr<autograd::Node> node = autograd::impl::grad_accumulator(variable);
+  NodePtr node = autograd::impl::grad_accumulator(variable);
   if (frozen) variable.set_requires_grad(false);
   return node;
 }
@@ -186,7 +186,7 @@ struct GradientHooks::Receiver {
   double factor = 1.0;
   bool took = false;      // this pass has brought a gradient
   std::vector<int> lent;  // parameters whose `.grad` is lent to the user's hooks
-  std::vector<std::pair<std::shared_ptr<autograd::Node>, autograd::FunctionPreHook*>> hooked;
+  std::vector<std::pair<NodePtr, autograd::FunctionPreHook*>> hooked;
   std::vector<autograd::Node*> by_param;  // null: it can have no gradient
 
   at::Tensor& grad_of(int param) const { return parameters->variable(param).mutable_grad(); }

@@ -57,7 +57,7 @@ void ParameterSet::bind(const engine::Weights& weights) {
 
 void ParameterSet::settle() {
   for (const at::Tensor& variable : variables_)
-    accumulators_.push_back(::torch::autograd::impl::try_get_grad_accumulator(variable));
+    accumulators_.emplace_back(::torch::autograd::impl::try_get_grad_accumulator(variable));
   early_.resize(units_.size());
   for (int unit = 0; unit < static_cast<int>(units_.size()); ++unit) {
     const std::span<std::byte> flat = engine::nth(early_, unit);
@@ -236,7 +236,8 @@ void ParameterSet::put_back(int param) {
 void ParameterSet::restore_node(int param) {
   const auto index = static_cast<std::size_t>(param);
   const auto node = index < accumulators_.size() ? accumulators_[index].lock() : nullptr;
-  if (node != nullptr) ::torch::autograd::impl::set_grad_accumulator(variable(param), node);
+  if (node != nullptr)
+    ::torch::autograd::impl::set_grad_accumulator(variable(param), WeakNodePtr(node));
 }
 
 }  // namespace strata::torch

@@ -32,6 +32,7 @@
 #include <functional>
 #include <memory>
 #include <span>
+#include <type_traits>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -41,6 +42,15 @@
 #include "strata/torch/model/parameter_storage.h"
 
 namespace strata::torch {
+
+// torch's owning pointer to a node of the graph, whose type differs between its versions, and the
+// weak one to it.
+using NodePtr =
+    decltype(::torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
+using WeakNodePtr =
+    std::conditional_t<std::is_same_v<NodePtr, std::shared_ptr<::torch::autograd::Node>>,
+                       std::weak_ptr<::torch::autograd::Node>,
+                       c10::weak_intrusive_ptr<::torch::autograd::Node>>;
 
 class ParameterSet final : public engine::ParameterViews {
  public:
@@ -136,8 +146,8 @@ class ParameterSet final : public engine::ParameterViews {
   std::atomic<bool> may_await_{true};
   std::vector<ParameterStorage> storages_;  // by parameter, after bind()
   std::vector<at::Tensor> empties_;
-  std::vector<int> unit_of_;                                          // by parameter
-  std::vector<std::weak_ptr<::torch::autograd::Node>> accumulators_;  // by parameter, or expired
+  std::vector<int> unit_of_;               // by parameter
+  std::vector<WeakNodePtr> accumulators_;  // by parameter, or expired
   std::vector<UnitParams> units_;
   int lost_ = -1;
   int converted_ = -1;
