@@ -187,6 +187,23 @@ wheels: $(SYSTEM)  ## A wheel for each Python that is here, and the source packa
 	build/wheels/sdist-environment/bin/python -m pip install -q build
 	build/wheels/sdist-environment/bin/python -m build --sdist -o dist .
 
+# --- the site ---------------------------------------------------------------------------------------
+
+SITE := build/site
+$(SITE)/env/.ready: tools/requirements-site.txt tools/python_environment.sh | $(SYSTEM)
+	@sh tools/python_environment.sh $(PYTHON) $(@D) site $(wildcard $(VENV)/bin/uv)
+	@touch $@
+
+.PHONY: site reference
+site: $(SITE)/env/.ready  ## The documentation as a site, in build/site/html; a broken link fails
+	@rm -rf $(SITE)/pages $(SITE)/html && mkdir -p $(SITE)/pages
+	@cp -r --parents README.md CONTRIBUTING.md LICENSE docs bench/*.md $(SITE)/pages
+	$(SITE)/env/bin/zensical build --clean --strict
+	$(PYTHON) tools/check_site.py $(SITE)/html
+
+reference: module  ## Writes docs/reference from docstrings and public headers
+	PYTHONPATH=$(abspath $(BUILD))/pkg $(VENV_PYTHON) tools/reference.py
+
 # --- the style --------------------------------------------------------------------------------------
 
 CPP_FILES = $(shell git ls-files '*.h' '*.cpp')
