@@ -134,6 +134,9 @@ soak: export STRATA_FRAMEWORKS = $(abspath $(FRAMEWORKS))
 soak: build $(VENV)/.strata-tests  ## Long versions: a hundred architectures, disks that fail, ranks that are killed
 	STRATA_FAULT_SEEDS=10000 $(BUILD)/tests/engine/checkpoint/engine_checkpoint_tests --gtest_filter='*FailingDisk.*'
 	STRATA_DRIVE_SEEDS=100000 $(BUILD)/tests/engine/core/engine_tests --gtest_filter='FailingDrive.*'
+	$(MAKE) build/tsan/build.ninja && ninja -C build/tsan -j $(JOBS) engine_tests
+	TSAN_OPTIONS=halt_on_error=1:suppressions=tests/tsan.supp $(FIXED_ADDRESSES) build/tsan/tests/engine/core/engine_tests \
+	  --gtest_filter='Stages/TrainingStep.*/Stage1:Stages/TrainingStep.*/Stage2'
 	STRATA_KILLS=200 $(RUN_TESTS) --python-only -- tests/python/test_saving_training.py -k kill $(PYTEST)
 	STRATA_KILLS=1000 $(RUN_TESTS) --python-only -- tests/python/test_killed_writers.py $(PYTEST)
 	STRATA_TRAINER_STEPS=20 $(RUN_TESTS) --python-only -- tests/python/test_hugging_face.py tests/python/test_strata_trainer.py $(PYTEST)
