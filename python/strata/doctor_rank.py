@@ -1,0 +1,58 @@
+"""One rank of ``strata doctor --ranks N``, which torchrun starts: sums with the others by gloo and NCCL, trains a step.
+
+Rank 0 prints [stage, text] as JSON after each, and a rank that fails ["error", text].
+"""
+
+import json
+import os
+from datetime import timedelta
+
+import strata
+import torch
+import torch.distributed as dist
+
+DEADLINE = timedelta(seconds=60)  # of each exchange
+
+
+def _say(stage, text):
+    print(json.dumps([stage, text]) + "\n", end="", flush=True)  # one write, which no other rank's splits
+
+
+def _sum(stage, device):
+    values = torch.full((1024,), 1.0 + dist.get_rank(), device=device)
+    dist.all_reduce(values)
+    wanted = dist.get_world_size() * (dist.get_world_size() + 1) / 2
+    if (values != wanted).any():
+        raise RuntimeError(f"a sum over the ranks is wrong on {device}: wanted {wanted}, found {values[0]}")
+    return stage, "a sum was right"
+
+
+def _stages():
+    kind = "cuda" if torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"]) else "cpu"
+    strata.init_distributed("gloo" if kind == "cpu" else None, timeout=DEADLINE)
+    yield _sum("gloo", "cpu")
+    if kind == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        yield _sum("NCCL", kind)
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+              "zero_optimization": {"stage": 3}, "strata": {"device": kind, "timeout_s": DEADLINE.seconds}}  # fmt: skip
+    engine, *_ = strata.initialize(model=torch.nn.Linear(64, 64).to(kind), config=config)
+    engine.backward(engine(torch.ones(1, 64, device=kind)).sum())
+    engine.step()
+    yield "training step", f"stage 3, over {engine.collectives_name}"
+    engine.destroy()
+
+
+def main():
+    """Runs the stages."""
+    try:
+        for stage, text in _stages():
+            if dist.get_rank() == 0:
+                _say(stage, text)
+    except Exception as error:
+        _say("error", f"rank {os.environ['RANK']}: {error}")
+        raise
+
+
+if __name__ == "__main__":
+    main()
