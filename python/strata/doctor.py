@@ -9,6 +9,7 @@ start the program. Exit codes: 0 fine, 1 something is wrong, 2 usage.
 import argparse
 import importlib.metadata
 import json
+import operator
 import os
 import re
 import shutil
@@ -20,14 +21,9 @@ from pathlib import Path
 from . import __version__, torch_modules
 from .checkpoint import supported_transformers
 
-# Library -> the oldest and the newest minor version that Strata was tried with.
-TRIED = {
-    "transformers": (supported_transformers.OLDEST, supported_transformers.NEWEST),
-    "accelerate": ((1, 11), (1, 15)),
-    "peft": ((0, 18), (0, 21)),
-    "trl": ((0, 24), (1, 16)),
-    "safetensors": ((0, 4), (0, 8)),
-}
+# The versions of libraries that Strata was tried with.
+TRIED = (supported_transformers.requirement(), "accelerate>=1.11,<1.16", "peft>=0.18,<0.22", "trl>=0.24,<1.17",
+         "safetensors>=0.4,<0.9")  # fmt: skip
 _DEADLINE_S = 300  # of an import, which takes minutes from a cold network drive, and of ranks
 _IMPORT = """
 import json, re, torch
@@ -70,34 +66,25 @@ class Report:
             print(f"{name:<13} {text}", flush=True)
 
 
-def _places(package):
-    """[(folder, version)] of each such package on ``sys.path``, in Python's order."""
+def _require_one(report, package):
+    """Returns the folder of the package that an import takes, without an import; a second one on ``sys.path`` is a
+    problem."""
     found = {}
     for entry in sys.path:
         init = Path(entry or ".", package, "__init__.py").absolute()
         if init.is_file():
-            found.setdefault(init.resolve(), init.parent)
-    return [(folder, _version_in(folder)) for folder in found.values()]
-
-
-def _version_in(folder):
-    texts = [path.read_text("utf-8") for path in (folder / "version.py", folder / "__init__.py") if path.is_file()]
-    named = re.search(r"^__version__[^=\n]*=\s*['\"](.+?)['\"]", "\n".join(texts), re.M)
-    return named[1] if named else "unknown"
-
-
-def _require_one(report, package, places):
-    if len(places) > 1:
-        found = ", ".join(f"{version} in {folder}" for folder, version in places)
-        report.problem(f"this Python finds {package} {len(places)} times, and takes the first; uninstall the others, "
-                       f"or remove their folders from PYTHONPATH: {found}")  # fmt: skip
+            found.setdefault(init.resolve(), str(init.parent))
+    if len(found) > 1:
+        report.problem(f"this Python finds {package} {len(found)} times, and takes the first; uninstall the others, or "
+                       f"remove their folders from PYTHONPATH: {', '.join(found.values())}")  # fmt: skip
+    return next(iter(found.values()), None)
 
 
 def _look_at_package(report):
     folder, modules = Path(__file__).parent, list(torch_modules.built())
     report.fact("Python", f"{sys.version.split()[0]}, {sys.executable}", path=sys.executable)
     report.fact("package", f"{__version__}, {folder}, for torch {', '.join(modules) or 'none'}", path=str(folder))
-    _require_one(report, "strata", _places("strata"))
+    _require_one(report, "strata")
     program = report.found["facts"].get("program", {"text": f"strata {__version__},"})["text"].split(",")[0]
     if program != f"strata {__version__}":
         report.problem(f"the program is {program}, and the package strata {__version__}; install both from one wheel, "
@@ -109,10 +96,8 @@ def _look_at_package(report):
 
 def _look_at_torch(report):
     """Whether torch and the engine can be imported."""
-    places, version = _places("torch"), torch_modules.installed()
-    folder, in_files = places[0] if places else (None, None)
-    report.fact("torch", f"{in_files}, {folder}" if version and places else "none", version=version)
-    _require_one(report, "torch", places)
+    folder, version = _require_one(report, "torch"), torch_modules.installed()
+    report.fact("torch", f"{version or 'none'}, {folder or 'no folder'}", version=version, path=folder)
     try:
         path = torch_modules.choose(version)
     except torch_modules.WrongTorch as error:
@@ -161,13 +146,12 @@ def _missing_symbols(path, torch_folder):
 
 
 def _look_at_libraries(report):
-    for name, ends in TRIED.items():
+    for tried in TRIED:
+        name, versions = re.match(r"(\w+)(.*)", tried).groups()
         version = _installed(name)
-        oldest, newest = (".".join(map(str, end)) for end in ends)
-        report.fact(name, f"{version or 'none'}; tried: {oldest} to {newest}", version=version)
-        if version and not ends[0] <= tuple(map(int, re.findall(r"\d+", version)[:2])) <= ends[1]:
-            wanted = f"{name}>={oldest},<{ends[1][0]}.{ends[1][1] + 1}"
-            report.problem(f"Strata was not tried with {name} {version}; {sys.executable} -m pip install '{wanted}'",
+        report.fact(name, f"{version or 'none'}; tried: {versions}", version=version)
+        if version and not _meets(versions, version):
+            report.problem(f"Strata was not tried with {name} {version}; {sys.executable} -m pip install '{tried}'",
                            "PROBLEM" if name == "transformers" else "note")  # fmt: skip
     activation = sys.modules.get("strata.compat.activation")  # strata-compat.pth imports it
     gives_strata = activation is not None and activation.is_active()
@@ -176,6 +160,15 @@ def _look_at_libraries(report):
     if os.environ.get("STRATA_COMPAT") and not gives_strata:
         report.problem("STRATA_COMPAT has no effect: Python reads strata-compat.pth in site-packages alone, and Strata "
                        "is elsewhere on its path; install the wheel, or use strata run")  # fmt: skip
+
+
+def _meets(versions, version):
+    """Whether a version meets ">=4.55,<5.25,!=5.0.*"; its first two numbers count."""
+    def minor(text):
+        return [int(number) for number in re.findall(r"\d+", text)[:2]]
+
+    holds = {">=": operator.ge, "<": operator.lt, "!=": operator.ne}
+    return all(holds[sign](minor(version), minor(bound)) for sign, bound in re.findall(r"([<>=!]+)([\d.]+)", versions))
 
 
 def _installed(name):

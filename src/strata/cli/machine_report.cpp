@@ -143,9 +143,7 @@ void add_drive(Report& report, const std::string& folder) {
         {{"file_system", file_system}, {"free", free.value}, {"direct", direct}});
     if (!direct)
       add_note(report,
-               "transfers go through the page cache; a local drive (ext4, xfs) is faster "
-               "than " +
-                   folder);
+               "transfers go through the page cache, slower than on ext4 or xfs: " + folder);
   } catch (const IoError& error) {
     add_problem(report, fmt::format("no file can be made in {}; name a folder that exists and that "
                                     "you may write to: {}",
