@@ -7,11 +7,12 @@ import sys
 
 import pytest
 from strata.compat.launcher import (
-    Host, Machine, UsageError, choose_hosts, main, parse_hostfile, parser, plan_job, ssh_command,
+    Host, Machine, UsageError, choose_hosts, main, parse_hostfile, parser, plan_job, read_environment, ssh_command,
 )
+from strata.compat.launcher import run as run_as_deepspeed
 from test_command_line import find_program
 
-TWO_HOSTS = "# the cluster\nworker-0 slots=4\n\n  worker-1\tslots=2 # half\n"
+TWO_HOSTS = "# the cluster\nworker-0 slots=4 max_slots=8\n\n  worker-1\tslots=2 # half\n"
 FOUR_GPUS = Machine({}, gpus=4)
 
 
@@ -23,7 +24,7 @@ def test_a_hostfile_has_hosts_slots_and_comments():
     assert parse_hostfile(TWO_HOSTS, "hosts") == [Host("worker-0", [0, 1, 2, 3]), Host("worker-1", [0, 1])]
 
 
-@pytest.mark.parametrize("second", ["b", "b slots=x", "a slots=2", "b slots=0", "b slots=1 max=2", "b 3", "b slots=-1"])
+@pytest.mark.parametrize("second", ["b", "b slots=x", "a slots=2", "b slots=0", "b max=2 slots=1", "b 3", "b slots=-1"])
 def test_a_wrong_line_of_a_hostfile_is_named(second):
     with pytest.raises(UsageError, match="hosts:2:"):
         parse_hostfile(f"a slots=1\n{second}\n", "hosts")
@@ -89,6 +90,38 @@ def test_the_hosts_of_a_hostfile_are_reached_in_its_order():
     told = words[words.index("env") + 1 : words.index(sys.executable)]
     assert set(told) == {"NCCL_DEBUG=it's", "MINE=1", "STRATA_COMPAT=deepspeed", "CUDA_VISIBLE_DEVICES=0,1,2"}
     assert words[words.index(sys.executable) + 1 :] == first.arguments
+
+
+def test_a_file_has_variables_for_other_hosts(tmp_path, monkeypatch, capsys):
+    path = tmp_path / ".deepspeed_env"
+    path.write_text('# of the cluster\nNCCL_DEBUG=INFO\n\n LD = a=b \nQUOTED="x y"\n')
+    assert read_environment(path) == {"NCCL_DEBUG": "INFO", "LD": "a=b", "QUOTED": "x y"}
+    assert read_environment(tmp_path / "none") == {}
+    path.write_text("A=1\nexport\n")
+    with pytest.raises(UsageError, match=r"\.deepspeed_env:2: wanted NAME=VALUE; found 'export'"):
+        read_environment(path)
+    monkeypatch.chdir(tmp_path)
+    assert main(["--num_gpus", "1", "x.py"]) == 2 and "wanted NAME=VALUE" in capsys.readouterr().err
+
+
+def test_the_working_folders_variables_count_more_than_the_homes(tmp_path, monkeypatch):
+    for folder, text in (("home", "A=home\nB=home"), ("work", "A=work")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / ".deepspeed_env").write_text(text)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path / "work")
+    started = []
+    monkeypatch.setattr("strata.compat.launcher.run_together", lambda commands: started.extend(commands) or 0)
+    (tmp_path / "hosts").write_text(TWO_HOSTS)
+    assert main(["-H", "../hosts", "x.py"]) == 0
+    assert all(" A=work " in command[-1] and " B=home " in command[-1] for command in started) and len(started) == 2
+
+
+def test_the_program_deepspeed_is_the_launcher(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["deepspeed", "--launcher=openmpi", "--num_gpus=2", "x.py"])
+    with pytest.raises(SystemExit, match="2"):
+        run_as_deepspeed()
+    assert "by ssh alone" in capsys.readouterr().err
 
 
 def test_one_host_needs_no_ssh():

@@ -8,8 +8,6 @@ checkpoint wrongly. `make test-newest` tries the newest one; CONTRIBUTING.md has
 import importlib
 import sys
 
-from .. import _C
-
 OLDEST, NEWEST = (5, 17), (5, 24)  # and all between; pyproject.toml says the same
 
 # Module -> names, all there since 5.6. Strata also uses these attributes of models: base_model_prefix,
@@ -41,6 +39,8 @@ def require_supported():
     """Raises UsageError where the installed transformers is not one of the supported versions; it says which are."""
     problem = unsupported()
     if problem is not None:
+        from .. import _C  # here, since the doctor reads the versions where there is no engine
+
         raise _C.UsageError(problem)
 
 

@@ -58,14 +58,15 @@ class Start(NamedTuple):
 
 
 def parse_hostfile(text, path):
-    """[Host] of lines "NAME slots=NUMBER"; "#" begins a comment. ``path`` is for messages."""
+    """[Host] of lines "NAME slots=NUMBER"; further words, as MPI has them, and comments ("#") say nothing. ``path`` is
+    for messages."""
     hosts = []
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()
         if not words:
             continue
-        name, slots = words[0], words[1].removeprefix("slots=") if len(words) == 2 else ""
-        if not (slots.isdecimal() and 0 < int(slots) <= SLOTS_MAX and words[1].startswith("slots=")):
+        name, (key, _, slots) = words[0], "".join(words[1:2]).partition("=")
+        if not (key == "slots" and slots.isdecimal() and 0 < int(slots) <= SLOTS_MAX):
             raise UsageError(f'{path}:{number}: wanted "NAME slots=NUMBER"; found {line!r}')
         if any(host.name == name for host in hosts):
             raise UsageError(f"{path}:{number}: host '{name}' is named twice")
@@ -285,14 +286,26 @@ def _this_machine(request):
     except OSError:
         raise UsageError(f"--hostfile: '{request.hostfile}' cannot be read") from None
     gpus = sum(path.name[6:].isdecimal() for path in Path("/dev").glob("nvidia*"))
-    passed_on = {}  # the lines NAME=VALUE of ``.deepspeed_env``
-    for folder in (os.getcwd(), os.path.expanduser("~")):
-        path = Path(folder, DEEPSPEED_ENVIRONMENT_NAME)
-        for line in path.read_text().splitlines() if path.is_file() else ():
-            name, equals, value = line.partition("=")
-            if equals and not line.startswith("#"):
-                passed_on[name] = value
+    passed_on = {}  # as in DeepSpeed, the file of the working folder comes last, and counts
+    for folder in (os.path.expanduser("~"), os.getcwd()):
+        passed_on |= read_environment(Path(folder, DEEPSPEED_ENVIRONMENT_NAME))
     return Machine(dict(os.environ), gpus, os.getcwd(), hostfile, passed_on)
+
+
+def read_environment(path):
+    """{name: value} of the lines NAME=VALUE of a ``.deepspeed_env``, if there is one; "#" begins a comment."""
+    try:
+        lines = path.read_text().splitlines() if path.is_file() else []
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: cannot be read: {error}") from None
+    found = {}
+    for number, line in enumerate(lines, 1):
+        name, equals, value = line.strip().partition("=")
+        if name and not name.startswith("#"):
+            if not equals:
+                raise UsageError(f"{path}:{number}: wanted NAME=VALUE; found {line!r}")
+            found[name.strip()] = value.strip().strip('"')  # DeepSpeed puts values into quotes for a shell
+    return found
 
 
 def main(arguments=None):
@@ -309,5 +322,10 @@ def main(arguments=None):
     return run_together([ssh_command(start, request, machine) for start in starts])
 
 
+def run(arguments=None):
+    """The program ``deepspeed``, ``deepspeed.launcher.runner.main``, under STRATA_COMPAT=deepspeed."""
+    sys.exit(main(arguments))
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

@@ -241,7 +241,7 @@ strata.compat.config | runtime.zero.leaf_module_config | DeepSpeedZeroLeafModule
 strata.compat.config | runtime.zero.offload_config | OffloadStateTypeEnum
 strata.compat.engine | . runtime.engine | DeepSpeedEngine
 strata.compat.engine | . | initialize
-strata.compat.launcher | launcher.runner | DEEPSPEED_ENVIRONMENT_NAME
+strata.compat.launcher | launcher.runner | DEEPSPEED_ENVIRONMENT_NAME main=run
 strata.compat.script_functions | checkpoint.utils | clone_tensors_for_torch_save get_model_ckpt_name_for_rank
 strata.compat.script_functions | compression.helper utils.module_utils | recursive_getattr recursive_setattr
 strata.compat.script_functions | moe.utils | configure_moe_param_groups has_moe_layers is_moe_param
@@ -265,6 +265,7 @@ strata.compat.sharding | runtime.zero.partition_parameters | zero_wrapper_for_fp
 strata.compat.sharding | runtime.zero.stage3 | DeepSpeedZeroOptimizer_Stage3
 strata.compat.sharding | runtime.zero.stage_1_and_2 | DeepSpeedZeroOptimizer
 strata.config_source | . | add_config_arguments
+strata.doctor | env_report | cli_main=ds_report main=ds_report
 strata.model.leaves | utils utils.z3_leaf_module | get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules
     set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module
 strata.model.parameter | runtime.zero runtime.zero.partition_parameters | ZeroParamStatus=ParameterStatus

@@ -1,5 +1,7 @@
 #include "strata/cli/command_line.h"
 
+#include <fcntl.h>
+#include <fmt/core.h>
 #include <sys/auxv.h>
 #include <unistd.h>
 
@@ -19,6 +21,7 @@
 #include "strata/cli/config_check.h"
 #include "strata/cli/consolidation.h"
 #include "strata/cli/inspection.h"
+#include "strata/cli/machine_report.h"
 #include "strata/cli/memory_plan.h"
 #include "strata/io/io_engine.h"
 
@@ -60,6 +63,16 @@ std::string find_python() {
               python, errno_text(code));
 }
 
+// Whether the Python has the part of `strata doctor` that shows its packages.
+bool has_doctor(const std::string& python) {
+  return run_forked([&] {
+           const int nowhere = ::open("/dev/null", O_WRONLY | O_CLOEXEC);
+           ::dup2(nowhere, STDOUT_FILENO);
+           ::dup2(nowhere, STDERR_FILENO);
+           return ::execlp(python.c_str(), python.c_str(), "-c", "import strata.doctor", nullptr);
+         }) == 0;
+}
+
 // Texts become fields of the request.
 struct ConsolidateOptions : ConsolidationRequest {
   std::string dtype_name = "as-trained";
@@ -78,6 +91,10 @@ struct DriveOptions : DriveRequest {
   bool quick = false;
 };
 
+struct DoctorOptions : MachineRequest {
+  int ranks = 0;
+};
+
 class CommandLine {
  public:
   explicit CommandLine(Console& console) : console_(console) {
@@ -93,6 +110,7 @@ class CommandLine {
     add_check();
     add_plan();
     add_bench_io();
+    add_doctor();
     add_python("run", "Run a training script on ranks, unchanged, with Strata in DeepSpeed's place",
                "`strata run --help` shows the options.\n\nExamples:\n  strata run train.py "
                "--deepspeed ds.json\n  strata run --num_gpus 2 train.py\n",
@@ -301,6 +319,40 @@ class CommandLine {
         ->capture_default_str()
         ->check(CLI::IsMember({"auto", "io_uring", "threads"}));
     command.add_flag("--quick", o.quick, "A file of 256MiB and blocks of 1MiB, if not given");
+  }
+
+  void add_doctor() {
+    const auto [command, o] = add<DoctorOptions>(
+        "doctor", "Say what is installed here, whether it fits together, and what is wrong",
+        "Shows the machine first, then Python's packages. A fact is one line; a PROBLEM says what "
+        "to\ndo. Exit code 1: there is a problem.\n\nExamples:\n  strata doctor\n  strata doctor "
+        "/mnt/nvme --config ds.json       drives, too\n  strata doctor --ranks 2                   "
+        "   ranks exchange values and train a step\n  strata doctor --json | jq .problems",
+        [this](DoctorOptions& given) { return examine(given); });
+    command.add_option("PATH", o.folders, "Folders on drives for offloading");
+    command.add_option("--config", o.config, "DeepSpeed JSON, a file, whose drives are looked at")
+        ->check(CLI::ExistingFile);
+    command.add_option("--ranks", o.ranks, "Ranks to try on this host")
+        ->check(CLI::Range(1, kDepthMax));
+  }
+
+  // Shows the machine and becomes the Python that shows its packages, if that has ours.
+  Report examine(const DoctorOptions& given) {
+    Report report = look_at_machine(given);
+    const std::string python = find_python();
+    if (!has_doctor(python)) {
+      add_problem(report, fmt::format("this Python cannot import the package strata; run {} -m pip "
+                                      "install strata-train, or set STRATA_PYTHON to a Python that "
+                                      "has it",
+                                      python));
+      return report;
+    }
+    if (!json_) console_.out << report.text << std::flush;
+    std::vector<std::string> arguments{"-m", "strata.doctor", "--machine",
+                                       report.json.dump(-1, ' ', false, kReplaceBytes),
+                                       fmt::format("--ranks={}", given.ranks)};
+    if (json_) arguments.emplace_back("--json");
+    become_python(std::move(arguments));
   }
 
   CLI::App app_{"strata: training checkpoints and memory, on the command line", "strata"};

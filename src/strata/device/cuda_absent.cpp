@@ -12,6 +12,10 @@ int cuda_device_count() {
   return 0;
 }
 
+CudaFacts cuda_facts() {
+  return {0, 0, "this build of Strata has no CUDA device", {}};
+}
+
 std::unique_ptr<Device> make_cuda_device(const CudaDeviceOptions& /*options*/) {
   throw UsageError(
       "this build of Strata has no CUDA device, because no CUDA compiler (nvcc) was found when it "

@@ -221,13 +221,47 @@ int cuda_device_count() {
   return count;
 }
 
+CudaFacts cuda_facts() {
+  CudaFacts facts{CUDA_VERSION, 0, CudaDriver::loaded().absence, {}};
+  const CudaDriver* const driver = CudaDriver::find();
+  if (driver == nullptr) return facts;
+  const auto ask = [&](CUresult result) {
+    if (result != CUDA_SUCCESS) facts.absence = "the CUDA driver says: " + driver->words(result);
+  };
+  ask(driver->DriverGetVersion(&facts.driver));
+  facts.gpus.resize(static_cast<std::size_t>(cuda_device_count()));
+  for (int index = 0; CudaFacts::Gpu & gpu : facts.gpus) {
+    CUdevice device = 0;
+    ask(driver->DeviceGet(&device, index));
+    gpu.name.resize(128);
+    ask(driver->DeviceGetName(gpu.name.data(), static_cast<int>(gpu.name.size()), device));
+    gpu.name.resize(gpu.name.find('\0'));
+    ask(driver->DeviceGetAttribute(gpu.capability.data(),
+                                   CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device));
+    ask(driver->DeviceGetAttribute(gpu.capability.data() + 1,
+                                   CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device));
+    std::size_t bytes = 0;
+    ask(driver->DeviceTotalMem(&bytes, device));
+    gpu.memory = Bytes(bytes);
+    for (int other = 0; other < static_cast<int>(facts.gpus.size()); ++other) {
+      CUdevice peer = 0;
+      int reached = 0;
+      ask(driver->DeviceGet(&peer, other));
+      if (other != index) ask(driver->DeviceCanAccessPeer(&reached, device, peer));
+      if (reached != 0) gpu.peers.push_back(other);
+    }
+    ++index;
+  }
+  return facts;
+}
+
 std::unique_ptr<Device> make_cuda_device(const CudaDeviceOptions& options) {
   const int count = cuda_device_count();
   if (options.index < 0 || options.index >= count) {
     throw UsageError(
         "there is no CUDA device {}: {}", options.index,
         CudaDriver::find() == nullptr
-            ? std::string("the CUDA driver (libcuda.so.1) is not installed, or older than 12.0")
+            ? CudaDriver::loaded().absence
             : fmt::format("this process sees {} of them; see CUDA_VISIBLE_DEVICES", count));
   }
   auto waits = options.waits ? options.waits : std::make_shared<HostWaits>();

@@ -8,9 +8,12 @@
 // a call, with the call and the driver's own words.
 #pragma once
 
+#include <array>
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
+#include <vector>
 
 #include "strata/device/device.h"
 
@@ -34,6 +37,20 @@ struct CudaDeviceOptions {
 bool cuda_is_built();
 // Devices that this process can use: 0 without a driver, and in a build without CUDA.
 int cuda_device_count();
+// The driver's answers about all devices, for reports. It makes no context, and throws nothing.
+struct CudaFacts {
+  struct Gpu {
+    std::string name;
+    std::array<int, 2> capability{};
+    Bytes memory;
+    std::vector<int> peers;  // the devices whose memory this one reaches
+  };
+  int toolkit = 0;      // the CUDA that compiled the kernels, 13000 for 13.0; 0: a build without
+  int driver = 0;       // the newest CUDA that the driver serves; 0: no driver
+  std::string absence;  // why there is no driver or no device, or what the driver refused to tell
+  std::vector<Gpu> gpus;
+};
+CudaFacts cuda_facts();
 // UsageError if there is no such device. It says which one is missing: CUDA in the build, the
 // driver, or the index.
 std::unique_ptr<Device> make_cuda_device(const CudaDeviceOptions& options);

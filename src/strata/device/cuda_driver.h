@@ -45,23 +45,33 @@ struct CudaDriver {
   X(EventQuery) X(EventElapsedTime) X(EventSynchronize) X(ModuleLoadData) X(ModuleUnload) \
   X(ModuleGetFunction) X(LaunchKernel) X(GetErrorName) X(GetErrorString) \
   X(MemExportToShareableHandle) X(MemImportFromShareableHandle) X(StreamWriteValue32) \
-  X(StreamWaitValue32) X(MemHostGetDevicePointer) X(StreamCreate)
+  X(StreamWaitValue32) X(MemHostGetDevicePointer) X(StreamCreate) X(DriverGetVersion) \
+  X(DeviceGetName) X(DeviceTotalMem) X(DeviceCanAccessPeer)
 // clang-format on
 #define STRATA_CUDA_DECLARE(name) decltype(&::cu##name) name = nullptr;
   STRATA_CUDA_CALLS(STRATA_CUDA_DECLARE)
 #undef STRATA_CUDA_DECLARE
 
-  // Null where no driver is installed, or one too old to have all of these.
+  struct Loaded {
+    std::unique_ptr<const CudaDriver> driver;
+    std::string absence;  // why there is none
+  };
+  static const Loaded& loaded() {
+    static const Loaded result = load();
+    return result;
+  }
+  // Null where no driver is installed, one too old to have all of these, or one without a device.
   static const CudaDriver* find() {
-    static const std::unique_ptr<const CudaDriver> driver = load();
-    return driver.get();
+    return loaded().driver.get();
   }
 
-  static std::unique_ptr<const CudaDriver> load() {
+  static Loaded load() {
     void* library = ::dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
-    if (library == nullptr) return nullptr;
+    if (library == nullptr)
+      return {nullptr, "the CUDA driver (libcuda.so.1) is not installed, or cannot be loaded"};
+    constexpr const char* kOld = "the CUDA driver is older than 12.0; update it";
     auto* const symbol = ::dlsym(library, "cuGetProcAddress_v2");
-    if (symbol == nullptr) return nullptr;
+    if (symbol == nullptr) return {nullptr, kOld};
     const auto find = reinterpret_cast<decltype(&::cuGetProcAddress)>(symbol);
     auto driver = std::make_unique<CudaDriver>();
     bool complete = true;
@@ -76,20 +86,25 @@ struct CudaDriver {
 #define STRATA_CUDA_RESOLVE(name) resolve(driver->name, "cu" #name);
     STRATA_CUDA_CALLS(STRATA_CUDA_RESOLVE)
 #undef STRATA_CUDA_RESOLVE
-    if (!complete || driver->Init(0) != CUDA_SUCCESS) return nullptr;
-    return driver;
+    if (!complete) return {nullptr, kOld};
+    const CUresult begun = driver->Init(0);
+    if (begun != CUDA_SUCCESS) return {nullptr, "the CUDA driver says: " + driver->words(begun)};
+    return {std::move(driver), ""};
   }
 
-  [[noreturn]] void fail(CUresult result, std::string_view call) const {
+  std::string words(CUresult result) const {
     const char* name = nullptr;
     const char* words = nullptr;
     GetErrorName(result, &name);
     GetErrorString(result, &words);
+    return std::string(words != nullptr ? words : "unknown error") + " (" +
+           (name != nullptr ? std::string(name) : std::to_string(static_cast<int>(result))) + ")";
+  }
+  [[noreturn]] void fail(CUresult result, std::string_view call) const {
     throw DeviceError(
-        "the CUDA driver refused {}: {} ({}). An error of an earlier kernel may show here: run "
-        "with CUDA_LAUNCH_BLOCKING=1 to find it",
-        call, words != nullptr ? words : "unknown error",
-        name != nullptr ? name : std::to_string(static_cast<int>(result)).c_str());
+        "the CUDA driver refused {}: {}. An error of an earlier kernel may show here: run with "
+        "CUDA_LAUNCH_BLOCKING=1 to find it",
+        call, words(result));
   }
   void check(CUresult result, std::string_view call) const {
     if (result != CUDA_SUCCESS) fail(result, call);
