@@ -49,7 +49,7 @@ void write_model(const std::string& path, const std::vector<NamedTensor>& tensor
 }
 
 TEST(NamedModel, FindsBlocksByTheirNumbers) {
-  const NamedModel model = model_from_names(decoder(), false);
+  const NamedModel model = model_from_names({decoder()});
   std::vector<std::string> blocks;
   for (const int block : plan::find_blocks(model.tree, {}))
     blocks.push_back(model.tree[static_cast<std::size_t>(block)].path);
@@ -62,7 +62,7 @@ TEST(NamedModel, FindsBlocksByTheirNumbers) {
 }
 
 TEST(NamedModel, KnowsListsAndTables) {
-  const NamedModel model = model_from_names(decoder(), true);
+  const NamedModel model = model_from_names({decoder(), true});
   for (const plan::ModuleNode& module : model.tree) {
     EXPECT_EQ(module.callable, module.path != "model.layers") << module.path;
     EXPECT_EQ(module.read_in_backward, module.path != "model.embed_tokens") << module.path;
@@ -245,15 +245,134 @@ TEST_F(Plan, TakesATrainingCheckpointToo) {
   EXPECT_THAT(result.json()["remarks"].dump(), HasSubstr("share the weight of 'embed.weight'"));
 }
 
+TEST_F(Plan, ComparesPlacements) {
+  const auto grid = [&](std::vector<std::string> more) {
+    std::vector<std::string> arguments{"plan", "--model", "qwen2.5-7b", "--world", "8"};
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    return run(arguments);
+  };
+  const auto json = grid({"--json"}).json();
+  EXPECT_EQ(json["elements"], 7'615'616'512);
+  EXPECT_TRUE(json["best"].is_null()) << "no memory was named";
+  ASSERT_EQ(json["grid"].size(), 12U);
+  for (const auto& row : json["grid"]) {
+    const bool hosted = row["placement"].get<std::string>().ends_with("host");
+    const bool driven = row["placement"].get<std::string>().ends_with("NVMe");
+    EXPECT_EQ(row["host"].value("optimizer state", 0LL) > 0, hosted) << row;
+    EXPECT_EQ(row["nvme"]["total"] > 0, driven) << row;
+    EXPECT_TRUE(row["fits"].is_null());
+  }
+  // The first that fits what was named, and needs nothing that was not.
+  const auto total = [&](std::size_t row) {
+    return std::to_string(json["grid"][row]["device"]["total"].get<std::int64_t>());
+  };
+  EXPECT_EQ(grid({"--json", "--device-memory", total(3)}).json()["best"], 3);
+  CommandRun result = grid({"--device-memory", total(6)});
+  EXPECT_EQ(result.code, kFoundWrong) << "the host's memory was not named";
+  EXPECT_THAT(result.out, AllOf(HasSubstr("no: device"), HasSubstr("nothing fits")));
+  const std::vector<std::string> more{
+      "--device-memory", total(6), "--host-memory", "1TB", "--write", folder_ / "best.json"};
+  result = grid(more);
+  EXPECT_EQ(result.code, kDone) << result.err;
+  EXPECT_THAT(result.out, HasSubstr("the fastest that fits: stage 3, optimizer on the host"));
+  const auto best = nlohmann::json::parse(read_text(folder_ / "best.json"));
+  EXPECT_EQ(best["zero_optimization"]["stage"], 3);
+  EXPECT_EQ(best["zero_optimization"]["offload_optimizer"]["device"], "cpu");
+  // The written configuration holds what was said.
+  const auto own = run({"plan", "--model", "Qwen2.5-7B", "--world", "8", "--config",
+                        folder_ / "best.json", "--json"})
+                       .json();
+  EXPECT_EQ(own["stages"][3]["device"], json["grid"][6]["device"]);
+  EXPECT_EQ(own["host"], json["grid"][6]["host"]);
+  EXPECT_EQ(grid({"--write", folder_ / "other.json"}).code, kUsage);
+  EXPECT_EQ(grid({"--device-memory", "80GiB", "--write", folder_ / "none/a.json"}).code,
+            kFoundWrong);
+}
+
+TEST_F(Plan, TheGridKeepsTheConfiguration) {
+  write_text(folder_ / "ds.json", R"({"train_micro_batch_size_per_gpu": 2,
+    "bf16": {"enabled": true}, "strata": {"placement": "auto"},
+    "zero_optimization": {"stage": 2, "cpu_offload": true, "reduce_bucket_size": 1000000,
+      "offload_param": {"device": "nvme", "nvme_path": "/drive", "buffer_count": 7}}})");
+  CommandRun result = plan({"--device-memory", "1KiB", "--host-memory", "1TB", "--nvme-space",
+                            "1TB", "--write", folder_ / "best.json", "--grid"});
+  EXPECT_EQ(result.code, kFoundWrong);
+  EXPECT_FALSE(std::filesystem::exists(folder_ / "best.json"));
+  const auto least = plan({"--json", "--grid"}).json()["grid"][11]["device"]["total"];
+  result = plan({"--device-memory", least.dump(), "--nvme-space", "1TB", "--write",
+                 folder_ / "best.json", "--micro-batch", "4", "--nvme-path", "/other"});
+  ASSERT_EQ(result.code, kDone) << result.out << result.err;
+  const auto best = nlohmann::json::parse(read_text(folder_ / "best.json"));
+  const auto& zero = best["zero_optimization"];
+  EXPECT_EQ(zero["reduce_bucket_size"], 1'000'000);
+  EXPECT_FALSE(zero.contains("cpu_offload"));
+  EXPECT_FALSE(best["strata"].contains("placement"));
+  EXPECT_EQ(best["train_micro_batch_size_per_gpu"], 4);
+  EXPECT_EQ(run({"check", folder_ / "best.json"}).code, kDone);
+}
+
+TEST_F(Plan, EstimatesActivations) {
+  const auto at = [&](std::vector<std::string> more) {
+    std::vector<std::string> arguments{"plan", "--model", "GPT2", "--world",
+                                       "8",    "--seq",   "4096", "--json"};
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    return run(arguments).json();
+  };
+  const auto one = at({});
+  EXPECT_EQ(one["activations"]["tokens"], 4096);
+  EXPECT_EQ(one["activations"]["estimate"], true);
+  const auto four = at({"--micro-batch", "4", "--checkpointing"});
+  EXPECT_EQ(four["activations"]["tokens"], 4 * 4096);
+  EXPECT_LT(four["activations"]["of_token"], one["activations"]["of_token"]);
+  EXPECT_EQ(four["grid"][0]["device"], one["grid"][0]["device"]) << "the engine's own";
+  // They count, and leave a twentieth of the device.
+  const auto held = one["grid"][3]["device"]["total"].get<std::int64_t>() +
+                    one["activations"]["bytes"].get<std::int64_t>();
+  const auto fits = [&](std::int64_t memory) {
+    return at({"--device-memory", std::to_string(memory)})["grid"][3]["fits"].get<bool>();
+  };
+  EXPECT_TRUE(fits(held / 19 * 20 + 40));
+  EXPECT_FALSE(fits(held));
+  CommandRun result = plan({"--seq", "4096"});
+  EXPECT_EQ(result.code, kUsage);
+  EXPECT_THAT(result.err, HasSubstr("--seq: activations are estimated for decoders"));
+  result = run({"plan", "--model", "GPT2", "--world", "8", "--config", folder_ / "ds.json", "--seq",
+                "4096"});
+  EXPECT_THAT(result.out, AllOf(HasSubstr("activations, about"), HasSubstr("an estimate")));
+}
+
+TEST_F(Plan, TrainsAdaptersAlone) {
+  const auto json = plan({"--json", "--shapes", "--lora-rank", "4"}).json();
+  EXPECT_EQ(json["trained_elements"], 12 * 4 * ((256 + 64) + (64 + 64)));
+  const auto& shapes = json["shapes"];
+  const std::string up = "base_model.model.model.layers.11.mlp.up_proj.";
+  EXPECT_EQ(shapes[up + "lora_A.default.weight"]["shape"], nlohmann::json({4, 64}));
+  EXPECT_EQ(shapes[up + "lora_B.default.weight"]["shape"], nlohmann::json({256, 4}));
+  EXPECT_EQ(shapes[up + "base_layer.weight"]["trained"], false);
+  EXPECT_EQ(shapes["base_model.model.model.embed_tokens.weight"]["trained"], false);
+  EXPECT_THAT(json["remarks"].dump(),
+              HasSubstr("adapters of the linear layers of blocks are trained"));
+  write_model(folder_ / "model.safetensors", {{"weight", {4, 4}}});
+  EXPECT_THAT(plan({"--lora-rank", "4"}).err, HasSubstr("no block of the model has a linear"));
+}
+
+TEST_F(Plan, FreezesByName) {
+  const auto json = plan({"--json", "--frozen", "embed", "--frozen", "layers\\.[0-9]\\."}).json();
+  EXPECT_EQ(json["trained_elements"], 64 + 2 * (64 + 256 * 64 + 64 * 64));
+  EXPECT_THAT(plan({"--frozen", "("}).err, HasSubstr("no regular expression"));
+  EXPECT_THAT(plan({"--frozen", "nothing"}).err, HasSubstr("no parameter has such a name"));
+}
+
 TEST_F(Plan, SaysWhatIsWrong) {
   std::filesystem::remove(folder_ / "model.safetensors");
   write_text(folder_ / "config.json", "{}");
   CommandRun result = plan();
   EXPECT_EQ(result.code, kUsage);
-  EXPECT_THAT(result.err, AllOf(HasSubstr("this folder holds none"),
-                                HasSubstr("strata.memory_forecast(model, config, world_size)")));
-  write_text(folder_ / "model.safetensors.index.json", "{}");
-  EXPECT_THAT(plan().err, HasSubstr("this folder holds only their index"));
+  EXPECT_THAT(result.err,
+              AllOf(HasSubstr("shapes are known for"), HasSubstr("a folder with safetensors"),
+                    HasSubstr("strata.memory_forecast(model, config, world_size)")));
+  EXPECT_THAT(run({"plan", "--model", "Qwen9", "--world", "2"}).err,
+              AllOf(HasSubstr("no such file or folder"), HasSubstr("Qwen3-8B")));
   write_model(folder_ / "model.safetensors", decoder());
   write_text(folder_ / "ds.json", R"({"zero_optimisation": {"stage": 3}})");
   result = plan();

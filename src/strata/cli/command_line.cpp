@@ -32,6 +32,8 @@ namespace {
 constexpr auto kReplaceBytes = nlohmann::json::error_handler_t::replace;
 constexpr int kWorldMax = 1'000'000;
 constexpr int kDepthMax = 1024;
+constexpr int kRankMax = 65'536;
+constexpr int kTokensMax = 100'000'000;
 
 // STRATA_PYTHON if it is set, else the Python that was installed beside this program, or beside the
 // link by which it was called, else python3 of PATH.
@@ -259,20 +261,25 @@ class CommandLine {
   void add_plan() {
     const auto [command, o] = add<PlanOptions>(
         "plan", "Say what each device will hold, at every stage, before there is one",
-        "Runs the engine without memory on the names and shapes of a model's safetensors. "
-        "Exit\ncode 1: the configuration's stage does not fit the memory or space that was "
-        "named.\n\nExamples:\n  strata plan --config ds.json --model Qwen3-8B --world 8 "
-        "--device-memory 80GiB\n  strata plan --config ds.json --model Qwen3-8B --world 64 "
-        "--ranks-per-host 8\n  strata plan --config ds.json --model Qwen3-8B --world 1 "
-        "--device-memory 24GiB \\\n      --host-memory 64GiB --nvme-space 1TB",
+        "Runs the engine without memory on the names and shapes of a model: of its safetensors, of "
+        "its\nconfig.json alone, or of a well-known one by its name. Without a configuration, or "
+        "with --grid,\nit compares stages and placements. Exit code 1: nothing, or not the "
+        "configuration's stage, fits\nthe memory or space that was named.\n\nExamples:\n  strata "
+        "plan --config ds.json --model Qwen3-8B --world 8 --device-memory 80GiB\n  strata plan "
+        "--config ds.json --model path/to/model --world 64 --ranks-per-host 8\n  strata plan "
+        "--model Llama-3.1-70B --world 8 --device-memory 80GB --host-memory 1TB \\\n      --seq "
+        "4096 --micro-batch 1 --checkpointing --write ds.json\n  strata plan --model config.json "
+        "--world 1 --device-memory 24GiB --lora-rank 16 --seq 2048",
         [](PlanOptions& given) {
           given.job.on_gpus = given.device == "cuda";
           return make_plan(given);
         });
-    command.add_option("--config", o.config, "DeepSpeed JSON, a file")
-        ->required()
+    command.add_option("--config", o.config, "DeepSpeed JSON, a file; else bf16 and AdamW")
         ->check(CLI::ExistingFile);
-    command.add_option("--model", o.model, "A Hugging Face folder with safetensors")->required();
+    command
+        .add_option("--model", o.model,
+                    "A Hugging Face folder, a config.json, or a name such as Qwen3-8B")
+        ->required();
     command.add_option("--world", o.job.world_size, "Ranks of the job")
         ->required()
         ->check(CLI::Range(1, kWorldMax));
@@ -285,6 +292,19 @@ class CommandLine {
     command.add_option("--device", o.device, "cuda or cpu")
         ->capture_default_str()
         ->check(CLI::IsMember({"cuda", "cpu"}));
+    command.add_option("--lora-rank", o.trained.lora_rank, "Train adapters of this rank alone")
+        ->check(CLI::Range(1, kRankMax));
+    command.add_option("--frozen", o.trained.frozen,
+                       "Do not train parameters: a regular expression");
+    command.add_option("--seq", o.seq, "Tokens of a sample: estimates activations, too")
+        ->check(CLI::Range(1, kTokensMax));
+    command.add_option("--micro-batch", o.micro_batch, "Samples of a micro-batch")
+        ->check(CLI::Range(1, kTokensMax));
+    command.add_flag("--checkpointing", o.checkpointing, "The script checkpoints activations");
+    command.add_flag("--grid", o.grid, "Compare stages and placements");
+    command.add_option("--write", o.write, "Write the fastest of the grid that fits to this file");
+    command.add_option("--nvme-path", o.nvme_path, "Its folder on a drive")->capture_default_str();
+    command.add_flag("--shapes", o.shapes, "List the parameters");
   }
 
   void add_bench_io() {

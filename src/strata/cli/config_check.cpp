@@ -4,10 +4,7 @@
 
 #include <algorithm>
 #include <array>
-#include <filesystem>
-#include <fstream>
 #include <string_view>
-#include <system_error>
 
 #include "strata/base/error.h"
 #include "strata/engine/config/config_review.h"
@@ -84,26 +81,13 @@ std::string conclusion_of(const CheckRequest& request, const engine::ConfigRevie
   return text;
 }
 
-// Whole or not at all: a reader of the old file may be the next one of the new.
-void write_whole(const std::string& path, const std::string& text) {
-  const std::string draft = path + ".draft";
-  std::ofstream file(draft, std::ios::binary | std::ios::trunc);
-  file << text;
-  file.close();
-  std::error_code error;
-  if (file) std::filesystem::rename(draft, path, error);
-  if (file && !error) return;
-  std::filesystem::remove(draft, error);
-  throw IoError("--fix: cannot write {}; name a file in a folder that you may write to", path);
-}
-
 }  // namespace
 
 Report check_config(const CheckRequest& request) {
   const engine::ConfigReview review = engine::review_config(request.config);
   const auto& rewritten = review.rewritten;
   const bool written = !request.fix.empty() && rewritten;
-  if (written) write_whole(request.fix, engine::pretty_text(*rewritten));
+  if (written) write_whole(request.fix, engine::pretty_text(*rewritten), "--fix");
   std::string text;
   for (const Group& group : kGroups) {
     if (review.count(group.verdict) == 0) continue;

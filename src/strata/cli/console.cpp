@@ -5,6 +5,9 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
+#include <filesystem>
+#include <fstream>
+#include <system_error>
 #include <utility>
 
 #include "strata/base/error.h"
@@ -154,6 +157,18 @@ Bytes parse_byte_size(std::string_view text, std::string_view option) {
   throw UsageError(
       "{}: wanted a size above 0 with a unit, as 5GB (10^9 bytes) or 80GiB (2^30); found {}",
       option, format::in_quotes(text));
+}
+
+void write_whole(const std::string& path, const std::string& text, std::string_view option) {
+  const std::string draft = path + ".draft";
+  std::ofstream file(draft, std::ios::binary | std::ios::trunc);
+  file << text;
+  file.close();
+  std::error_code error;
+  if (file) std::filesystem::rename(draft, path, error);
+  if (file && !error) return;
+  std::filesystem::remove(draft, error);
+  throw IoError("{}: cannot write {}; name a file in a folder that you may write to", option, path);
 }
 
 }  // namespace strata::cli

@@ -97,4 +97,8 @@ struct NaturalLess {
 // Errors: UsageError that names the option.
 Bytes parse_byte_size(std::string_view text, std::string_view option);
 
+// Writes a file whole or not at all: a reader of the old one may be the next one of the new.
+// Errors: IoError that names the option.
+void write_whole(const std::string& path, const std::string& text, std::string_view option);
+
 }  // namespace strata::cli

@@ -6,8 +6,9 @@
 #include <array>
 
 #include "strata/base/error.h"
-#include "strata/cli/named_model.h"
+#include "strata/cli/plan_text.h"
 #include "strata/engine/config/config.h"
+#include "strata/engine/config/config_review.h"
 #include "strata/engine/config/config_text.h"
 #include "strata/forecast/auto_placement.h"
 
@@ -18,36 +19,26 @@ using Json = nlohmann::json;
 
 constexpr int kRanksMax = 65'536;  // that are tried
 
-// A tier that the ranks of a host share.
-struct SharedTier {
-  memory::Tier tier;
-  const char* key;       // in JSON: what it holds
-  const char* fits_key;  // and whether that fits
-  const char* label;     // of rows
-  const char* noun;
-  std::optional<Bytes> PlanRequest::*room;
+// Places of weights and of optimizer states, by DeepSpeed's names of devices; the fastest first.
+struct GridPlace {
+  const char* name;
+  const char* weights;
+  const char* states;
+  int least_stage;
+  const char* needs;  // the answer that must not be open
 };
 
-constexpr std::array<SharedTier, 2> kSharedTiers{
-    {{memory::Tier::kHost, "host", "host_fits", "host", "the host", &PlanRequest::host_memory},
-     {memory::Tier::kNvme, "nvme", "nvme_fits", "NVMe", "the drive", &PlanRequest::nvme_space}}};
+constexpr std::array<GridPlace, 5> kGrid{{{"all on the device", "none", "none", 0, "fits"},
+                                          {"optimizer on the host", "none", "cpu", 1, "host_fits"},
+                                          {"all on the host", "cpu", "cpu", 3, "host_fits"},
+                                          {"optimizer on NVMe", "none", "nvme", 1, "nvme_fits"},
+                                          {"all on NVMe", "nvme", "nvme", 3, "nvme_fits"}}};
 
-// Calls use(kind, name) for every kind.
-template <typename Use>
-void for_each_kind(const Use& use) {
-  for (int k = 0; k < memory::kKindCount; ++k) {
-    const auto kind = static_cast<memory::Kind>(k);
-    use(kind, std::string(name_of(kind)));
-  }
-}
+// Where activations are estimated, this part of a device stays for torch, the driver and NCCL.
+constexpr int kSpareParts = 20;
 
-bool is_planned(memory::Kind kind) {
-  return kind != memory::Kind::kWorkspace;  // memory of kernels is not planned
-}
-
-std::string ranks_text(int ranks) {
-  return count_of(static_cast<std::size_t>(ranks), "rank");
-}
+constexpr const char* kPlainConfig =
+    R"({"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": true}})";
 
 Json bytes_or_null(const std::optional<Bytes>& bytes) {
   return bytes ? Json(bytes->value) : Json();
@@ -58,7 +49,7 @@ class Planner {
  public:
   explicit Planner(const PlanRequest& request)
       : request_(request),
-        model_(read_model(request.model)),
+        model_(read_model(request.model, request.trained)),
         ranks_of_host_(forecast::ranks_of_a_host(request.job)) {}
 
   Json run() {
@@ -69,39 +60,75 @@ class Planner {
     record_open(own);
     complete_batch(own);
     record_unbounded(own);
+    estimate_activations(own);
     Numel elements;
+    Numel trained;
     Bytes weights;  // in the dtypes that the model computes in
+    Json shapes = Json::object();
     for (const plan::ParamSpec& spec : specs_of(own)) {
       elements += spec.numel();
+      if (spec.trainable) trained += spec.numel();
       weights += bytes_of(spec.numel(), spec.dtype);
+      if (request_.shapes) shapes[spec.name] = {{"shape", spec.shape}, {"trained", spec.trainable}};
     }
-    Json stages = Json::array();
-    for (int stage = 0; stage < 4; ++stage) stages.push_back(stage_at(stage));
-    const bool none_fits =
-        std::none_of(stages.begin(), stages.end(), [](const Json& s) { return s["fits"] == true; });
-    const bool more = request_.device_memory && none_fits && stages[3]["refused"].is_null();
     Json json = {{"model", request_.model},
                  {"world_size", request_.job.world_size},
                  {"parameters", model_.params.size()},
                  {"elements", elements.value},
+                 {"trained_elements", trained.value},
                  {"weight_bytes", weights.value},
-                 {"stage", stage_},
-                 {"stages", stages},
-                 {"fits_from", more ? find_world() : Json()},
+                 {"activations", activations_},
                  {"ranks_of_host", ranks_of_host_},
                  {"device_memory", bytes_or_null(request_.device_memory)},
                  {"host_memory", bytes_or_null(request_.host_memory)},
                  {"nvme_space", bytes_or_null(request_.nvme_space)},
                  {"remarks", model_.remarks}};
+    if (request_.shapes) json["shapes"] = std::move(shapes);
+    if (request_.grid)
+      add_grid(json);
+    else
+      add_stages(json);
+    return json;
+  }
+
+ private:
+  void add_stages(Json& json) const {
+    Json stages = Json::array();
+    for (int stage = 0; stage < 4; ++stage)
+      stages.push_back(entry_at(stage, document_at(stage), stage == stage_));
+    const bool none_fits =
+        std::none_of(stages.begin(), stages.end(), [](const Json& s) { return s["fits"] == true; });
+    const bool more = request_.device_memory && none_fits && stages[3]["refused"].is_null();
+    json["stage"] = stage_;
+    json["fits_from"] = more ? find_world() : Json();
     const Json& at_own = stages[static_cast<std::size_t>(stage_)];
     for (const SharedTier& tier : kSharedTiers) {
       json[tier.key] = at_own.value(tier.key, Json({{"total", 0}}));
       json[tier.fits_key] = at_own[tier.fits_key];
     }
-    return json;
+    json["stages"] = std::move(stages);
   }
 
- private:
+  // Writes the first that fits to the file, if there is one.
+  void add_grid(Json& json) const {
+    Json& rows = json["grid"] = Json::array();
+    json["best"] = nullptr;
+    for (const GridPlace& place : kGrid) {
+      for (int stage = place.least_stage; stage < 4; ++stage) {
+        const Json document = document_in(place, stage);
+        Json row = entry_at(stage, document, /*required=*/false);
+        row["placement"] = place.name;
+        if (json["best"].is_null() && row["fits"] == true && fits_all(row) &&
+            row[place.needs] == true) {
+          json["best"] = rows.size();
+          if (!request_.write.empty())
+            write_whole(request_.write, engine::pretty_text(document), "--write");
+        }
+        rows.push_back(std::move(row));
+      }
+    }
+  }
+
   void remark(std::string text) { model_.remarks.push_back(std::move(text)); }
 
   void read_document() {
@@ -113,6 +140,8 @@ class Planner {
       remark(
           "strata.wrap names classes, which files do not tell: blocks are found by their numbers");
     }
+    if (request_.micro_batch > 0)
+      document_["train_micro_batch_size_per_gpu"] = request_.micro_batch;
   }
 
   void choose_rule(const engine::Config& config) {
@@ -162,12 +191,66 @@ class Planner {
     }
   }
 
-  engine::Config config_at(int stage) const {
+  void estimate_activations(const engine::Config& config) {
+    if (request_.seq == 0) return;
+    if (!model_.activations) {
+      throw UsageError(
+          "--seq: activations are estimated for decoders whose config.json names a known "
+          "model_type; leave it out to plan the engine's memory alone: path={}",
+          request_.model);
+    }
+    const std::int64_t tokens = request_.seq * batch_.micro_batch_size.value_or(1);
+    const Bytes of_token = model_.activations->of_token(
+        config.precision.weight_dtype(model_.params.front().dtype), request_.checkpointing);
+    remark(fmt::format(
+        "activations are an estimate: {} of {} tokens, {} checkpointing, for an attention kernel "
+        "that keeps no scores; a {}th of the device stays free for torch and the driver",
+        to_string(of_token * tokens), with_commas(tokens),
+        request_.checkpointing ? "with" : "without", kSpareParts));
+    activations_ = {{"estimate", true},
+                    {"bytes", (of_token * tokens).value},
+                    {"of_token", of_token.value},
+                    {"tokens", tokens},
+                    {"checkpointing", request_.checkpointing}};
+  }
+
+  bool fits_device(const forecast::MemoryForecast& found) const {
+    const Bytes room = *request_.device_memory;
+    if (activations_.is_null()) return found.total() <= room;
+    return found.total() + Bytes(activations_["bytes"].get<std::int64_t>()) <=
+           room - room / kSpareParts;
+  }
+
+  Json document_at(int stage) const {
     Json json = document_;
     Json& zero = json["zero_optimization"];
     if (!zero.is_object()) zero = Json::object();
     zero["stage"] = stage;
-    engine::Config config = engine::Config::parse(engine::canonical_text(json));
+    return json;
+  }
+
+  Json document_in(const GridPlace& place, int stage) const {
+    Json json = document_at(stage);
+    Json& zero = json["zero_optimization"];
+    for (const char* const old : {"cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory"})
+      zero.erase(old);
+    for (const auto& [section, device] :
+         {std::pair("offload_param", place.weights), {"offload_optimizer", place.states}}) {
+      Json own = zero.value(section, Json());
+      zero.erase(section);
+      if (device == std::string_view("none")) continue;
+      if (!own.is_object()) own = Json::object();
+      own["device"] = device;
+      if (device == std::string_view("nvme") && !own.contains("nvme_path"))
+        own["nvme_path"] = request_.nvme_path;
+      zero[section] = std::move(own);
+    }
+    if (json.contains("strata") && json["strata"].is_object()) json["strata"].erase("placement");
+    return json;
+  }
+
+  engine::Config config_of(const Json& document) const {
+    engine::Config config = engine::Config::parse(engine::canonical_text(document));
     config.batch = batch_;
     return config;
   }
@@ -196,14 +279,14 @@ class Planner {
   }
 
   // Null where a forecast does not say it.
-  Json stage_at(int stage) const {
+  Json entry_at(int stage, const Json& document, bool required) const {
     Json entry = {{"stage", stage},     {"fits", nullptr},      {"refused", nullptr},
                   {"lacking", nullptr}, {"host_fits", nullptr}, {"nvme_fits", nullptr}};
     forecast::MemoryForecast found;
     try {
-      found = forecast_at(config_at(stage), request_.job);
+      found = forecast_at(config_of(document), request_.job);
     } catch (const ConfigError& error) {
-      if (stage == stage_) throw;
+      if (required) throw;
       entry["refused"] = error.what();
       return entry;
     } catch (const OutOfMemoryError& error) {  // where placement is automatic
@@ -211,7 +294,7 @@ class Planner {
       entry["fits"] = false;
       return entry;
     }
-    if (request_.device_memory) entry["fits"] = found.total() <= *request_.device_memory;
+    if (request_.device_memory) entry["fits"] = fits_device(found);
     entry["device"]["total"] = found.total().value;
     for_each_kind([&](memory::Kind kind, const std::string& name) {
       if (is_planned(kind)) entry["device"][name] = found.of(kind).value;
@@ -231,12 +314,12 @@ class Planner {
 
   // The least number of ranks, doubling, at which stage 3 fits; null: none.
   Json find_world() const {
-    const engine::Config config = config_at(3);
+    const engine::Config config = config_of(document_at(3));
     forecast::Job job = request_.job;
     if (job.ranks_per_host == 0) job.ranks_per_host = job.world_size;
     for (job.world_size *= 2; job.world_size <= kRanksMax; job.world_size *= 2) {
       try {
-        if (forecast_at(config, job).total() <= *request_.device_memory) return job.world_size;
+        if (fits_device(forecast_at(config, job))) return job.world_size;
       } catch (const ConfigError&) {
         return nullptr;  // shard groups that do not come out even
       } catch (const OutOfMemoryError&) {
@@ -253,114 +336,21 @@ class Planner {
   Json document_;
   engine::UpdateRule rule_ = engine::UpdateRule::kAdamW;
   engine::BatchSizes batch_;
+  Json activations_;  // null: not asked for
 };
-
-std::string table_of(const PlanRequest& request, const Json& stages) {
-  TextTable table({"each device holds", "stage 0", "stage 1", "stage 2", "stage 3"});
-  const auto add_row = [&](std::string label, const auto& cell) {
-    std::vector<std::string> row{std::move(label)};
-    for (const Json& stage : stages) row.push_back(cell(stage));
-    table.add(std::move(row));
-  };
-  const auto bytes = [](const Json& stage, const char* tier, const std::string& kind) {
-    return stage.contains(tier) ? Bytes(stage[tier].value(kind, std::int64_t{0})) : Bytes();
-  };
-  const auto add_sizes = [&](std::string label, const char* tier, const std::string& kind) {
-    add_row(std::move(label), [&](const Json& stage) {
-      return stage.contains(tier) ? to_string(bytes(stage, tier, kind)) : "-";
-    });
-  };
-  const auto add_answers = [&](std::string label, const char* key) {
-    add_row(std::move(label), [&](const Json& stage) {
-      return stage[key].is_null() ? "-" : stage[key].get<bool>() ? "yes" : "no";
-    });
-  };
-  for_each_kind([&](memory::Kind kind, const std::string& name) {
-    if (is_planned(kind)) add_sizes(name, "device", name);
-  });
-  table.add_line();
-  add_sizes("at most, together", "device", "total");
-  if (request.device_memory)
-    add_answers(fmt::format("fits {}", to_string(*request.device_memory)), "fits");
-  for (const SharedTier& tier : kSharedTiers) {
-    const auto holds = [&](const std::string& kind) {
-      return std::any_of(stages.begin(), stages.end(),
-                         [&](const Json& stage) { return bytes(stage, tier.key, kind) > Bytes(); });
-    };
-    const std::optional<Bytes>& room = request.*tier.room;
-    if (!room && !holds("total")) continue;
-    table.add_line();
-    for_each_kind([&](memory::Kind, const std::string& name) {
-      if (holds(name)) add_sizes(fmt::format("{}: {}", tier.label, name), tier.key, name);
-    });
-    add_sizes(fmt::format("{}, together", tier.label), tier.key, "total");
-    if (room) add_answers(fmt::format("fits {} {}", tier.label, to_string(*room)), tier.fits_key);
-  }
-  return table.text();
-}
-
-// Whatever was asked fits.
-bool fits_all(const Json& stage) {
-  return stage["fits"] != false && stage["host_fits"] != false && stage["nvme_fits"] != false;
-}
-
-std::string advice_of(const PlanRequest& request, const Json& plan) {
-  const Json& stages = plan["stages"];
-  const auto stage = plan["stage"].get<std::size_t>();
-  const Json& own = stages[stage];
-  std::string shared;
-  for (const SharedTier& tier : kSharedTiers) {
-    if (own[tier.fits_key] != false) continue;
-    const auto ranks = plan["ranks_of_host"].get<int>();
-    shared +=
-        fmt::format("{} DOES NOT: {} of {} each are more than its {}\n", tier.noun,
-                    ranks_text(ranks), to_string(Bytes(own[tier.key]["total"].get<std::int64_t>())),
-                    to_string(*(request.*tier.room) / ranks * ranks));
-  }
-  if (!request.device_memory && own["lacking"].is_null()) return shared;
-  if (own["fits"] == true)
-    return fmt::format("stage {} of the configuration fits\n", stage) + shared;
-  std::string text = fmt::format("stage {} of the configuration {}\n", stage,
-                                 own["fits"].is_null() ? "is refused" : "DOES NOT FIT") +
-                     shared;
-  for (const bool all : {true, false}) {
-    for (const Json& other : stages) {
-      if (other["fits"] == true && (!all || fits_all(other)))
-        return text + fmt::format("write \"stage\": {}, which does{}\n", other["stage"].get<int>(),
-                                  all ? "" : " on the device");
-    }
-  }
-  if (!request.device_memory) return text;
-  if (plan["fits_from"].is_null()) return text + "no stage does, nor on more ranks\n";
-  return text + fmt::format("no stage does on {}; stage 3 does from {} ranks\n",
-                            ranks_text(request.job.world_size), plan["fits_from"].get<int>());
-}
 
 }  // namespace
 
-Report make_plan(const PlanRequest& request) {
+Report make_plan(const PlanRequest& given) {
+  PlanRequest request = given;
+  request.grid |= request.config.empty() || !request.write.empty();
+  if (request.config.empty()) request.config = kPlainConfig;
+  if (!request.write.empty() && !request.device_memory)
+    throw UsageError("--write writes what fits: give --device-memory, as 80GiB, too");
   const Json plan = Planner(request).run();
-  const Json& stages = plan["stages"];
-  std::string text = fmt::format(
-      "{}: {} of {} elements, {} of weights\n{} at stage {} of the configuration, {}\n\n",
-      request.model, count_of(plan["parameters"], "parameter"), with_commas(plan["elements"]),
-      to_string(Bytes(plan["weight_bytes"].get<std::int64_t>())),
-      ranks_text(request.job.world_size), plan["stage"].get<int>(),
-      request.job.on_gpus ? "on GPUs" : "on CPUs");
-  text += table_of(request, stages) + advice_of(request, plan) + "\n";
-  for (const Json& stage : stages) {
-    for (const auto& [key, verb] : {std::pair("refused", " is refused"), {"lacking", ""}}) {
-      if (!stage[key].is_null())
-        text += fmt::format("stage {}{}: {}\n", stage["stage"].get<int>(), verb,
-                            stage[key].get<std::string>());
-    }
-  }
-  text +=
-      "Not counted: activations, gradients before they reach the engine, and what torch, the "
-      "driver and\nthe collectives keep for themselves. Kinds are peaks of their own, and do not "
-      "add up.\nHost and NVMe are of each rank, also while it loads or saves.\n";
-  for (const Json& remark : plan["remarks"]) text += "- " + remark.get<std::string>() + "\n";
-  return {plan, text, fits_all(stages[plan["stage"].get<std::size_t>()])};
+  const bool right = request.grid ? !request.device_memory || !plan["best"].is_null()
+                                  : fits_all(plan["stages"][plan["stage"].get<std::size_t>()]);
+  return {plan, text_of_plan(request, plan), right};
 }
 
 }  // namespace strata::cli

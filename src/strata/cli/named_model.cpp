@@ -1,12 +1,15 @@
 #include "strata/cli/named_model.h"
 
+#include <fmt/ranges.h>
+
 #include <algorithm>
 #include <array>
 #include <filesystem>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
-#include <optional>
+#include <regex>
+#include <set>
 #include <string_view>
 
 #include "strata/base/error.h"
@@ -50,6 +53,7 @@ bool is_norm_name(std::string_view name) {
 struct Module {
   std::map<std::string, std::unique_ptr<Module>, NaturalLess> children;
   std::vector<const NamedTensor*> params;  // own
+  std::size_t place = 0;                   // among all modules, by their first parameters
 
   bool is_list() const {
     return params.empty() && !children.empty() &&
@@ -63,7 +67,7 @@ struct Module {
 };
 
 // As constructors usually make them.
-int rank_of(std::string_view name) {
+std::size_t rank_of(std::string_view name) {
   if (is_one_of(name, kHeadNames)) return 3;
   if (is_norm_name(name)) return 2;
   return is_embedding_name(name) ? 0 : 1;
@@ -71,7 +75,8 @@ int rank_of(std::string_view name) {
 
 // Appends the module, and what is in it, to a model.
 void append(const Module& module, const std::string& path, const std::string& name, int parent,
-            const std::string& class_name, NamedModel& model, std::optional<int>& embedding) {
+            const std::string& class_name, bool in_order, NamedModel& model,
+            std::optional<int>& embedding) {
   const int index = static_cast<int>(model.tree.size());
   const bool lookup = module.is_embedding(name);
   model.tree.push_back({path, class_name, parent, {}, !module.is_list(), !lookup});
@@ -83,15 +88,16 @@ void append(const Module& module, const std::string& path, const std::string& na
   }
   std::vector<std::string> names;
   for (const auto& child : module.children) names.push_back(child.first);
-  std::ranges::stable_sort(names, {}, rank_of);
+  std::ranges::stable_sort(names, {}, [&](const std::string& child) {
+    return in_order ? module.children.at(child)->place : rank_of(child);
+  });
   for (const std::string& child : names)
     append(*module.children.at(child), path.empty() ? child : path + "." + child, child, index,
-           module.is_list() ? "item of " + path : child, model, embedding);
+           module.is_list() ? "item of " + path : child, in_order, model, embedding);
 }
 
-// The configuration of a Hugging Face folder; null if there is none that can be read.
-nlohmann::json read_config(const std::string& folder) {
-  const std::string path = folder + "/config.json";
+// A model's configuration; null if there is none that can be read.
+nlohmann::json read_config(const std::string& path) {
   std::error_code error;
   if (!fs::is_regular_file(path, error)) return nullptr;
   const io::File file(path, io::File::Mode::kRead);
@@ -115,89 +121,159 @@ bool ties_its_head(const nlohmann::json& config, const std::vector<NamedTensor>&
          });
 }
 
-[[noreturn]] void refuse_without_weights(const std::string& path) {
-  const bool has_index = fs::exists(path + "/" + format::kIndexFileName);
-  throw UsageError(
-      "names and shapes come from the headers of safetensors files, and this folder holds {}; "
-      "download the model's weights, or ask in Python with the model on the meta device, which "
-      "needs none: strata.memory_forecast(model, config, world_size): path={}",
-      has_index ? "only their index" : "none", path);
-}
-
-NamedModel read_training(const std::string& path) {
+ModelNames read_training(const std::string& path) {
   const format::Manifest manifest = format::read_manifest(checkpoint::choose_checkpoint(path).path);
-  std::vector<NamedTensor> tensors;
-  bool tied = false;
+  ModelNames names;
   for (const format::ManifestTensor& tensor : manifest.tensors) {
     if (tensor.role != format::TensorRole::kParameter) continue;
-    tensors.push_back({tensor.name, tensor.shape, tensor.dtype, tensor.trainable});
-    tied = tied || std::ranges::any_of(tensor.aliases, [](const std::string& alias) {
-             return is_one_of(alias.substr(0, alias.find('.')), kHeadNames);
-           });
+    names.tensors.push_back({tensor.name, tensor.shape, tensor.dtype, tensor.trainable});
+    names.tied_head |= std::ranges::any_of(tensor.aliases, [](const std::string& alias) {
+      return is_one_of(alias.substr(0, alias.find('.')), kHeadNames);
+    });
   }
-  return model_from_names(tensors, tied);
+  return names;
 }
 
-NamedModel read_hugging_face(const std::string& path) {
-  std::error_code error;
-  const bool folder = fs::is_directory(path, error);
-  const bool any = std::ranges::any_of(
-      fs::directory_iterator(folder ? path : "."),
-      [](const fs::directory_entry& entry) { return entry.path().extension() == ".safetensors"; });
-  if (folder && !any) refuse_without_weights(path);
+ModelNames read_hugging_face(const std::string& path) {
+  const nlohmann::json config = read_config(path + "/config.json");
   const format::CheckpointIndex index(path);
-  std::vector<NamedTensor> tensors;
-  std::size_t frozen = 0;
+  ModelNames names;
   for (const format::CheckpointTensor& tensor : index.tensors()) {
     const format::TensorInfo& info = tensor.info;
     if (is_one_of(info.name.substr(info.name.rfind('.') + 1), kBufferNames)) continue;
-    const bool trainable = is_floating(info.dtype);
-    frozen += trainable ? 0U : 1U;
-    tensors.push_back({info.name, info.shape, info.dtype, trainable});
+    names.tensors.push_back({info.name, info.shape, info.dtype, is_floating(info.dtype)});
   }
-  NamedModel model =
-      model_from_names(tensors, ties_its_head(folder ? read_config(path) : nullptr, tensors));
-  model.remarks.emplace_back("all floating parameters are taken to be trained");
+  const auto frozen = std::ranges::count(names.tensors, false, &NamedTensor::trainable);
   if (frozen > 0)
-    model.remarks.push_back(
+    names.remarks.push_back(
         fmt::format("{} tensors of no floating dtype are taken to be frozen", frozen));
-  return model;
+  names.tied_head = ties_its_head(config, names.tensors);
+  try {
+    names.activations = decoder_names(config, path).activations;
+  } catch (const UsageError&) {  // an architecture without rules has no estimate
+  }
+  return names;
+}
+
+ModelNames read_names(const std::string& path) {
+  std::error_code error;
+  if (!fs::exists(path, error)) {
+    std::vector<std::string_view> known;
+    for (const auto& [name, config] : shipped_models()) {
+      if (std::ranges::equal(name, path, {}, ::tolower, ::tolower))
+        return decoder_names(config, name);
+      known.push_back(name);
+    }
+    throw UsageError(
+        "there is no such file or folder; give a Hugging Face folder with safetensors, a "
+        "config.json, or one of the names {}: path={}",
+        fmt::join(known, ", "), path);
+  }
+  if (checkpoint::holds_checkpoints(path)) return read_training(path);
+  const bool folder = fs::is_directory(path);
+  const bool weights = std::ranges::any_of(
+      fs::directory_iterator(folder ? path : "."),
+      [](const fs::directory_entry& entry) { return entry.path().extension() == ".safetensors"; });
+  if (folder ? weights : !path.ends_with(".json")) return read_hugging_face(path);
+  const std::string file = folder ? path + "/config.json" : path;
+  return decoder_names(read_config(file), file);
+}
+
+std::string module_of(const std::string& name) {
+  return name.substr(0, std::min(name.rfind('.'), name.size()));
+}
+
+// Gives the linear layers of blocks low-rank adapters, as peft does, and freezes all else. Experts
+// in one tensor have the adapters of each, side by side; those of two projections twice as many.
+void add_adapters(ModelNames& names, std::int64_t rank) {
+  static const std::regex numbered(R"(\.\d+\.)");
+  std::set<std::string> linear;
+  for (const NamedTensor& tensor : names.tensors) {
+    const std::string path = module_of(tensor.name);
+    const bool weight = tensor.name == path + ".weight" && tensor.shape.size() == 2;
+    if ((weight || path.ends_with(".experts")) && std::regex_search(path, numbered) &&
+        !is_embedding_name(std::string_view(path).substr(path.rfind('.') + 1)))
+      linear.insert(path);
+  }
+  if (linear.empty()) throw UsageError("--lora-rank: no block of the model has a linear layer");
+  std::vector<NamedTensor> adapted;
+  for (const auto& [name, shape, dtype, trainable] : names.tensors) {
+    const std::string path = module_of(name);
+    const std::string own = name.substr(path.size());
+    std::string module = "base_model.model." + path;
+    const bool is_linear = linear.contains(path);
+    const bool fused = is_linear && shape.size() == 3;
+    const bool paired = fused && own == ".gate_up_proj";
+    adapted.push_back({module +
+                           (fused       ? ".base_layer.base_layer"
+                            : is_linear ? ".base_layer"
+                                        : "") +
+                           own,
+                       shape, dtype, /*trainable=*/false});
+    if (!fused && (!is_linear || own != ".weight")) continue;
+    const std::int64_t width = rank * (fused ? shape[0] : 1) * (paired ? 2 : 1);
+    if (paired) module += ".base_layer";
+    adapted.push_back({module + ".lora_A.default.weight", {width, shape.back()}});
+    adapted.push_back({module + ".lora_B.default.weight", {shape[shape.size() - 2], width}});
+  }
+  names.tensors = std::move(adapted);
+  names.remarks.emplace_back("adapters of the linear layers of blocks are trained, nothing else");
+}
+
+void freeze(ModelNames& names, const std::string& pattern) {
+  std::size_t found = 0;
+  try {
+    const std::regex expression(pattern);
+    for (NamedTensor& tensor : names.tensors) {
+      if (!std::regex_search(tensor.name, expression)) continue;
+      tensor.trainable = false;
+      ++found;
+    }
+  } catch (const std::regex_error& error) {
+    throw UsageError("--frozen: no regular expression of ECMAScript ({}): '{}'", error.what(),
+                     pattern);
+  }
+  if (found == 0)
+    throw UsageError("--frozen: no parameter has such a name; --shapes lists them: '{}'", pattern);
+  names.remarks.push_back(fmt::format("'{}' freezes {}", pattern, count_of(found, "parameter")));
 }
 
 }  // namespace
 
-NamedModel model_from_names(const std::vector<NamedTensor>& tensors, bool tied_head) {
+NamedModel model_from_names(const ModelNames& names) {
   Module root;
-  for (const NamedTensor& tensor : tensors) {
+  std::size_t made = 0;
+  for (const NamedTensor& tensor : names.tensors) {
     Module* module = &root;
     std::string_view rest = tensor.name;
     for (std::size_t dot = rest.find('.'); dot != std::string_view::npos; dot = rest.find('.')) {
       auto& child = module->children[std::string(rest.substr(0, dot))];
       if (child == nullptr) child = std::make_unique<Module>();
+      if (child->place == 0) child->place = ++made;
       module = child.get();
       rest.remove_prefix(dot + 1);
     }
     module->params.push_back(&tensor);
   }
-  NamedModel model;
+  NamedModel model{{}, {}, names.remarks, names.activations};
   std::optional<int> embedding;  // the first
-  append(root, "", "", -1, "Model", model, embedding);
-  if (tied_head && embedding) {
+  append(root, "", "", -1, "Model", names.in_order, model, embedding);
+  if (names.tied_head && embedding) {
     model.tree.push_back({"lm_head", "lm_head", 0, {*embedding}, true, true});
-    model.remarks.emplace_back("the files hold no head: it is taken to share the weight of '" +
+    model.remarks.emplace_back("a head is taken to share the weight of '" +
                                model.params[static_cast<std::size_t>(*embedding)].name + "'");
   }
   return model;
 }
 
-NamedModel read_model(const std::string& path) {
-  std::error_code error;
-  if (!fs::exists(path, error)) {
-    throw UsageError(
-        "there is no such file or folder; give a Hugging Face folder with safetensors: path={}",
-        path);
-  }
-  return checkpoint::holds_checkpoints(path) ? read_training(path) : read_hugging_face(path);
+NamedModel read_model(const std::string& path, const TrainedPart& trained) {
+  ModelNames names = read_names(path);
+  if (trained.lora_rank > 0)
+    add_adapters(names, trained.lora_rank);
+  else if (!checkpoint::holds_checkpoints(path))
+    names.remarks.emplace_back("all floating parameters are taken to be trained");
+  for (const std::string& pattern : trained.frozen) freeze(names, pattern);
+  return model_from_names(names);
 }
 
 }  // namespace strata::cli

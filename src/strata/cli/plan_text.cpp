@@ -1,0 +1,159 @@
+#include "strata/cli/plan_text.h"
+
+#include <fmt/core.h>
+
+#include <algorithm>
+
+namespace strata::cli {
+namespace {
+
+using Json = nlohmann::json;
+
+std::string ranks_text(int ranks) {
+  return count_of(static_cast<std::size_t>(ranks), "rank");
+}
+
+Bytes activations_in(const Json& plan) {
+  const Json& found = plan["activations"];
+  return found.is_null() ? Bytes() : Bytes(found["bytes"].get<std::int64_t>());
+}
+
+std::string table_of(const PlanRequest& request, const Json& stages, Bytes activations) {
+  TextTable table({"each device holds", "stage 0", "stage 1", "stage 2", "stage 3"});
+  const auto add_row = [&](std::string label, const auto& cell) {
+    std::vector<std::string> row{std::move(label)};
+    for (const Json& stage : stages) row.push_back(cell(stage));
+    table.add(std::move(row));
+  };
+  const auto bytes = [](const Json& stage, const char* tier, const std::string& kind) {
+    return stage.contains(tier) ? Bytes(stage[tier].value(kind, std::int64_t{0})) : Bytes();
+  };
+  const auto add_sizes = [&](std::string label, const char* tier, const std::string& kind) {
+    add_row(std::move(label), [&](const Json& stage) {
+      return stage.contains(tier) ? to_string(bytes(stage, tier, kind)) : "-";
+    });
+  };
+  const auto add_answers = [&](std::string label, const char* key) {
+    add_row(std::move(label), [&](const Json& stage) {
+      return stage[key].is_null() ? "-" : stage[key].get<bool>() ? "yes" : "no";
+    });
+  };
+  for_each_kind([&](memory::Kind kind, const std::string& name) {
+    if (is_planned(kind)) add_sizes(name, "device", name);
+  });
+  table.add_line();
+  add_sizes("at most, together", "device", "total");
+  if (activations > Bytes())
+    add_row("activations, about", [&](const Json&) { return to_string(activations); });
+  if (request.device_memory)
+    add_answers(fmt::format("fits {}", to_string(*request.device_memory)), "fits");
+  for (const SharedTier& tier : kSharedTiers) {
+    const auto holds = [&](const std::string& kind) {
+      return std::any_of(stages.begin(), stages.end(),
+                         [&](const Json& stage) { return bytes(stage, tier.key, kind) > Bytes(); });
+    };
+    const std::optional<Bytes>& room = request.*tier.room;
+    if (!room && !holds("total")) continue;
+    table.add_line();
+    for_each_kind([&](memory::Kind, const std::string& name) {
+      if (holds(name)) add_sizes(fmt::format("{}: {}", tier.label, name), tier.key, name);
+    });
+    add_sizes(fmt::format("{}, together", tier.label), tier.key, "total");
+    if (room) add_answers(fmt::format("fits {} {}", tier.label, to_string(*room)), tier.fits_key);
+  }
+  return table.text();
+}
+
+std::string advice_of(const PlanRequest& request, const Json& plan) {
+  const Json& stages = plan["stages"];
+  const auto stage = plan["stage"].get<std::size_t>();
+  const Json& own = stages[stage];
+  std::string shared;
+  for (const SharedTier& tier : kSharedTiers) {
+    if (own[tier.fits_key] != false) continue;
+    const auto ranks = plan["ranks_of_host"].get<int>();
+    shared +=
+        fmt::format("{} DOES NOT: {} of {} each are more than its {}\n", tier.noun,
+                    ranks_text(ranks), to_string(Bytes(own[tier.key]["total"].get<std::int64_t>())),
+                    to_string(*(request.*tier.room) / ranks * ranks));
+  }
+  if (!request.device_memory && own["lacking"].is_null()) return shared;
+  if (own["fits"] == true)
+    return fmt::format("stage {} of the configuration fits\n", stage) + shared;
+  std::string text = fmt::format("stage {} of the configuration {}\n", stage,
+                                 own["fits"].is_null() ? "is refused" : "DOES NOT FIT") +
+                     shared;
+  for (const bool all : {true, false}) {
+    for (const Json& other : stages) {
+      if (other["fits"] == true && (!all || fits_all(other)))
+        return text + fmt::format("write \"stage\": {}, which does{}\n", other["stage"].get<int>(),
+                                  all ? "" : " on the device");
+    }
+  }
+  if (!request.device_memory) return text;
+  if (plan["fits_from"].is_null()) return text + "no stage does, nor on more ranks\n";
+  return text + fmt::format("no stage does on {}; stage 3 does from {} ranks\n",
+                            ranks_text(request.job.world_size), plan["fits_from"].get<int>());
+}
+
+std::string grid_of(const PlanRequest& request, const Json& plan) {
+  const auto ranks = plan["ranks_of_host"].get<int>();
+  const auto size = [](const Json& row, const char* tier, int times, Bytes more = Bytes()) {
+    if (!row.contains(tier)) return std::string("-");
+    return to_string(Bytes(row[tier]["total"].get<std::int64_t>()) * times + more);
+  };
+  TextTable table({"stage", "placement", "each device", "each host", "its drive", "fits"});
+  table.align_left(1);
+  for (const Json& row : plan["grid"]) {
+    std::string lacking;
+    for (const auto& [key, what] :
+         {std::pair("fits", "device"), {"host_fits", "host"}, {"nvme_fits", "drive"}}) {
+      if (row[key] == false) lacking += fmt::format("{}{}", lacking.empty() ? "no: " : ", ", what);
+    }
+    if (lacking.empty()) lacking = row["fits"].is_null() ? "-" : "yes";
+    table.add({row["stage"].dump(), row["placement"].get<std::string>(),
+               size(row, "device", 1, activations_in(plan)), size(row, "host", ranks),
+               size(row, "nvme", ranks), lacking});
+  }
+  if (!request.device_memory) return table.text();
+  if (plan["best"].is_null()) return table.text() + "nothing fits all memory that was named\n";
+  const Json& best = plan["grid"][plan["best"].get<std::size_t>()];
+  return table.text() + fmt::format("the fastest that fits: stage {}, {}{}\n", best["stage"].dump(),
+                                    best["placement"].get<std::string>(),
+                                    request.write.empty() ? "" : "; written: " + request.write);
+}
+
+}  // namespace
+
+std::string text_of_plan(const PlanRequest& request, const Json& plan) {
+  std::string text = fmt::format(
+      "{}: {} of {} elements ({} trained), {} of weights\n{}{}, {}\n\n", request.model,
+      count_of(plan["parameters"], "parameter"), with_commas(plan["elements"]),
+      plan["trained_elements"] == plan["elements"] ? "all" : with_commas(plan["trained_elements"]),
+      to_string(Bytes(plan["weight_bytes"].get<std::int64_t>())),
+      ranks_text(request.job.world_size),
+      request.grid ? "" : fmt::format(" at stage {} of the configuration", plan["stage"].dump()),
+      request.job.on_gpus ? "on GPUs" : "on CPUs");
+  const Json& stages = plan[request.grid ? "grid" : "stages"];
+  text += request.grid ? grid_of(request, plan)
+                       : table_of(request, stages, activations_in(plan)) + advice_of(request, plan);
+  text += "\n";
+  for (const Json& stage : stages) {
+    for (const auto& [key, verb] : {std::pair("refused", " is refused"), {"lacking", ""}}) {
+      if (!stage[key].is_null())
+        text += fmt::format("stage {}{}: {}\n", stage["stage"].get<int>(), verb,
+                            stage[key].get<std::string>());
+    }
+  }
+  text += fmt::format(
+      "Not counted: {}gradients before they reach the engine, and what torch, the driver and\nthe "
+      "collectives keep for themselves. Kinds are peaks of their own, and do not add up.\nHost and "
+      "NVMe are {}, also while it loads or saves.\n",
+      plan["activations"].is_null() ? "activations, " : "",
+      request.grid ? "of all ranks of a host" : "of each rank");
+  for (const Json& remark : plan["remarks"]) text += "- " + remark.get<std::string>() + "\n";
+  if (request.shapes) text += plan["shapes"].dump(1) + "\n";
+  return text;
+}
+
+}  // namespace strata::cli
