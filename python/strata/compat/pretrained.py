@@ -182,7 +182,7 @@ class _Plans:
     def _initialize(self, missing):
         """Gives tensors with these ids their values, rank 0's on every rank; those beside them in a module are read
         later. Collective."""
-        touched = [own for module in self._model.modules() if missing & {
-            id(p) for p in (own := [*module.parameters(recurse=False)])}]  # fmt: skip
-        with GatheredParameters([p for own in touched for p in own], modifier_rank=0):
+        of_modules = [[*module.parameters(recurse=False)] for module in self._model.modules()]
+        touched = [p for own in of_modules if missing.intersection(map(id, own)) for p in own]
+        with GatheredParameters(touched, modifier_rank=0):
             adapter().initialize(self._model, missing)
