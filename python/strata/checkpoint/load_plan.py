@@ -173,10 +173,13 @@ def build_model(model_class, config, dtype, model_arguments):
             if buffer is not None and buffer.is_meta:  # made like a parameter; gets its values below
                 module._buffers[name] = torch.zeros_like(buffer, device="cpu")
     parameters, _ = state_names(model)
-    left_out = [parameters[n] for n in model._keys_to_ignore_on_save or () if n in parameters]
+    names = [n for n in model._keys_to_ignore_on_save or () if n in parameters]
+    left_out = [parameters[n] for n in names]
     for parameter in left_out:
         _swap(parameter, torch.nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad))
     adapter().initialize(model, {id(parameter) for parameter in left_out})
+    parameters, _ = state_names(model)  # some modules replaced theirs
+    left_out = [parameters[n] for n in names]
     constructed = {id(parameter): parameter.detach().clone() for parameter in left_out}
     for parameter in left_out:
         _to_meta(parameter)
