@@ -32,6 +32,6 @@ case $version in
   newest) wanted=transformers ;;
   *) wanted=transformers==$version ;;
 esac
-# Names and versions, split into words on purpose. What VENV has in a fitting version is not installed again.
+# Names and versions, split into words on purpose. pip leaves out packages that VENV has in a fitting version.
 $pip install -q --upgrade --upgrade-strategy only-if-needed --prefer-binary $wanted $(pinned "$version")
 $pip list 2>&1 | grep -E '^(transformers|accelerate|peft|trl|huggingface_hub|tokenizers|torch) '

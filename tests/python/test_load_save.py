@@ -172,6 +172,21 @@ def test_older_names_a_base_models_names_and_embeddings_twice(checkpoints, tmp_p
     assert run_ranks(1, _load_and_save, tmp_path, list(changes), 3, "float32", tmp_path / "saved")
 
 
+def _llava():
+    """Its files have older names than its modules, in every version of transformers."""
+    vision = transformers.CLIPVisionConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=2, image_size=8,
+                                           num_attention_heads=2, patch_size=4)
+    config = transformers.LlavaConfig(vision_config=vision, text_config=MODELS["llama"].build().config)
+    return transformers.LlavaForConditionalGeneration(config)
+
+
+def test_a_vision_language_models_older_names_are_read_and_written(tmp_path):
+    _llava().save_pretrained(tmp_path / "llava")
+    assert all(run_ranks(2, _load_and_save, tmp_path, ["llava"], 3, "float32", tmp_path / "saved"))
+    written = _all_tensors(tmp_path / "saved" / "llava").keys()
+    assert written == _all_tensors(tmp_path / "llava").keys() != dict(_llava().named_parameters()).keys()
+
+
 def _load_transposed(root, folder):
     from transformers.conversion_mapping import register_checkpoint_conversion_mapping
     from transformers.core_model_loading import Transpose, WeightConverter

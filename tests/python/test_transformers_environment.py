@@ -29,8 +29,9 @@ def test_it_stands_on_all_that_its_environment_stands_on(tmp_path, nested, versi
     below = _environment(tmp_path / "below", "of_below")
     venv = _environment(tmp_path / "venv", "of_venv", below) if nested else below
     offline = {"PATH": "/usr/bin:/bin", "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": "/dev/null"}
-    made = subprocess.run(["sh", SCRIPT, venv, tmp_path / "target", version], env=offline, capture_output=True, text=True)
-    wanted = "transformers" if version == "newest" else f"transformers=={version}"  # the first that pip looks for
+    command = ["sh", SCRIPT, venv, tmp_path / "target", version]
+    made = subprocess.run(command, env=offline, capture_output=True, text=True)
+    wanted = "transformers" if version == "newest" else f"transformers=={version}"
     assert f"No matching distribution found for {wanted}\n" in made.stderr, made.stdout + made.stderr
     names = ["of_below", "of_venv"] if nested else ["of_below"]
     look = [tmp_path / "target" / "bin" / "python", "-c", f"import {', '.join(names)}"]

@@ -1,11 +1,5 @@
-"""transformers 4.55 to 4.57: a tensor of a checkpoint is a tensor of the model, under another name at most.
-``supported_transformers`` says what the functions do.
-
-Names in files and in models differ by legacy renames, by a map that old classes of vision-language models have, and by
-the base model's prefix. Strata also uses these attributes of models: _checkpoint_conversion_mapping,
-_fix_state_dict_keys_on_save, _from_config, _get_key_renaming_mapping, base_model_prefix, initialize_weights and
-tie_weights; of modules _is_hf_initialized.
-"""
+"""transformers 4.55 to 4.57: a checkpoint's tensor is one of the model's, under another name at most. Names differ by
+legacy renames, by a map that old classes of vision-language models have, and by the base model's prefix."""
 
 import logging
 import re
@@ -30,13 +24,12 @@ def build(cls, config, dtype, arguments):
 
 def initialize(model, missing):
     """transformers initializes whole modules, those that are not marked."""
-    parameters, buffers = state_names(model)
+    _, buffers = state_names(model)
     kept = [(buffer, buffer.clone()) for buffer in buffers.values() if id(buffer) not in missing]
-    unknown = {id(t) for t in (*parameters.values(), *buffers.values()) if id(t) in missing}
 
     def mark(module):
         own = (*dict.values(module._parameters), *module._buffers.values())
-        module._is_hf_initialized = not unknown.intersection(map(id, own)) and all(
+        module._is_hf_initialized = not missing.intersection(map(id, own)) and all(
             child._is_hf_initialized for child in module.children())
 
     model.apply(mark)

@@ -1,10 +1,5 @@
 """transformers 5.6 to 5.24: a list of conversions makes a model's tensors of a checkpoint's, and reversed a
-checkpoint's of a model's. ``supported_transformers`` says what the functions do.
-
-Strata also uses these attributes of models: all_tied_weights_keys, base_model_prefix, initialize_weights(),
-tie_weights(missing_keys, recompute_mapping), _from_config(), _keys_to_ignore_on_load_unexpected,
-_keys_to_ignore_on_save and _weight_conversions; of tensors _is_hf_initialized.
-"""
+checkpoint's of a model's."""
 
 import dataclasses
 import re
@@ -67,7 +62,6 @@ def to_files(model, tensors):
 
 
 def found_by_conversions(model, mapping, known, tensors):
-    """``to_model`` by the conversions ``mapping``."""
     convert = partial(_converted, model, mapping, known, tensors)
     answer = None
     if not any(_NUMBER_IN_PATTERN.search(pattern) for c in mapping for pattern in c.source_patterns):

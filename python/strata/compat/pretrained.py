@@ -135,6 +135,8 @@ class _Plans:
         checkpoint, path = opened
         self._model = model
         self._parameters, self._buffers = state_names(model)
+        if adapter().INITIALIZES_MISSING and len({*map(id, self._parameters.values())}) < len(self._parameters):
+            raise _Unfit("this transformers ties parameters before it loads them, and so reads them")
         contents = Contents(checkpoint)
         self._found, _ = model_tensors(model, {*self._parameters, *self._buffers}, contents.tensors)
         by_core, whole = {}, []

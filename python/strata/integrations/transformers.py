@@ -49,6 +49,7 @@ class StrataTrainerMixin:
         super().create_accelerator_and_postprocess()
         self._settings = engine_settings(self._strata_config, self.args)
         accelerator = self.accelerator
+        accelerator.clip_grad_norm_ = lambda *args, **kwargs: self._clip_grad_norm(self.model)
         accelerator.backward, prepare = self._backward, accelerator.prepare_model
         accelerator.prepare_model = lambda model, *args, **kwargs: (
             model if self.engine is not None and model is self.engine.module else prepare(model, *args, **kwargs))
