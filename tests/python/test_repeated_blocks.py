@@ -132,7 +132,7 @@ def test_a_rule_for_one_layer_has_every_name_asked_about(monkeypatch):
         WeightRenaming(source_patterns=r"layers.2.mlp.rising", target_patterns=r"layers.2.mlp.up_proj"),
         WeightRenaming(source_patterns=r"mlp.rising", target_patterns=r"mlp.up_proj"),
     ]
-    monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", lambda model: [*rules])
+    monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", lambda model, **_: [*rules])
     (with_blocks, asked), (without, _) = _answers(model, listed, monkeypatch)
     assert with_blocks == without and asked == [len(listed)]
     assert "model.layers.2.mlp.up_proj.weight" in with_blocks[0] and not with_blocks[1]
