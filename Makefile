@@ -27,7 +27,7 @@ SHELL := /bin/bash
 
 .PHONY: help
 help:  ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # --- what the machine must have ---------------------------------------------------------------------
 
@@ -102,7 +102,8 @@ core: build/dev/build.ninja  ## The torch-free core and its tests
 PYTHON_JOBS ?= $(shell echo $$(( $(JOBS) < 8 ? $(JOBS) + 1 : 8 )))
 RUN_TESTS = $(VENV_PYTHON) tools/run_tests.py $(BUILD) --jobs $(JOBS)
 
-.PHONY: test test-bench test-torch smoke test-newest soak test-gpu test-core demo bench-cpu sanitize wheel wheels
+.PHONY: test test-bench test-torch smoke test-newest test-transformers soak test-gpu test-core demo bench-cpu sanitize
+.PHONY: wheel wheels
 test: build $(VENV)/.strata-tests  ## All C++ and Python tests; ends with "N passed, N failed"
 	$(RUN_TESTS) -- -n $(PYTHON_JOBS) --dist loadgroup $(PYTEST)
 
@@ -119,13 +120,18 @@ smoke:  ## Two ranks at each stage, a compiled step and a checkpoint beside anot
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 .venv-torch-$(TORCH)/bin/torchrun --standalone --nproc-per-node 2 \
 	  tests/soak/wheels/job.py $$(mktemp -d)
 
-# Of transformers, loading and saving use what changes between its versions.
-NEWEST := build/newest$(patsubst .venv%,%,$(notdir $(VENV)))
+# Of transformers, loading and saving use what changes between its versions. tools/transformers_environment.sh says which
+# accelerate, peft and trl a version gets.
+OTHERS = build/transformers-$(VERSION)$(patsubst .venv%,%,$(notdir $(VENV)))
 MEETS_TRANSFORMERS = $(patsubst %,tests/python/test_%.py,adapters architectures early_runtime grpo_example \
   hugging_face hugging_face_errors load_save repeated_blocks strata_trainer strata_trainer_trl supported_transformers) $(wildcard tests/python/test_transformers*.py)
-test-newest: module $(VENV)/.strata-tests  ## Tests that meet transformers, with the newest of it, accelerate, peft and trl
-	sh tools/newest_environment.sh $(VENV) $(NEWEST)
-	PYTHONPATH=$(abspath $(BUILD))/pkg $(NEWEST)/bin/python -m pytest -n $(PYTHON_JOBS) --dist loadgroup \
+test-newest: VERSION := newest
+test-newest: test-transformers  ## Tests that meet transformers, with the newest of it, accelerate, peft and trl
+
+VERSION ?= $(error VERSION is missing: make test-transformers VERSION=4.57.6)
+test-transformers: module $(VENV)/.strata-tests  ## The same with another version: make test-transformers VERSION=4.57.6
+	sh tools/transformers_environment.sh $(VENV) $(OTHERS) $(VERSION)
+	PYTHONPATH=$(abspath $(BUILD))/pkg $(OTHERS)/bin/python -m pytest -n $(PYTHON_JOBS) --dist loadgroup \
 	  $(MEETS_TRANSFORMERS) $(PYTEST)
 
 # Frameworks that train over DeepSpeed, each in an environment of its own.

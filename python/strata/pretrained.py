@@ -11,10 +11,10 @@ import torch
 
 from . import _C
 from .checkpoint.adapters import WEIGHTS, attach_adapter, holds_adapter, read_adapter_config, require_buffers
-from .checkpoint.load_plan import Contents, LoadPlan, build_model, make_flat, tie_as_checkpoint
+from .checkpoint.load_plan import Contents, LoadPlan, build_model, make_flat
 from .checkpoint.names import homes_of, model_tensors, state_names
 from .checkpoint.saving import save_pretrained
-from .checkpoint.supported_transformers import require_supported
+from .checkpoint.supported_transformers import adapter, dtype_name, is_transformers_model, require_supported
 from .config_source import read_config
 from .initialize import StartUp
 from .model.model_input import ModelTree, find_device, make_current
@@ -288,18 +288,19 @@ def _build(model_class, config, opened, precision, model_arguments):
 
 
 def _dtype_as_loaded(given, config, opened):
-    """The dtype in which ``from_pretrained(dtype=given)`` builds a model. Where none is given, it is the dtype of the
-    model's configuration, or that of the checkpoint's first floating tensor."""
-    if given not in (None, "auto"):
+    """The dtype in which ``from_pretrained(dtype=given)`` builds a model. "auto" is the dtype of the model's
+    configuration, or that of the checkpoint's first floating tensor."""
+    given = adapter().DEFAULT_DTYPE if given is None else given
+    if given != "auto":
         return given
-    if config.dtype is not None:
-        return config.dtype
+    if getattr(config, dtype_name(config)) is not None:
+        return getattr(config, dtype_name(config))
     dtypes = (tensor.dtype for _, tensor in opened.base.contents.tensors.items())
     return next((dtype for dtype in dtypes if dtype.is_floating_point), torch.get_default_dtype())
 
 
 def _tie(model, files):
-    if not model.all_tied_weights_keys:
+    if not adapter().tied_names(model):
         return
     parameters, buffers = state_names(model)
     found, _ = model_tensors(model, {*parameters, *buffers}, files.contents.tensors)
@@ -308,15 +309,16 @@ def _tie(model, files):
         a, b = found[one], found[other]
         return a.source is not None and b.source is not None and files.checkpoint.same(a.source, b.source)
 
-    tie_as_checkpoint(model, found, same)
+    adapter().tie(model, parameters.keys() - found.keys(), same)
 
 
 def _names_of(model):
-    """({id(parameter): [names]}, {name: persistent buffer})."""
+    """({id(parameter): [names]}, {name: persistent buffer}). Names that are tied to another one come last."""
     by_name, buffers = state_names(model)
+    tied = adapter().tied_names(model) if is_transformers_model(model) else ()
     names = {}
-    for name, parameter in by_name.items():
-        names.setdefault(id(parameter), []).append(name)
+    for name in sorted(by_name, key=tied.__contains__):
+        names.setdefault(id(by_name[name]), []).append(name)
     return names, buffers
 
 

@@ -49,6 +49,11 @@ def _text_prompt(generator, rank):
     return {"input_ids": _ids(generator, 1, 4 + rank), "max_new_tokens": 5 + rank}
 
 
+def _routed_prompt(generator, rank):
+    """Without the routers' outputs, with which transformers before 5.16 cannot generate."""
+    return {**_text_prompt(generator, rank), "output_router_logits": False}
+
+
 def _decoder_sizes(**more):
     return {
         "vocab_size": VOCABULARY,
@@ -117,6 +122,9 @@ def _t5_batch(generator, step, rank):
     return {"input_ids": _ids(generator, 2, 8 + step), "labels": _ids(generator, 2, 5 + rank)}
 
 
+_VIT_HAS_ENCODER = hasattr(hf.models.vit.modeling_vit, "ViTEncoder")
+
+
 def _vit():
     return hf.ViTForImageClassification(
         hf.ViTConfig(
@@ -176,13 +184,13 @@ def _mamba():
 
 MODELS = {
     "qwen3": HfModel(_qwen3, _padded_text, _layers("model.layers"), _text_prompt),
-    "qwen3_moe": HfModel(_qwen3_moe, _padded_text, _layers("model.layers"), _text_prompt),
+    "qwen3_moe": HfModel(_qwen3_moe, _padded_text, _layers("model.layers"), _routed_prompt),
     "llama": HfModel(llama, _padded_text, _layers("model.layers"), _text_prompt),
-    "mixtral": HfModel(_mixtral, _padded_text, _layers("model.layers"), _text_prompt),
+    "mixtral": HfModel(_mixtral, _padded_text, _layers("model.layers"), _routed_prompt),
     "gpt2": HfModel(_gpt2, _padded_text, _layers("transformer.h"), _text_prompt),
     "bert": HfModel(_bert, _padded_text, _layers("bert.encoder.layer")),
     "t5": HfModel(_t5, _t5_batch, _layers("encoder.block") + _layers("decoder.block"), _text_prompt),
-    "vit": HfModel(_vit, _vit_batch, _layers("vit.layers")),
+    "vit": HfModel(_vit, _vit_batch, _layers("vit.encoder.layer" if _VIT_HAS_ENCODER else "vit.layers")),
     "whisper": HfModel(
         _whisper, _whisper_batch, _layers("model.encoder.layers") + _layers("model.decoder.layers"), _whisper_prompt
     ),

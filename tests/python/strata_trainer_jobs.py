@@ -74,7 +74,9 @@ def run(kind, folder, out, case):
     told["predicted"] = total(trainer.predict(Texts(4, 3)).predictions)
     prompt = Texts(1, 4)[0]["input_ids"][None, :5]
     more = args.process_index  # ranks leave generate() at different times
-    told["generated"] = trainer.model.generate(input_ids=prompt, max_new_tokens=6 + more, do_sample=False)[0].tolist()
+    options = {"output_router_logits": False} if case.startswith("experts") else {}  # as in hf_models
+    tokens = trainer.model.generate(input_ids=prompt, max_new_tokens=6 + more, do_sample=False, **options)
+    told["generated"] = tokens[0].tolist()
     trainer.save_model(f"{out}/final")
     if kind == "strata":
         weights = trainer.engine.module_state_dict()

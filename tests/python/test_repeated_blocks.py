@@ -1,15 +1,19 @@
 """Blocks that are alike are worked out once: the same comes out as where every name is asked about."""
 
+import re
+
 import pytest
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers.conversion_mapping", reason="this transformers has no conversions of checkpoints")
 
 import torch
 import transformers as hf
 
-from strata.checkpoint import names as checkpoint_names
-from strata.checkpoint.names import Leaves, model_tensors, saved_tensors, state_names
+from strata.checkpoint import transformers_5_6
+from strata.checkpoint.names import model_tensors, saved_tensors, state_names
 from strata.checkpoint.ranges import RangeTensor
+from strata.checkpoint.repeated_blocks import Leaves
+from strata.checkpoint.supported_transformers import adapter
 
 LAYERS = 5
 _SIZES = {
@@ -63,20 +67,20 @@ def _answers(model, listed, monkeypatch):
     without."""
     parameters, buffers = state_names(model)
     answers = []
-    for patterns_with_numbers in (checkpoint_names._NUMBER_IN_PATTERN, checkpoint_names.re.compile("")):
+    for patterns_with_numbers in (transformers_5_6._NUMBER_IN_PATTERN, re.compile("")):
         asked = []
         with monkeypatch.context() as patches:
-            patches.setattr(checkpoint_names, "_NUMBER_IN_PATTERN", patterns_with_numbers)
-            whole = checkpoint_names._converted
+            patches.setattr(transformers_5_6, "_NUMBER_IN_PATTERN", patterns_with_numbers)
+            whole = transformers_5_6._converted
 
             def converted(*arguments):
                 asked.append(len(list(arguments[-1])))
                 return whole(*arguments)
 
-            patches.setattr(checkpoint_names, "_converted", converted)
+            patches.setattr(transformers_5_6, "_converted", converted)
             found, unused = model_tensors(model, {*parameters, *buffers}, Leaves(listed))
-        used = [type(c).__name__ + str(c.source_patterns) for c in model._weight_conversions]
-        answers.append(((_described(found), unused, used), asked))
+        kept = [type(c).__name__ + str(c.source_patterns) for c in model._weight_conversions]
+        answers.append(((_described(found), unused, kept), asked))
     return answers
 
 
@@ -86,7 +90,7 @@ def test_of_many_layers_two_are_asked_about(name, monkeypatch):
     listed = _checkpoint(model)
     (with_blocks, asked), (without, everything) = _answers(model, listed, monkeypatch)
     assert with_blocks == without
-    assert set(with_blocks[0]) >= {n for n, p in state_names(model)[0].items()} - set(model.all_tied_weights_keys)
+    assert set(with_blocks[0]) >= {n for n, p in state_names(model)[0].items()} - set(adapter().tied_names(model))
     assert len(asked) == 1 and asked[0] < 0.8 * everything[0] == 0.8 * len(listed)
 
 
@@ -128,7 +132,7 @@ def test_a_rule_for_one_layer_has_every_name_asked_about(monkeypatch):
         WeightRenaming(source_patterns=r"layers.2.mlp.rising", target_patterns=r"layers.2.mlp.up_proj"),
         WeightRenaming(source_patterns=r"mlp.rising", target_patterns=r"mlp.up_proj"),
     ]
-    monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", lambda model: [*rules])
+    monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", lambda model, **_: [*rules])
     (with_blocks, asked), (without, _) = _answers(model, listed, monkeypatch)
     assert with_blocks == without and asked == [len(listed)]
     assert "model.layers.2.mlp.up_proj.weight" in with_blocks[0] and not with_blocks[1]

@@ -13,8 +13,9 @@ import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from .. import _C
-from .names import Leaves, model_tensors, state_names
-from .supported_transformers import private
+from .names import model_tensors, state_names
+from .repeated_blocks import Leaves
+from .supported_transformers import adapter
 
 logger = logging.getLogger("strata")
 
@@ -163,41 +164,26 @@ def build_model(model_class, config, dtype, model_arguments):
     The only weights with values are those that the model's class leaves out of its checkpoints. These and the buffers
     get the values of ``from_pretrained``: those of the model's constructor and its ``_init_weights``. Returns (model,
     {id(parameter): value} of the weights that the class leaves out)."""
-    with _meta_parameters(), private("no_init_weights")():
-        model = model_class._from_config(config, dtype=dtype, **model_arguments)
+    with _meta_parameters(), adapter().building():
+        model = adapter().build(model_class, config, dtype, model_arguments)
     for parameter in model.parameters():
         _to_meta(parameter)  # some bypass register_parameter
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:  # made like a parameter; gets its values below
                 module._buffers[name] = torch.zeros_like(buffer, device="cpu")
-    parameters, buffers = state_names(model)
-    left_out = [parameters[n] for n in model._keys_to_ignore_on_save or () if n in parameters]
+    parameters, _ = state_names(model)
+    names = [n for n in model._keys_to_ignore_on_save or () if n in parameters]
+    left_out = [parameters[n] for n in names]
     for parameter in left_out:
         _swap(parameter, torch.nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad))
-    known = {id(parameter) for parameter in left_out}
-    for tensor in (*parameters.values(), *buffers.values()):
-        tensor._is_hf_initialized = id(tensor) not in known
-    model.initialize_weights()
+    adapter().initialize(model, {id(parameter) for parameter in left_out})
+    parameters, _ = state_names(model)  # some modules replaced theirs
+    left_out = [parameters[n] for n in names]
     constructed = {id(parameter): parameter.detach().clone() for parameter in left_out}
     for parameter in left_out:
         _to_meta(parameter)
     return model.eval(), constructed
-
-
-def tie_as_checkpoint(model, present, same):
-    """Ties parameters as ``from_pretrained`` would for this checkpoint. ``model`` has meta parameters; ``present`` are
-    the names in it of the checkpoint's tensors. ``same``, called with two of these names, returns whether their values
-    are equal. Tensors that differ are not tied, also where the configuration ties them."""
-    parameters, _ = state_names(model)
-    missing = set(parameters) - set(present)
-    for target, source in list((model.all_tied_weights_keys or {}).items()):
-        if target not in missing and source not in missing:
-            if same(target, source):
-                missing.add(target)
-            else:
-                model.all_tied_weights_keys.pop(target)
-    model.tie_weights(missing_keys=missing, recompute_mapping=False)
 
 
 def make_flat(model):

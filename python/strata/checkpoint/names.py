@@ -2,16 +2,11 @@
 transformers defines conversions (renamings, fused experts, a base model's prefix)."""
 
 import re
-from contextlib import suppress
-from copy import deepcopy
-from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from .. import _C
-from .ranges import RangeTensor
-from .supported_transformers import is_transformers_model, private
+from .supported_transformers import adapter, is_transformers_model
 
 
 def state_names(model):
@@ -50,48 +45,8 @@ def model_tensors(model, known, tensors):
     the model's parameters and buffers. ``tensors``: of the checkpoint, ``Leaves``."""
     if not is_transformers_model(model):
         return {n: t for n, t in tensors.items() if n in known}, [n for n in tensors if n not in known]
-    mapping = private("get_model_conversion_mapping")(model)
-    convert = partial(_converted, model, mapping, known, tensors)
-    answer = None
-    if not any(_NUMBER_IN_PATTERN.search(pattern) for c in mapping for pattern in c.source_patterns):
-        with suppress(_C.FormatError):  # with all names there may be no error, or one that says more
-            answer = _converted_by_blocks(convert, tensors, known)
-    found, unexpected = answer or convert(tensors)
-    model._weight_conversions = [c for c in mapping if c.was_used()]
-    return found, [n for n in _in_natural_order(unexpected) if not _is_ignored(model, n)]
-
-
-def _converted(model, mapping, known, tensors, asked):
-    """``model_tensors`` for the names ``asked``, by transformers' conversions ``mapping``."""
-    renaming, rename_source_key = private("WeightRenaming"), private("rename_source_key")
-    renamings = [c for c in mapping if isinstance(c, renaming)]
-    converters = [c for c in mapping if not isinstance(c, renaming)]
-    by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
-    names = dict.fromkeys(known, True)
-    groups, unexpected = {}, []  # the conversion that makes each tensor of the model
-    for name in _in_natural_order(asked):
-        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, names)
-        if target not in names and name in names:
-            target, pattern = rename_source_key(name, [], [], model.base_model_prefix, names)
-        if target not in names:
-            unexpected.append(name)
-            continue
-        if target not in groups:
-            groups[target] = renaming(name, target) if pattern is None else deepcopy(by_pattern[pattern])
-        groups[target].add_tensor(target, name, name if pattern is None else pattern, tensors[name])
-    converted = {}
-    for target, group in groups.items():
-        sources = [name for names in group.layer_targets.values() for name in names]
-        try:
-            result = group.convert(target, model=model, config=model.config)
-        except Exception as error:
-            raise _C.FormatError(
-                f"transformers cannot make '{target}' of the checkpoint's {sorted(sources)[:4]} "
-                f"({len(sources)} tensors): {error}"
-            ) from error
-        for name, tensor in result.items():
-            converted[name] = tensor[0] if isinstance(tensor, list) else tensor
-    return converted, unexpected
+    found, unexpected = adapter().to_model(model, known, tensors)
+    return found, [name for name in unexpected if not _is_ignored(model, name)]
 
 
 def saved_tensors(model, tensors):
@@ -102,33 +57,19 @@ def saved_tensors(model, tensors):
     if not is_transformers_model(model):
         return tensors
     ignored = model._keys_to_ignore_on_save or ()
-    return private("revert_weight_conversion")(model, {n: t for n, t in tensors.items() if n not in ignored})
+    return adapter().to_files(model, {n: t for n, t in tensors.items() if n not in ignored})
 
 
 def preferred_names(model, names):
     """[name] with one of each parameter's names: not one that transformers ties to another. ``names``: {name:
     parameter}."""
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    tied = adapter().tied_names(model) if is_transformers_model(model) else ()
     chosen = {}
     for name, parameter in names.items():
         if id(parameter) not in chosen or (chosen[id(parameter)] in tied and name not in tied):
             chosen[id(parameter)] = name
     kept = set(chosen.values())
     return [name for name in names if name in kept]
-
-
-def _in_natural_order(names):
-    """Sorts as transformers does: numbers count as numbers, so that expert 10 comes after expert 2. A name's key
-    consists of its parts' keys, which are cached: ten thousand names have some hundred different parts."""
-    dot_natural_key = private("dot_natural_key")
-
-    class Keys(dict):
-        def __missing__(self, part):
-            (self[part],) = dot_natural_key(part)
-            return self[part]
-
-    key_of = Keys().__getitem__
-    return sorted(names, key=lambda name: [*map(key_of, name.split("."))])
 
 
 def _is_ignored(model, name):
@@ -140,114 +81,3 @@ def _is_ignored(model, name):
     if any(n.endswith("position_ids") for n in buffers):
         patterns.append(r"(^|\.)position_ids$")
     return any(re.search(p, name) for p in patterns)
-
-
-# --- blocks whose names differ in a number only: a result for one holds for all ---
-
-# A model's layers have tensors of the same names and shapes, and libraries convert them alike. Asking a library about
-# each of ten thousand experts takes longer than reading gigabytes of them. So we ask about the first and the last
-# block of those that look alike. If both answers differ in the number only, they hold for the blocks between as well.
-
-_NUMBERED = re.compile(r"(.*?\.)(\d+)\.(.+)")  # up to the first number that stands alone
-_NUMBER_IN_PATTERN = re.compile(r"(?<![A-Za-z0-9_])\d")  # not that of a name, as in "w1"
-_ASKED = 2  # of the blocks that are alike
-
-
-class Leaves:
-    """The tensors of a checkpoint, as RangeTensors by name, each made when it is asked for. Made of [(name, shape,
-    dtype)]; ``listed`` is {name: (shape, dtype)}."""
-
-    def __init__(self, listed):
-        self.listed = {name: (shape, dtype) for name, shape, dtype in listed}
-        self._made = {}
-        self._alike = {}  # (shape, dtype) -> meta tensor; ten thousand tensors have a dozen
-
-    def __getitem__(self, name):
-        if name not in self._made:
-            self._made[name] = RangeTensor.leaf(name, *self.listed[name], self._alike)
-        return self._made[name]
-
-    def __iter__(self):
-        return iter(self.listed)
-
-    def items(self):
-        return ((name, self[name]) for name in self)
-
-
-def _converted_by_blocks(convert, tensors, known):
-    """The result of ``convert(tensors)``, from that for a few of alike blocks; None: all names must be asked about.
-    ``convert``: [names of tensors] -> ({name in the model: RangeTensor}, [names that the model does not use]).
-    ``tensors``: ``Leaves``. ``known``: names in the model."""
-    groups, asked = _repeated_blocks(tensors)
-    if not groups:
-        return None
-    found, unused = convert(asked)
-    by_block = {block: ({}, []) for group in groups for block in group[:_ASKED]}
-    for target, tensor in found.items():
-        owners = {block if (block := _block_of(s)) in by_block else None for s in tensor.sources()}
-        if owners <= {None}:
-            continue
-        if len(owners) > 1 or (tensor.source is None and tensor.runs is None):  # or it must be computed
-            return None
-        by_block[owners.pop()][0][target] = tensor
-    for name in unused:
-        if _block_of(name) in by_block:
-            by_block[_block_of(name)][1].append(name)
-    for group in groups:
-        first, last = (_without_number(*block, *by_block[block]) for block in group[:_ASKED])
-        if first is None or first != last:
-            return None
-        for prefix, number in group[_ASKED:]:
-            beginning = f"{prefix}{number}."
-            unused += [beginning + rest for rest in first[1]]
-            for (before, after), (source, shape, dtype, runs) in first[0].items():
-                target = f"{before}{number}.{after}"
-                if target not in known:
-                    return None
-                found[target] = tensors[beginning + source] if runs is None else RangeTensor.of_runs(
-                    [(beginning + rest, begin, numel) for rest, begin, numel in runs], shape, dtype)
-    return found, unused
-
-
-def _repeated_blocks(tensors):
-    """([[beginnings of alike blocks]], [names to ask about]). A beginning is a pair: ("model.layers.", "3"). We ask
-    about the first blocks of a group."""
-    blocks, asked = {}, []
-    for name, described in tensors.listed.items():
-        parts = _NUMBERED.match(name)
-        if parts is None:
-            asked.append(name)
-        else:
-            blocks.setdefault(parts.group(1, 2), {})[parts[3]] = described
-    alike = {}
-    for beginning, content in blocks.items():
-        described = frozenset((rest, tuple(shape), dtype) for rest, (shape, dtype) in content.items())
-        alike.setdefault((beginning[0], described), []).append(beginning)
-    groups = []
-    for group in alike.values():
-        if len(group) > _ASKED:
-            group[1], group[-1] = group[-1], group[1]
-            groups.append(group)
-        asked += [f"{prefix}{number}.{rest}" for prefix, number in group[:_ASKED] for rest in blocks[group[0]]]
-    return groups, asked
-
-
-def _block_of(name):
-    """The beginning of the block that the name is in, or None."""
-    parts = _NUMBERED.match(name)
-    return parts and parts.group(1, 2)
-
-
-def _without_number(prefix, number, tensors, unused):
-    """The result for one block, without the block's number: ({parts of the name in the model around the number:
-    (source, shape, dtype, runs)}, [unused]), with one of source and runs None, and the rests of names. None where a
-    name in the model has another number."""
-    made, own = {}, len(f"{prefix}{number}.")
-    for target, tensor in tensors.items():
-        parts = _NUMBERED.match(target)
-        if parts is None or parts[2] != number:
-            return None
-        whole = tensor.source is not None
-        made[parts.group(1, 3)] = (tensor.source[own:] if whole else None, tensor.shape, tensor.dtype,
-                                   None if whole else [(s[own:], begin, numel) for s, begin, numel in tensor.runs])
-    return made, [name[own:] for name in unused]

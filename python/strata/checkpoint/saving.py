@@ -17,7 +17,7 @@ from .adapters import is_peft_model, save_adapters
 from .names import preferred_names, saved_tensors, state_names
 from .plain_values import from_plain, to_plain
 from .ranges import RangeTensor
-from .supported_transformers import is_transformers_model
+from .supported_transformers import dtype_name, is_transformers_model
 from .whole_files import file_bytes, moved_into, save_whole_file
 
 
@@ -104,7 +104,7 @@ def _save_computed(engine, saver, index, tensor, buffers):
 
 def _save_configuration(model, folder):
     config = copy.deepcopy(model.config)
-    config.dtype = model.dtype  # of its first floating parameter
+    setattr(config, dtype_name(config), model.dtype)  # of its first floating parameter
     config.architectures = [type(model).__name__]
     with moved_into(os.fspath(folder), "the model's configuration") as temporary:
         config.save_pretrained(temporary)

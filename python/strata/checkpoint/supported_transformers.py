@@ -1,24 +1,66 @@
-"""The versions of transformers whose checkpoints Strata reads and writes, and the private names that it uses.
+"""The versions of transformers whose checkpoints Strata reads and writes, and the adapter of each generation.
 
-Private functions of transformers map a checkpoint's tensors to a model's. Another version may change them. This module
-lists them all, and other modules get them from here, so that Strata refuses an untested version before it converts a
-checkpoint wrongly. `make test-newest` tries the newest one; CONTRIBUTING.md has the runs.
+Private functions of transformers map a checkpoint's tensors to a model's, and they change between versions. A
+generation is the versions that one adapter serves, a module beside this one. Only the adapters use private names of
+transformers, and nothing outside them asks for a version. Strata refuses an untested version before it converts a
+checkpoint wrongly; a model that the script built trains with any version. ``make test-transformers VERSION=...`` runs
+the tests with a version, ``make test-newest`` with the newest one; CONTRIBUTING.md has the runs.
+
+Every adapter has these functions. ``model`` is a transformers.PreTrainedModel.
+
+    building()                      context in which constructors of models compute no values
+    build(cls, config, dtype, arguments)    a model of class ``cls``, in the dtype; ``arguments`` are of from_pretrained
+    initialize(model, missing)      gives tensors whose ids are in ``missing`` the values of ``from_pretrained``
+    tie(model, missing, same)       ties parameters as from_pretrained would. ``missing``: names that the checkpoint
+                                    lacks; ``same``: of two other names, whether the values are equal
+    tied_names(model)               names that may be tied to another name, which is the one in a file
+    to_model(model, known, tensors) ``names.model_tensors``, with ignored names among the unused ones
+    to_files(model, tensors)        ``names.saved_tensors``
+    loading(given)                  Loading, of the arguments of PreTrainedModel._load_pretrained_model
+    loaded(model, missing)          the result of that function, once all but the names ``missing`` are read
+    DEFAULT_DTYPE                   the ``dtype`` of ``from_pretrained`` where none is given
+    INITIALIZES_MISSING             whether that function also gives missing tensors their values
 """
 
 import importlib
 import sys
+from typing import NamedTuple
 
-OLDEST, NEWEST = (5, 17), (5, 24)  # and all between; pyproject.toml says the same
 
-# Module -> names, all there since 5.6. Strata also uses these attributes of models: base_model_prefix,
-# all_tied_weights_keys, tie_weights(missing_keys, recompute_mapping), initialize_weights(), _from_config(),
-# _weight_conversions, _keys_to_ignore_on_load_unexpected and _keys_to_ignore_on_save; of tensors _is_hf_initialized.
-PRIVATE = {
+class Generation(NamedTuple):
+    """Versions (major, minor) from the oldest to the newest, and the private names that their adapter uses."""
+
+    adapter: str
+    oldest: tuple
+    newest: tuple
+    private: dict  # module -> names
+
+    def __str__(self):
+        return "{}.{} to {}.{}".format(*self.oldest, *self.newest)
+
+
+class Loading(NamedTuple):
+    """The arguments of ``_load_pretrained_model``: a state dict, or files; whether the checkpoint is quantized; whether
+    it is read whole, by the class's own names."""
+
+    state_dict: object
+    files: list
+    quantized: bool
+    as_usual: bool
+
+
+_CONVERSIONS = {
     "initialization": ("no_init_weights",),
     "conversion_mapping": ("get_model_conversion_mapping",),
     "core_model_loading": ("WeightRenaming", "dot_natural_key", "rename_source_key", "revert_weight_conversion"),
-    "utils.loading_report": ("LoadStateDictInfo",),  # for models that zero.Init shards, with _load_pretrained_model()
+    "utils.loading_report": ("LoadStateDictInfo",),  # for models that zero.Init shards
 }
+_NAMES = {"modeling_utils": ("VLMS", "_get_tied_weight_keys", "no_init_weights")}
+GENERATIONS = (  # pyproject.toml says the same
+    Generation("transformers_4", (4, 55), (4, 57), _NAMES),
+    Generation("transformers_5_3", (5, 3), (5, 5), _CONVERSIONS),
+    Generation("transformers_5_6", (5, 6), (5, 24), _CONVERSIONS),
+)
 
 
 def is_transformers_model(model):
@@ -27,11 +69,17 @@ def is_transformers_model(model):
     return modeling is not None and isinstance(model, modeling.PreTrainedModel)
 
 
-def private(name):
-    """The object of transformers with this name, one of ``PRIVATE``. UsageError where this version of transformers is
-    not supported."""
-    (module,) = (module for module, names in PRIVATE.items() if name in names)
+def adapter():
+    """The module of the installed version's generation. UsageError where this version is not supported."""
     require_supported()
+    return importlib.import_module(f".{_generation().adapter}", __package__)
+
+
+def private(name):
+    """The object of transformers with this name, one of those that the generation lists. UsageError where this version
+    of transformers is not supported."""
+    require_supported()
+    (module,) = (module for module, names in _generation().private.items() if name in names)
     return getattr(importlib.import_module(f"transformers.{module}"), name)
 
 
@@ -46,14 +94,18 @@ def require_supported():
 
 def unsupported():
     """str: why the installed version is not supported, and the remedy; None where it is supported."""
-    version = installed()
-    if OLDEST <= tuple(int(part) for part in version.split(".")[:2]) <= NEWEST:
+    if _generation() is not None:
         return None
-    oldest, newest = (".".join(map(str, end)) for end in (OLDEST, NEWEST))
     return (
-        f"checkpoints are converted by functions of transformers that change between its versions; wanted {oldest} to "
-        f"{newest}, found transformers {version}. Run pip install '{requirement()}'"
+        "checkpoints are converted by functions of transformers that change between its versions; wanted "
+        f"{' or '.join(map(str, GENERATIONS))}, found transformers {installed()}. A model that the script builds "
+        f"trains with this version, too. To load and save checkpoints, run pip install '{requirement()}'"
     )
+
+
+def dtype_name(config):
+    """The attribute of a model's configuration, and the argument of its constructor: "torch_dtype" before 4.56."""
+    return "dtype" if hasattr(config, "dtype") else "torch_dtype"
 
 
 def installed():
@@ -61,6 +113,14 @@ def installed():
     return importlib.import_module("transformers").__version__
 
 
+def _generation():
+    version = tuple(int(part) for part in installed().split(".")[:2])
+    return next((one for one in GENERATIONS if one.oldest <= version <= one.newest), None)
+
+
 def requirement():
-    """The supported versions as pip takes them: "transformers>=5.17,<5.25"."""
-    return f"transformers>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"
+    """The supported versions as pip takes them: "transformers>=4.55,<5.25,!=5.0.*"."""
+    gaps = [f",!={before.newest[0] + 1}.{minor}.*" for before, after in zip(GENERATIONS, GENERATIONS[1:])
+            for minor in range(after.oldest[1]) if after.oldest[0] > before.newest[0]]
+    (major, minor), newest = GENERATIONS[0].oldest, GENERATIONS[-1].newest
+    return f"transformers>={major}.{minor},<{newest[0]}.{newest[1] + 1}{''.join(gaps)}"

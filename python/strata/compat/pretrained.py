@@ -6,10 +6,11 @@ between ranks. Otherwise it takes transformers' way, and logs the reason once.
 """
 
 import functools
+import inspect
 import os
 import sys
 from contextlib import contextmanager
-from operator import attrgetter
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -17,9 +18,10 @@ import torch.distributed as dist
 from .. import _C
 from ..checkpoint.load_plan import Contents, LoadPlan
 from ..checkpoint.names import model_tensors, state_names
-from ..checkpoint.supported_transformers import private, unsupported
+from ..checkpoint.supported_transformers import adapter, unsupported
 from ..model.parameter import owner_of
 from ..rank_logging import logger
+from ..zero import GatheredParameters
 
 _told = set()  # reasons
 
@@ -32,11 +34,13 @@ def install():
         return
 
     @functools.wraps(load)
-    def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs):
-        if not is_sharded(model) or args or kwargs:
-            return load(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
-        info = _load(model, state_dict, checkpoint_files, load_config)
-        result = (info, None) if info is not None else load(model, state_dict, checkpoint_files, load_config)
+    def _load_pretrained_model(model, *args, **kwargs):
+        if not is_sharded(model):
+            return load(model, *args, **kwargs)
+        given = inspect.signature(load).bind(model, *args, **kwargs).arguments
+        result = _load(model, adapter().loading(SimpleNamespace(**given)))
+        if result is None:
+            result = load(model, *args, **kwargs)
         _mark_loaded_modules(model)
         return result
 
@@ -64,12 +68,12 @@ class _Unfit(Exception):
     """The reason why Strata takes transformers' own way."""
 
 
-def _load(model, state_dict, files, load_config):
-    """Transformers' LoadStateDictInfo; None where its own way has to be taken. Collective."""
+def _load(model, loading):
+    """The result of transformers' function; None where its own way has to be taken. Collective."""
     plans = reason = None
     with _agree_after("planning what is read"):
         try:
-            plans = _Plans(model, _checkpoint_of(state_dict, files, load_config), load_config)
+            plans = _Plans(model, _checkpoint_of(loading))
         except _Unfit as unfit:
             reason = str(unfit)
         except (_C.Error, OSError) as error:
@@ -108,12 +112,15 @@ def _agree_after(what):
             raise _C.IoError(f"from_pretrained: {what} failed on rank {rank}: {failure}")
 
 
-def _checkpoint_of(state_dict, files, load_config):
+def _checkpoint_of(loading):
     """(_C.Checkpoint, path), or _Unfit where Strata cannot read it."""
-    if state_dict is not None or not files:
+    files = loading.files
+    if loading.state_dict is not None or not files:
         raise _Unfit("the weights come from a state dict, not from files")
-    if load_config.hf_quantizer is not None:
+    if loading.quantized:
         raise _Unfit("the checkpoint is quantized")
+    if not loading.as_usual:
+        raise _Unfit("the script gives a key_mapping or expected keys of its own")
     if not all(str(file).endswith(".safetensors") for file in files):
         raise _Unfit(f"'{files[0]}' is no .safetensors file; save the model again as safetensors")
     path = files[0] if len(files) == 1 else os.path.dirname(files[0])
@@ -124,12 +131,13 @@ class _Plans:
     """The LoadPlans of all cores that ``zero.Init`` has made for a model. _Unfit or FormatError where the checkpoint's
     tensors cannot be mapped to the model's."""
 
-    def __init__(self, model, opened, load_config):
+    def __init__(self, model, opened):
         checkpoint, path = opened
         self._model = model
         self._parameters, self._buffers = state_names(model)
+        if adapter().INITIALIZES_MISSING and len({*map(id, self._parameters.values())}) < len(self._parameters):
+            raise _Unfit("this transformers ties parameters before it loads them, and so reads them")
         contents = Contents(checkpoint)
-        _require_usual_conversions(model, load_config)
         self._found, _ = model_tensors(model, {*self._parameters, *self._buffers}, contents.tensors)
         by_core, whole = {}, []
         for name, parameter in self._parameters.items():
@@ -152,8 +160,12 @@ class _Plans:
         self._checkpoint = checkpoint
 
     def run(self):
-        """Reads the shards. Collective. Returns transformers' LoadStateDictInfo. IoError on every rank names the first
-        that failed."""
+        """Reads the shards. Collective. Returns the result of transformers' function. IoError on every rank names the
+        first that failed."""
+        state = {**self._parameters, **self._buffers}
+        missing = state.keys() - self._found.keys()
+        if missing and adapter().INITIALIZES_MISSING:
+            self._initialize({id(state[name]) for name in missing})
         reader = _C.WeightReader(self._plans[0][0]) if self._plans else None
         with torch.no_grad():
             for core, plan in self._plans:
@@ -165,19 +177,14 @@ class _Plans:
                 for name, buffer in self._buffers.items():
                     if name in self._found:
                         buffer.copy_(self._found[name].compute(self._checkpoint.read))
-        names = {*self._parameters, *self._buffers}
-        for name in names & self._found.keys():
-            tensor = self._parameters.get(name, self._buffers.get(name))
-            tensor._is_hf_initialized = True  # so that transformers does not initialize it
-        return private("LoadStateDictInfo")(
-            missing_keys=names - self._found.keys(), unexpected_keys=set(), mismatched_keys=set(), error_msgs=[],
-            conversion_errors={}, skipped_pp_keys=set(),
-        )  # fmt: skip
+        for name in state.keys() - missing:
+            state[name]._is_hf_initialized = True  # so that transformers does not initialize it
+        return adapter().loaded(self._model, missing)
 
-
-def _require_usual_conversions(model, load_config):
-    """Raises _Unfit where a script has given conversions of its own, which ``model_tensors`` does not use."""
-    usual = private("get_model_conversion_mapping")(model)
-    patterns = attrgetter("source_patterns", "target_patterns")
-    if [*map(patterns, load_config.weight_mapping or [])] != [*map(patterns, usual)]:
-        raise _Unfit("the script gives a key_mapping of its own")
+    def _initialize(self, missing):
+        """Gives tensors with these ids their values, rank 0's on every rank; those beside them in a module are read
+        later. Collective."""
+        of_modules = [[*module.parameters(recurse=False)] for module in self._model.modules()]
+        touched = [p for own in of_modules if missing.intersection(map(id, own)) for p in own]
+        with GatheredParameters(touched, modifier_rank=0):
+            adapter().initialize(self._model, missing)

@@ -45,10 +45,14 @@ class StrataTrainerMixin:
         return super()._build_accelerator_args(**{**kwargs, "mixed_precision": "no"})
 
     def create_accelerator_and_postprocess(self):
-        """Trainer's, with backward and clipping through the engine."""
+        """Trainer's, with backward and clipping through the engine, and without a wrapper around the engine's model."""
         super().create_accelerator_and_postprocess()
         self._settings = engine_settings(self._strata_config, self.args)
-        self.accelerator.backward = self._backward
+        accelerator = self.accelerator
+        accelerator.clip_grad_norm_ = lambda *args, **kwargs: self._clip_grad_norm(self.model)
+        accelerator.backward, prepare = self._backward, accelerator.prepare_model
+        accelerator.prepare_model = lambda model, *args, **kwargs: (
+            model if self.engine is not None and model is self.engine.module else prepare(model, *args, **kwargs))
 
     def _move_model_to_device(self, model, device):
         """Does nothing: the engine moves parameters to the device shard by shard, when it takes them over."""
@@ -67,7 +71,6 @@ class StrataTrainerMixin:
     def _begin_engine(self, training):
         given = self.optimizer if training else None
         self.engine, optimizer, _, _ = initialize(model=self.model, optimizer=given, config=self._settings)
-        self.model._is_accelerate_prepared = True  # so that Accelerate wraps it in nothing
         if optimizer is not None:
             optimizer._is_accelerate_prepared = True
             optimizer.step_was_skipped = False
