@@ -13,7 +13,7 @@ import json
 import subprocess
 import sys
 
-MODELS = ("Qwen3-8B", "Qwen3-32B")
+MODELS = ("Qwen3-8B", "Qwen3-32B", "Llama-3.1-70B")
 LORA_RANKS = (0, 16)
 JOBS = ((1, 8), (2, 8), (4, 8), (128, 8))  # hosts, GPUs of each
 TABLE_MODELS = ("Qwen3-8B", "Qwen3-32B", "Llama-3.1-70B")
