@@ -13,9 +13,9 @@ import json
 import subprocess
 import sys
 
-MODELS = ("Qwen3-0.6B", "Qwen3-8B", "Qwen3-32B", "Llama-3.1-70B")
+MODELS = ("Qwen3-8B", "Qwen3-32B", "Llama-3.1-70B")
 LORA_RANKS = (0, 16)
-JOBS = ((1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (4, 8), (128, 8))  # hosts, GPUs of each
+JOBS = ((1, 8), (2, 8), (4, 8), (128, 8))  # hosts, GPUs of each
 TABLE_MODELS = ("Qwen3-8B", "Qwen3-32B", "Llama-3.1-70B")
 TABLE_JOBS = ((1, 1), (1, 8), (4, 8))
 MACHINE = ("--device-memory", "80GiB", "--host-memory", "1TiB", "--nvme-space", "8TB")
