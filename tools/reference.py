@@ -115,7 +115,14 @@ def signature_of(name, member):
 def members_of(cls):
     """{name: member} of a class's own public methods and properties."""
     return {name: member for name, member in vars(cls).items()
-            if not name.startswith("_") and (is_value(member) or inspect.isroutine(plain(member)))}
+            if not name.startswith("_") and (is_value(member) or inspect.isroutine(plain(member)))
+            and not _is_torchs_copy(cls, member)}
+
+
+def _is_torchs_copy(cls, member):
+    """Whether torch put an inherited ``step`` into the class, wrapped, as it does when it makes an optimizer of it."""
+    function = plain(member)
+    return getattr(function, "hooked", False) and not function.__qualname__.startswith(f"{cls.__qualname__}.")
 
 
 def is_value(member):

@@ -115,6 +115,7 @@ class DriveBlocks {
   void record_written(const Part& part, std::span<const std::byte> pages) {
     at(part.block);
     Block& block = blocks_[static_cast<std::size_t>(part.block)];
+    if (!verify_ && block.written_count == block.written.size()) return;
     const std::size_t begin = part.begin.size() / kPage;
     for (std::size_t i = 0; i < pages.size() / kPage; ++i) {
       if (!block.written[begin + i]) ++block.written_count;
