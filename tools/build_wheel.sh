@@ -23,7 +23,7 @@ folders=$(for version in $torches; do printf '%s;' "$PWD/build/torch_sdk/$versio
 
 # The kernels are the same for every Python.
 fatbin=$PWD/build/wheels/cuda_kernels.fatbin
-[ "$fatbin" -nt src/strata/device/cuda_kernels.cu ] || fatbin=
+[ -e "$fatbin" ] && [ -z "$(find src/strata/device -name 'cuda_*.cu*' -newer "$fatbin")" ] || fatbin=
 rm -rf "$built" && mkdir "$built"
 "$environment/bin/python" -m pip --disable-pip-version-check wheel -q --no-build-isolation --no-deps -w "$built" \
   -C build-dir="build/wheel-$tag" -C cmake.define.STRATA_TORCH_DIRS="${folders%;}" \

@@ -9,6 +9,7 @@ of the torch whose headers they were compiled with. The idea is that of NIXL and
 
 import importlib.machinery
 import importlib.metadata
+import importlib.util
 import os
 import re
 import sys
@@ -45,7 +46,12 @@ def installed():
     try:
         return importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
-        return None
+        spec = importlib.util.find_spec("torch")  # a folder that no installer has put there
+        version = spec and spec.origin and Path(spec.origin).with_name("version.py")
+        if not version or not version.is_file():
+            return None
+        said = re.search(r"^__version__ = '(.*)'", version.read_text(), re.MULTILINE)
+        return said and said[1]
 
 
 def choose(version):

@@ -55,6 +55,21 @@ def test_another_minor_version_is_refused_with_the_remedies(modules, version):
         torch_modules.choose(torch_modules.installed())
 
 
+def test_a_torch_that_no_installer_knows_is_found_by_its_folder(modules, monkeypatch, tmp_path):
+    def unknown(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    modules("2.13.0")
+    monkeypatch.setattr(importlib.metadata, "version", unknown)
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    (tmp_path / "torch" / "version.py").write_text("debug = False\n__version__ = '2.13.1+cpu'\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert torch_modules.installed() == "2.13.1+cpu"
+    monkeypatch.setattr(sys, "path", [])
+    assert torch_modules.installed() is None
+
+
 @pytest.mark.parametrize("version", ["2.13.0a0+nv26.7", "2.13.0.dev20260601+cu130", "2.13.0rc1"])
 def test_what_is_no_release_is_refused_unless_it_is_asked_for(modules, monkeypatch, version):
     modules(version)
