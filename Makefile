@@ -137,12 +137,12 @@ test-transformers: module $(VENV)/.strata-tests  ## The same with another versio
 # Frameworks that train over DeepSpeed, each in an environment of its own.
 FRAMEWORKS := build/frameworks$(patsubst .venv%,%,$(notdir $(VENV)))
 soak: export STRATA_FRAMEWORKS = $(abspath $(FRAMEWORKS))
+soak: export STRATA_SOAK = 1
 soak: build $(VENV)/.strata-tests  ## Long versions: a hundred architectures, disks that fail, ranks that are killed
 	STRATA_FAULT_SEEDS=10000 $(BUILD)/tests/engine/checkpoint/engine_checkpoint_tests --gtest_filter='*FailingDisk.*'
 	STRATA_DRIVE_SEEDS=100000 $(BUILD)/tests/engine/core/engine_tests --gtest_filter='FailingDrive.*'
-	$(MAKE) build/tsan/build.ninja && ninja -C build/tsan -j $(JOBS) engine_tests
-	TSAN_OPTIONS=halt_on_error=1:suppressions=tests/tsan.supp $(FIXED_ADDRESSES) build/tsan/tests/engine/core/engine_tests \
-	  --gtest_filter='Stages/TrainingStep.*/Stage1:Stages/TrainingStep.*/Stage2'
+	$(MAKE) sanitize STRATA_DRIVE_SEEDS=200 CASES=-soak
+	$(RUN_TESTS) --python-only -- tests/python tests/bench -m soak -n $(PYTHON_JOBS) --dist loadgroup $(PYTEST)
 	STRATA_KILLS=200 $(RUN_TESTS) --python-only -- tests/python/test_saving_training.py -k kill $(PYTEST)
 	STRATA_KILLS=1000 $(RUN_TESTS) --python-only -- tests/python/test_killed_writers.py $(PYTEST)
 	STRATA_TRAINER_STEPS=20 $(RUN_TESTS) --python-only -- tests/python/test_hugging_face.py tests/python/test_strata_trainer.py $(PYTEST)
@@ -178,12 +178,15 @@ bench-cpu: module $(VENV)/.strata-tests  ## Strata, FSDP2, DDP and DeepSpeed sid
 FIXED_ADDRESSES = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 # Seeds of drives that fail: fewer where each takes ten times as long.
+# CASES=-soak runs the programs and cases, too, that are left out otherwise: CONTRIBUTING says which, and why.
+TSAN_PROGRAMS = $(addsuffix _tests,base memory io checkpoint comm comm_peer engine_late)
+TSAN_PROGRAMS-soak = all
 sanitize: export STRATA_DRIVE_SEEDS ?= 40
 sanitize: build/asan/build.ninja build/tsan/build.ninja  ## The core with clang under ASan+UBSan, then with g++ under TSan
 	ninja -C build/asan -j $(JOBS)
-	ctest --preset asan -j $(JOBS)
-	ninja -C build/tsan -j $(JOBS)
-	$(FIXED_ADDRESSES) ctest --preset tsan -j $(JOBS)
+	ctest --preset asan$(CASES) -j $(JOBS)
+	ninja -C build/tsan -j $(JOBS) $(TSAN_PROGRAMS$(CASES))
+	$(FIXED_ADDRESSES) ctest --preset tsan$(CASES) -j $(JOBS)
 
 wheel: $(SYSTEM)  ## A wheel for this Python and every supported torch, in dist/
 	sh tools/build_wheel.sh $(PYTHON)

@@ -28,7 +28,7 @@ function(strata_layer)
   add_library(strata_${L_NAME} STATIC ${L_SOURCES})
   add_library(strata::${L_NAME} ALIAS strata_${L_NAME})
   set_target_properties(strata_${L_NAME} PROPERTIES EXPORT_NAME ${L_NAME})
-  if(STRATA_SANITIZE STREQUAL "thread")  # what a test needs is built, and nothing else
+  if(STRATA_SANITIZE)  # what a test needs is built, and nothing else
     set_target_properties(strata_${L_NAME} PROPERTIES EXCLUDE_FROM_ALL ON)
   endif()
   target_sources(strata_${L_NAME} PUBLIC FILE_SET HEADERS BASE_DIRS ${PROJECT_SOURCE_DIR}/src
@@ -36,6 +36,9 @@ function(strata_layer)
   target_include_directories(strata_${L_NAME} PUBLIC
     $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/src> $<INSTALL_INTERFACE:include>)
   target_compile_features(strata_${L_NAME} PUBLIC cxx_std_20)
+  if(STRATA_BUILD_FUZZ AND L_NAME MATCHES "^(base|io|format)$")  # what the fuzz targets call
+    target_compile_options(strata_${L_NAME} PRIVATE -fsanitize=fuzzer-no-link)
+  endif()
   strata_unity(strata_${L_NAME} 10)
   target_link_libraries(strata_${L_NAME} PRIVATE $<BUILD_INTERFACE:strata_warnings>)
   foreach(dep IN LISTS L_DEPENDS)

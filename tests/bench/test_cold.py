@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 COLD = Path(__file__).parent.parent.parent / "bench" / "cold.py"
 
 
+@pytest.mark.soak
 def test_marks_of_two_ranks_follow_each_other(tmp_path):
     figures = tmp_path / "cold.json"
     engines = ["plain", "strata", "fsdp2"]

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCH = Path(__file__).parent.parent.parent / "bench"
 
 
@@ -40,6 +42,7 @@ def test_a_case_whose_rank_fails_says_why(tmp_path):
     assert "matrix.weight" in case["error"] and "max_gather" in case["error"]
 
 
+@pytest.mark.soak
 def test_a_square_and_an_embedding_train_within_their_bounds():
     for case in _on_two_ranks("large_parameters.py", "square", "--tiny", "--place", "device"):
         assert case["training"]["engine"] == case["forecast"]["device"] <= case["bound"]
@@ -53,6 +56,7 @@ def test_a_square_and_an_embedding_train_within_their_bounds():
         assert trained["falls"] and trained["under_cap"] and trained["beyond_cap"]
 
 
+@pytest.mark.soak
 def test_tiles_of_all_sizes_are_timed():
     lines = _on_two_ranks("bench_tiles.py", "--tiny", "--rounds", "1")
     timed = [line["case"] for line in lines if "median_ms" in line]

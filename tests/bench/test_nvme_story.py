@@ -17,6 +17,7 @@ STORY = Path(__file__).resolve().parents[2] / "bench" / "nvme_story.py"
 sys.path.insert(0, str(STORY.parent))
 
 
+@pytest.mark.soak
 def test_every_step_trains_from_the_drive(tmp_path):
     figures = tmp_path / "figures.json"
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join(p for p in sys.path if p))

@@ -40,6 +40,7 @@ def compare(tmp_path, world, engines):
     assert len({(turn["elements"], turn["sum"]) for (turn,) in turns.values()}) == 1
 
 
+@pytest.mark.soak
 def test_an_unchanged_script_starts(tmp_path):
     compare(tmp_path, 1, ["strata"])  # beside DeepSpeed: among the long tests
 

@@ -69,6 +69,7 @@ def test_every_turn_has_its_figures_beside_the_limit(checkpoint, tmp_path):
     assert "make engine" in printed and not result["failed"] and not result["skipped"]
 
 
+@pytest.mark.soak
 def test_what_there_is_is_shown_when_it_is_interrupted(checkpoint, tmp_path):
     comparing = _compare(checkpoint, tmp_path / "start.json", "--no-limit", "--engines", ",".join(["strata-z2"] * 4))
     for line in comparing.stdout:

@@ -101,6 +101,7 @@ def test_memory_is_looked_at_meanwhile(outcome):
         assert report.growth(samples) | {"used": 0} == {"used": 0, "held": 0, "mallocs": 0, "made": 0}
 
 
+@pytest.mark.soak
 def test_settings_have_a_row_each(tmp_path):
     code, printed, result = run_bench(tmp_path, "--only", "defaults,sequential", program="settings.py")
     assert code == 0 and list(result["engines"]) == ["defaults", "sequential"], printed
@@ -113,6 +114,7 @@ def test_settings_have_a_row_each(tmp_path):
     assert figures["sequential"]["gathered"] < figures["defaults"]["gathered"]
 
 
+@pytest.mark.soak
 def test_losses_are_those_of_plain_torch(tmp_path):
     code, printed, result = run_bench(tmp_path, "--batch", 2, program="losses.py")
     assert code == 0 and list(result["engines"]) == list(losses.COMPARED), printed

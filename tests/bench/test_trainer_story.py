@@ -40,6 +40,7 @@ def compare(folder, world, engines, kinds, steps):
     return {kind: {engine: turn for engine, (turn,) in of["turns"].items()} for kind, of in told.items()}
 
 
+@pytest.mark.soak
 def test_both_kinds_train(tmp_path):
     compare(tmp_path, 1, ["strata"], ["trainer", "grpo"] if HAS_TRL else ["trainer"], 2)
 

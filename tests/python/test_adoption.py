@@ -12,6 +12,7 @@ from devices import ON_GPU, test_device
 from ranks import run_ranks
 from safetensors import safe_open
 from safetensors.torch import save_file
+from soak import also, each_once
 from tiny_models import (
     DTYPES,
     config_of,
@@ -73,8 +74,7 @@ def _adopted(kind, stage, on_host, tier="auto", dtype="fp32"):
 
 
 @pytest.mark.parametrize("on_host", ["all", "none", "rank 0", "rank 1"] if ON_GPU else ["all"])
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("kind", DIFFERENCES)
+@each_once({"stage": [1, 3], "kind": DIFFERENCES})
 def test_rank_0s_values_arrive_bit_for_bit(kind, stage, on_host):
     run_ranks(2, _adopted, kind, stage, on_host)
 
@@ -143,10 +143,8 @@ def test_any_number_of_ranks_takes_the_values_in(world, stage):
     run_ranks(world, _adopted, "everything", stage, "none")
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("kind", ["nothing", "one element of a large parameter", "everything"])
-@pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("world", [1, 2])
+@each_once({"world": [2, 1], "stage": [1, 3], "kind": ["nothing", "one element of a large parameter", "everything"],
+            "tier": TIERS})
 def test_every_way_brings_the_same_bits(world, tier, kind, stage):
     run_ranks(world, _adopted, kind, stage, "none", tier)
 
@@ -158,7 +156,7 @@ def _adopted_every_way(kinds):
                 _adopted(kind, stage, "none", tier, dtype)
 
 
-@pytest.mark.parametrize("world", [3, 8])
+@pytest.mark.parametrize("world", [3, *also(8)])
 def test_every_way_brings_the_same_bits_to_many_ranks(world):
     run_ranks(world, _adopted_every_way, ["one element of a large parameter"])
 

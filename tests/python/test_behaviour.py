@@ -6,6 +6,7 @@ import torch
 from comparison import adamw, compare
 from plain_torch import PlainTrainer
 from ranks import run_ranks
+from soak import each_once
 from tiny_models import (
     TinyModel,
     config_of,
@@ -142,8 +143,7 @@ def _second_engine(destroyed, keep_values, stages):
     assert loss.item() == loss_of(reference.model, tokens[0, rank]).item() and model.head.weight.grad is not None
 
 
-@pytest.mark.parametrize("stages", [(3, 3), (3, 1), (0, 3)])
-@pytest.mark.parametrize("destroyed", [True, False])
+@each_once({"stages": [(3, 3), (3, 1), (0, 3)], "destroyed": [True, False]})
 def test_a_second_engine_takes_the_module_over(destroyed, stages):
     run_ranks(WORLD, _second_engine, destroyed, True, stages)
 

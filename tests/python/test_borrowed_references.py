@@ -11,6 +11,7 @@ import sys
 
 import strata
 import torch
+from soak import also
 
 
 class Leaves:
@@ -45,7 +46,7 @@ print("alive")
 """
 
 
-@pytest.mark.parametrize("container", ["list", "dict"])
+@pytest.mark.parametrize("container", ["dict", *also("list")])
 def test_an_output_may_go_while_it_is_looked_at(container):
     """The allocator overwrites freed memory, so a use of it ends the process."""
     path = os.pathsep.join(entry for entry in sys.path if entry)

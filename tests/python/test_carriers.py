@@ -13,6 +13,7 @@ from comparison import adamw, compare
 from devices import ON_GPU, needs_a_gpu_each, test_device
 from plain_torch import PlainTrainer
 from ranks import run_ranks
+from soak import also
 from test_errors import assert_told, error_of
 from tiny_models import config_of, make_batches, make_engine, make_model, rank_and_world, train_step
 
@@ -74,7 +75,7 @@ def _trained(gather, reduce):
 
 
 @needs_a_gpu_each
-@pytest.mark.parametrize("gather, reduce", [*SPLIT, ("peer", "peer"), ("nccl", "nccl"), ("auto", "nccl")])
+@pytest.mark.parametrize("gather, reduce", [*SPLIT, ("peer", "peer"), *also(("nccl", "nccl"), ("auto", "nccl"))])
 def test_an_engine_says_what_carries(gather, reduce):
     names = {found if found != "auto" else "peer": None for found in (gather, reduce)}
     assert run_ranks(3, _trained, gather, reduce) == ["/".join(names)] * 3

@@ -6,6 +6,7 @@ import pytest
 import strata
 import torch
 from ranks import run_ranks
+from soak import also, each_once
 from tiny_models import (
     DTYPES,
     config_of,
@@ -61,8 +62,7 @@ def _resumed(folder, stages, dtype, accumulation):
         second.destroy()
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("world", [1, 2, 3])
+@each_once({"world": [1, 2, 3], "dtype": ["fp32", "bf16", "fp16"]})
 def test_going_on_equals_never_having_stopped(world, dtype, tmp_path):
     run_ranks(world, _resumed, str(tmp_path), (0, 1, 2, 3) if world == 2 else (2, 3), dtype, 2 if world == 2 else 1)
 
@@ -87,7 +87,7 @@ def _loaded(folder, stages, dtype, expected):
         engine.destroy()
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("dtype", ["bf16", *also("fp32", "fp16")])
 def test_other_ranks_and_stages_load_the_same_bits(dtype, tmp_path):
     for world, stage in ((4, 3), (2, 1)):
         folder = str(tmp_path / f"{world}")
@@ -168,7 +168,7 @@ def _everything(folder, kind, stages):
         second.destroy()
 
 
-@pytest.mark.parametrize("kind", ["adamw", "sgd", "rmsprop", "adagrad", "nadam", "asgd"])
+@pytest.mark.parametrize("kind", ["adamw", "asgd", *also("sgd", "rmsprop", "adagrad", "nadam")])
 def test_an_optimizer_of_the_scripts_goes_on(kind, tmp_path):
     run_ranks(2, _everything, str(tmp_path), kind, (1, 3))
 

@@ -9,6 +9,7 @@ import torch
 from devices import ON_GPU, shares_a_gpu
 from plain_torch import PlainTrainer, exact_square_roots
 from ranks import run_ranks
+from soak import each_once
 from tiny_models import (
     DTYPES, config_of, differences, full_parameters, loss_of, make_batches, make_engine, make_model, rank_and_world,
     same_bits, train_step,
@@ -268,8 +269,7 @@ def _trained_on_drives(folder, stage, dtype):
         engine.destroy()
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("stage, dtype", [(1, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16")])
+@each_once({"world": [2, 1], "stage, dtype": [(1, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16")]})
 def test_an_optimizer_of_the_users_rests_on_a_drive(tmp_path, world, stage, dtype):
     run_ranks(world, _trained_on_drives, tmp_path, stage, dtype)
 

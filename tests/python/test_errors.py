@@ -11,6 +11,7 @@ from comparison import adamw
 from devices import ON_GPU, test_device
 from plain_torch import PlainTrainer
 from ranks import run_ranks
+from soak import each_once
 from tiny_models import (
     TinyModel,
     config_of,
@@ -176,8 +177,7 @@ def _nan_loss(dtype, stage):
     return messages
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@each_once({"stage": [0, 3], "dtype": ["fp32", "bf16"]})
 def test_a_nan_loss_leaves_the_weights_and_training_goes_on(dtype, stage):
     for messages in run_ranks(WORLD, _nan_loss, dtype, stage, timeout=SECONDS):
         assert_told(messages, "NumericsError", "not finite", "unchanged", "rank", "unit")
@@ -261,8 +261,7 @@ def _dies(stage):
     return train_until_one_dies(config_of(stage, live_bytes=1), 1)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("world", [2, 3])
+@each_once({"stage": [0, 3], "world": [2, 3]})
 def test_a_rank_that_dies_is_named_to_the_others(world, stage):
     answers = run_ranks(world, _dies, stage, timeout=SECONDS, may_die=[1])
     assert answers[1] is None

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from devices import ON_GPU, gpus, shares_a_gpu
+from soak import each_once
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -119,8 +120,7 @@ print("sum", value.item())
 """
 
 
-@pytest.mark.parametrize("world", [0, 2])
-@pytest.mark.parametrize("last", ["", "dist.destroy_process_group()", "raise ValueError('of the script')"])
+@each_once({"world": [0, 2], "last": ["", "dist.destroy_process_group()", "raise ValueError('of the script')"]})
 def test_the_process_group_is_gone_at_the_end(tmp_path, world, last):
     config = with_ranks_on_one_gpu({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}})
     (tmp_path / "ends.py").write_text(ENDS.format(config=config, last=last))

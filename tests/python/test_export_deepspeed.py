@@ -1,6 +1,5 @@
 """Checkpoints that are exported are those that DeepSpeed would have written: it goes on from them."""
 
-import importlib
 import json
 import os
 import shutil
@@ -11,6 +10,7 @@ import warnings
 import pytest
 import strata
 import torch
+from deepspeed_over_gloo import deepspeed_over_gloo
 from deepspeed_runs import STEPS, WORLD, client_state_of_script, losses_of, make_engine
 from devices import ON_GPU
 from ranks import run_ranks
@@ -45,7 +45,7 @@ def _save_with_strata(folder):
 def _go_on_with_deepspeed(folder, saved_again):
     """By case: losses, rates and client state of DeepSpeed after it has loaded; it saves what it loaded."""
     warnings.simplefilter("ignore")
-    deepspeed = importlib.import_module("deepspeed")
+    deepspeed = deepspeed_over_gloo()
     deepspeed.init_distributed(dist_backend="gloo")
     rank, _ = rank_and_world()
     told = {}

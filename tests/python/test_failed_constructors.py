@@ -12,6 +12,7 @@ import torch
 from devices import ON_GPU, needs_a_gpu_each
 from ranks import run_ranks
 from replayed_models import config_of_birth
+from soak import each_once
 from strata.deferred_init import DeferredInit
 from strata.model import constructors
 from strata.model.constructors import ConstructorReads, ConstructorWatch, open_reads
@@ -108,8 +109,7 @@ def _module_of(error):
     return error.__traceback__.tb_next.tb_frame.f_locals["module"]
 
 
-@pytest.mark.parametrize("replay_above", [0, 1 << 30])
-@pytest.mark.parametrize("world", [2, 3])
+@each_once({"replay_above": [0, 1 << 30], "world": [2, 3]})
 def test_shards_of_a_failed_constructor_go(world, replay_above, tmp_path):
     for made, alive, _, grown, sizes, said in run_ranks(world, _left_over, replay_above, "none", tmp_path):
         assert alive == 0 and (made > 0 or replay_above == 0)

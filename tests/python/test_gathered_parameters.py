@@ -10,6 +10,7 @@ import torch
 from comparison import adamw
 from plain_torch import PlainTrainer
 from ranks import run_ranks
+from soak import each_once
 from strata.zero import GatheredParameters
 from tiny_models import (
     config_of,
@@ -95,8 +96,7 @@ def _modified_by(modifier, dtype):
     assert differences(full_parameters(model), reference.values()) == []
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("modifier", [0, 1])
+@each_once({"dtype": ["fp32", "bf16"], "modifier": [0, 1]})
 def test_what_the_modifier_writes_is_everybodys(modifier, dtype):
     run_ranks(WORLD, _modified_by, modifier, dtype)
 

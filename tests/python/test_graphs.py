@@ -11,6 +11,7 @@ import torch
 from comparison import adamw, compare, found, told
 from plain_torch import PlainTrainer
 from ranks import run_ranks
+from soak import each_once
 from tiny_models import Block, TinyModel, config_of, loss_of, make_batches, make_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -215,8 +216,7 @@ def _same_as_plain_torch(name, live_bytes, batches):
         )
 
 
-@pytest.mark.parametrize("live_bytes", ["auto", 1])
-@pytest.mark.parametrize("name", sorted(CASES))
+@each_once({"live_bytes": ["auto", 1], "name": sorted(CASES)})
 def test_graph(name, live_bytes):
     run_ranks(WORLD, _same_as_plain_torch, name, live_bytes, None)
 
@@ -230,8 +230,7 @@ PATTERNS = {
 }
 
 
-@pytest.mark.parametrize("live_bytes", ["auto", 1])
-@pytest.mark.parametrize("name", sorted(PATTERNS))
+@each_once({"live_bytes": ["auto", 1], "name": sorted(PATTERNS)})
 def test_graph_that_changes(name, live_bytes):
     batches = make_batches(len(PATTERNS[name]), WORLD)
     for step, by_rank in enumerate(PATTERNS[name]):

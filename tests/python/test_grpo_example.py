@@ -57,6 +57,7 @@ def _has_learned(folder):
     return len(saved) > 0 and all(value.abs().sum() > 0 for name, value in saved.items() if "lora_B" in name)
 
 
+@pytest.mark.soak
 def test_the_grpo_example_raises_its_reward(tmp_path):
     start = [find_program(), "run", "--num_gpus=2", SCRIPT, "--deepspeed", EXAMPLES / "ds_trainer.json"]
     text = run([*start, f"--output_dir={tmp_path}", "--max_steps=50", *ARGUMENTS], environment_of())

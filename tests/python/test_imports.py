@@ -10,6 +10,7 @@ TWO_STEPS = """
 import sys
 import torch
 import strata
+from soak import also
 
 model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(3)])
 config = {
@@ -41,7 +42,7 @@ def _of_strata(modules):
     return {name for name in modules if name.split(".")[0] == "strata"}
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "Adagrad"])
+@pytest.mark.parametrize("optimizer", ["AdamW", *also("SGD", "Adagrad")])
 def test_two_steps_import_nothing_of_torchs_compiler(optimizer):
     """880 modules, nearly four seconds, that torch imports when an optimizer is first made."""
     compiler = {"torch._dynamo", "torch._inductor", "sympy", "torch.fx.experimental.symbolic_shapes"}

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from soak import also
 from strata.checkpoint import saving
 from strata.utils import zero_to_fp32
 from tiny_models import config_of, make_batches, make_engine, make_model, same_bits, train_step
@@ -114,7 +115,8 @@ def writers(tmp_path_factory):
     }, weights  # fmt: skip
 
 
-@pytest.mark.parametrize("later", ["one safetensors", "safetensors", "one pickle", "pickles", "save_16bit_model"])
+@pytest.mark.parametrize("later", ["safetensors", "one pickle",
+                                   *also("one safetensors", "pickles", "save_16bit_model")])
 def test_a_folder_has_the_old_model_or_the_new_one_and_never_both(writers, later, tmp_path):
     write, weights = writers
     alone = tmp_path / "alone"

@@ -4,6 +4,7 @@ import pytest
 import strata
 import torch
 from ranks import run_ranks
+from soak import each_once
 from tiny_models import TinyModel, config_of, loss_of, make_batches, make_engine, make_model, rank_and_world, train_step
 
 WIDTH, BLOCKS = 64, 6
@@ -42,8 +43,7 @@ def _shares(dtype, live_bytes):
     }
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("world", [2, 3])
+@each_once({"world": [3, 2], "dtype": ["fp32", "bf16"]})
 def test_each_rank_holds_its_share(world, dtype):
     live = 100_000
     for told in run_ranks(world, _shares, dtype, live):
@@ -97,8 +97,7 @@ def _steady(live_bytes, accumulation):
     return before, after, engine.memory_forecast()
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("live_bytes", ["auto", 100_000, 1])
+@each_once({"accumulation": [1, 3], "live_bytes": ["auto", 100_000, 1]})
 def test_steps_allocate_nothing_new(live_bytes, accumulation):
     for before, after, forecast in run_ranks(2, _steady, live_bytes, accumulation):
         growing = {k: (before.get(k, 0), v) for k, v in after.items() if v > before.get(k, 0)}

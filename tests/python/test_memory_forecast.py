@@ -6,6 +6,7 @@ import torch
 from devices import ON_GPU, needs_a_gpu_each, ranks_at_most, to_test_device
 from hf_models import MODELS
 from ranks import run_ranks
+from soak import each_once
 from tiny_models import TinyModel, config_of, make_batches, make_engine, make_model, rank_and_world, train_step
 
 WORLD = ranks_at_most(2)
@@ -57,8 +58,7 @@ def _train(name, dtype):
     return found
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", MODELS)
+@each_once({"name": MODELS, "dtype": ["fp32", "bf16"]})
 def test_the_ledger_says_what_was_foreseen(name, dtype):
     for told in run_ranks(WORLD, _train, name, dtype):
         for setting, (forecast, peaks, embeddings) in told.items():
@@ -103,8 +103,7 @@ def _of_a_job(name, setting, dtype, collectives):
 NETWORK = pytest.param("nccl", marks=needs_a_gpu_each) if ON_GPU else "c10d"
 
 
-@pytest.mark.parametrize("collectives", ["auto", "peer", NETWORK])
-@pytest.mark.parametrize("setting", ["stage2", "stage3", "some-live"])
+@each_once({"collectives": ["auto", "peer", NETWORK], "setting": ["stage2", "stage3", "some-live"]})
 def test_a_job_is_foreseen_without_its_ranks_and_values(setting, collectives):
     for of_engine, of_job in run_ranks(WORLD, _of_a_job, "gpt2", setting, "bf16", collectives):
         assert of_engine == of_job

@@ -16,6 +16,7 @@ from devices import test_device
 from plain_torch import PlainTrainer
 from ranks import run_ranks
 from safetensors.torch import load_file
+from soak import also
 from strata.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from test_command_line import report
 from tiny_models import (
@@ -194,7 +195,7 @@ def _loads(folder, stage, channels_last, found):
     engine.destroy()
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [3, *also(1)])
 def test_what_is_saved_has_the_order_of_the_dimensions_and_loads_into_either_format(tmp_path, stage):
     found = run_ranks(2, _saves, tmp_path, stage)[0]
     parameters = dict(_make(False).named_parameters())

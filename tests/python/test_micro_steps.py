@@ -7,6 +7,7 @@ import pytest
 import torch
 from plain_torch import PlainTrainer
 from ranks import run_ranks
+from soak import also
 from tiny_models import (
     WIDTH,
     TinyModel,
@@ -196,7 +197,7 @@ def _taken(reference):
     return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in reference.parameters]
 
 
-@pytest.mark.parametrize("how", ["engine", "module", "plain"])
+@pytest.mark.parametrize("how", ["engine", "plain", *also("module")])
 @pytest.mark.parametrize("world", [1, 2])
 def test_micro_steps_of_every_shape(world, how):
     names = [n for n in MICRO_STEPS if how == "plain" or n != "a tensor's gradient"]

@@ -16,6 +16,7 @@ from comparison import adamw, compare
 from devices import needs_a_gpu_each
 from plain_torch import PlainTrainer
 from ranks import run_ranks
+from soak import also, each_once
 from tiny_models import (
     DTYPES,
     config_of,
@@ -45,8 +46,7 @@ def _matrix(dtype):
                 assert differences(ours, first) == []
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("world", [1, 2, 3])
+@each_once({"world": [1, 2, 3], "dtype": ["fp32", "bf16", "fp16"]})
 def test_every_stage_has_the_bits_of_plain_torch(world, dtype):
     run_ranks(world, _matrix, dtype)
 
@@ -150,7 +150,7 @@ def _over_peers():
             compare(config_of(stage, dtype, accumulation=2, clipping=0.05, strata={"collectives": "peer"}), reference)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, *also(3)])
 def test_peers(world):
     run_ranks(world, _over_peers)
 

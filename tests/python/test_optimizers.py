@@ -9,6 +9,7 @@ import torch
 from comparison import adamw, compare
 from plain_torch import PlainTrainer, exact_square_roots
 from ranks import run_ranks
+from soak import also
 from tiny_models import (
     config_of,
     differences,
@@ -162,7 +163,7 @@ def _param_groups(kind):
         compare(config, reference, lambda model=model: model, arguments)
 
 
-@pytest.mark.parametrize("kind", ["config", "callable", "object"])
+@pytest.mark.parametrize("kind", ["config", "callable", *also("object")])
 def test_param_groups_have_their_own_settings(kind):
     run_ranks(2, _param_groups, kind)
 

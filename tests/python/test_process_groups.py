@@ -12,6 +12,7 @@ import strata
 import torch
 from devices import ON_GPU
 from ranks import run_ranks
+from soak import each_once
 from tiny_models import config_of, make_batches, make_engine, make_model, rank_and_world, train_step
 from torch import distributed
 
@@ -58,9 +59,7 @@ def _ends(how, collectives, own_group):
     return left
 
 
-@pytest.mark.parametrize("own_group", [True, False], ids=["script's group", "initialize's group"])
-@pytest.mark.parametrize("collectives", ["shm", "c10d"])
-@pytest.mark.parametrize("how", ENDS)
+@each_once({"own_group": [True, False], "collectives": ["shm", "c10d"], "how": ENDS})
 def test_no_thread_of_gloo_is_left_at_the_end(how, collectives, own_group):
     assert run_ranks(2, _ends, how, collectives, own_group) == [0, 0]
 

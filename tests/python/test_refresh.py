@@ -9,6 +9,7 @@ import torch
 from comparison import adamw, compare
 from plain_torch import PlainTrainer
 from ranks import run_ranks
+from soak import each_once
 from tiny_models import (
     DTYPES,
     config_of,
@@ -43,8 +44,7 @@ def _numerics(dtype):
             compare(_late(stage, dtype, accumulation), reference)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("world", [1, 2, 3])
+@each_once({"world": [1, 2, 3], "dtype": ["fp32", "bf16", "fp16"]})
 def test_every_stage_has_the_bits_of_plain_torch(world, dtype):
     run_ranks(world, _numerics, dtype)
 

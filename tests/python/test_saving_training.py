@@ -244,11 +244,11 @@ def _whole(folders, expected):
         engine.destroy()
 
 
-@pytest.mark.skipif(shares_a_gpu(), reason="twenty jobs that share one GPU take minutes")
+@pytest.mark.skipif(shares_a_gpu(), reason="ten jobs that share one GPU take minutes")
 def test_a_kill_at_any_moment_leaves_whole_checkpoints(tmp_path):
     random = numpy.random.default_rng(0)
     folders = []
-    for moment in range(int(os.environ.get("STRATA_KILLS", "20"))):
+    for moment in range(int(os.environ.get("STRATA_KILLS", "10"))):
         folders.append(str(tmp_path / f"{moment}"))
         delay = float(random.uniform(0.0, 0.12))
         run_ranks(2, _killed, folders[-1], moment % 2 == 1, moment // 2 % 2, delay, may_die=(0, 1))

@@ -11,6 +11,7 @@ from devices import ON_GPU, needs_a_gpu_each, shares_a_gpu
 from hf_models import MODELS
 from plain_torch import PlainTrainer
 from ranks import run_ranks
+from soak import also, each_once
 from test_adoption import DIFFERENCES, Odd
 from test_errors import assert_told, error_of, step_to_its_end, train_until_one_dies
 from test_load_save import _assert_same_model, _plain
@@ -50,8 +51,7 @@ def _matrix(group, dtype, collectives, key=MICS):
         compare(_config(group, dtype, collectives, key=key, accumulation=accumulation, clipping=clipping), reference)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("world, group", GROUPS)
+@each_once({"world, group": GROUPS, "dtype": ["fp32", "bf16", "fp16"]})
 def test_groups_have_the_bits_of_plain_torch(world, group, dtype):
     run_ranks(world, _matrix, group, dtype, "auto")
 
@@ -63,12 +63,12 @@ def test_groups_over_the_process_group(world, group):
     run_ranks(world, _matrix, group, "bf16", "c10d")
 
 
-@pytest.mark.parametrize("world, group", [(2, 1), (4, 2), (6, 3)])
+@pytest.mark.parametrize("world, group", [(2, 1), (4, 2), *also((6, 3))])
 def test_groups_of_peers(world, group):
     run_ranks(world, _matrix, group, "bf16", "peer")
 
 
-@pytest.mark.parametrize("collectives", ["auto", "c10d", "peer"])
+@pytest.mark.parametrize("collectives", ["auto", "c10d", *also("peer")])
 def test_groups_of_secondary_shards(collectives):
     if collectives == "c10d" and shares_a_gpu():
         pytest.skip("NCCL wants a GPU for each rank")
@@ -165,15 +165,14 @@ def _adopted(kind, tier, collectives, key=MICS):
 
 
 @pytest.mark.skipif(ON_GPU, reason="the ways are those of a model on the host")
-@pytest.mark.parametrize("tier", ["auto", "device_copy", "device_grow", "distributed", "host"])
-@pytest.mark.parametrize("kind", ["nothing", "one element of a large parameter", "everything"])
+@each_once({"tier": ["auto", "device_copy", "device_grow", "distributed", "host"],
+            "kind": ["nothing", "one element of a large parameter", "everything"]})
 def test_rank_0s_values_arrive_in_every_group(kind, tier):
     run_ranks(4, _adopted, kind, tier, "auto")
 
 
 @pytest.mark.skipif(ON_GPU, reason="the ways are those of a model on the host")
-@pytest.mark.parametrize("collectives", ["auto", "c10d"])
-@pytest.mark.parametrize("tier", ["auto", "distributed"])
+@each_once({"collectives": ["auto", "c10d"], "tier": ["auto", "distributed"]})
 def test_rank_0s_values_arrive_in_secondary_shards(tier, collectives):
     run_ranks(4, _adopted, "everything", tier, collectives, HPZ)
 
@@ -196,8 +195,7 @@ def _loaded_and_saved(root, names, folder, collectives, key):
     return True
 
 
-@pytest.mark.parametrize("key", [MICS, HPZ])
-@pytest.mark.parametrize("collectives", ["auto", "c10d"])
+@each_once({"key": [MICS, HPZ], "collectives": ["auto", "c10d"]})
 def test_checkpoints_are_read_and_written_by_groups(tmp_path, collectives, key):
     if collectives == "c10d" and shares_a_gpu():
         pytest.skip("NCCL wants a GPU for each rank")
@@ -261,7 +259,7 @@ def _dies(collectives):
     return train_until_one_dies(_config(2, collectives=collectives, live_bytes=1), 3)
 
 
-@pytest.mark.parametrize("collectives", ["auto", "c10d", "peer"])
+@pytest.mark.parametrize("collectives", ["auto", *also("c10d", "peer")])
 def test_a_rank_that_dies_is_named_in_every_group(collectives):
     if collectives == "c10d" and shares_a_gpu():
         pytest.skip("NCCL wants a GPU for each rank")

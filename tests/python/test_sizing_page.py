@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from soak import ALL
 from test_command_line import find_program, run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +29,7 @@ CHOICES = [
     ("Qwen3-8B", 0, 0, 80 << 30, 1 << 40, 8 << 40, 4096, True),
     ("Qwen3-8B", 1, 0, 24 << 30, 64 << 30, None, 8192, True),
     ("Qwen3-8B", 0, 3, 16 << 30, None, None, 0, False),
-    ("Qwen3-32B", 0, 0, 40 << 30, 256 << 30, 1 << 42, 2048, True),
+    *([("Qwen3-32B", 0, 0, 40 << 30, 256 << 30, 1 << 42, 2048, True)] if ALL else []),
 ]
 
 

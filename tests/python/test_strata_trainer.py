@@ -84,6 +84,7 @@ def test_a_model_is_evaluated_before_it_trains(sharded, plain):
         assert told["evaluated-3"]["before"] == pytest.approx(by_plain["evaluated-3"]["before"], rel=RELATIVE)
 
 
+@pytest.mark.soak
 def test_lora_on_fused_experts_is_that_of_plain_trainer(in_deepspeeds_place, plain):
     for ours, theirs in zip(in_deepspeeds_place, plain[2]):
         _same(ours["experts-3"], theirs["experts-3"])
@@ -127,6 +128,7 @@ def test_what_it_does_not_follow_is_said_at_once(sharded, wrong):
         assert words in sharded[1][0]["refusals"][wrong]
 
 
+@pytest.mark.soak
 def test_the_example_trains_and_goes_on_with_other_ranks(tmp_path):
     script = Path(__file__).resolve().parents[2] / "examples" / "train_strata_trainer.py"
     config = '{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}'

@@ -12,6 +12,7 @@ from devices import shares_a_gpu, test_device
 from hf_models import MODELS, VOCABULARY
 from plain_torch import PlainTrainer
 from ranks import run_ranks
+from soak import also
 from tiled_models import ADAMW, OPTIMIZER
 from tiny_models import differences, full_parameters, make_engine, rank_and_world
 from training_states import snapshot
@@ -122,7 +123,8 @@ def _experts(name, collectives):
     return differences(*trained)
 
 
-@pytest.mark.parametrize("name, collectives", [("qwen3_moe", "auto"), ("mixtral", "auto"), ("qwen3_moe", "c10d")])
+@pytest.mark.parametrize("name, collectives", [("qwen3_moe", "c10d"), ("mixtral", "auto"),
+                                               *also(("qwen3_moe", "auto"))])
 def test_experts_in_tiles_train_to_the_same_bits(name, collectives):
     if collectives == "c10d" and shares_a_gpu():
         pytest.skip("NCCL wants a GPU for each rank")

@@ -20,6 +20,7 @@ import torch
 import transformers
 from accelerate.state import AcceleratorState
 from datasets import Dataset
+from deepspeed_over_gloo import deepspeed_over_gloo
 from peft import LoraConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
@@ -106,7 +107,7 @@ def trainer_class(way, base):
 def begin(way):
     """Sets the ranks up; the version of the library."""
     if way == "deepspeed":
-        deepspeed = importlib.import_module("deepspeed")
+        deepspeed = deepspeed_over_gloo()
         deepspeed.init_distributed(dist_backend="gloo")
         return deepspeed.__version__
     torch.distributed.init_process_group("gloo")
