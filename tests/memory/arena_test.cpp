@@ -9,7 +9,6 @@
 #include <memory>
 #include <optional>
 #include <random>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -177,25 +176,6 @@ TEST(Arena, AnExtentIsGivenBackOnceAndMayOutliveItsArena) {
   EXPECT_EQ(arena->in_use(), 1_KiB);
   arena.reset();
   fill(second, 1);
-}
-
-TEST(Arena, ThreadsTakeAndGiveBackAtTheSameTime) {
-  HostBuffer memory(1_MiB);
-  Arena arena(memory.bytes());
-  std::vector<std::thread> threads;
-  for (std::uint8_t t = 0; t < 4; ++t) {
-    threads.emplace_back([&arena, t] {
-      std::mt19937 random(t);
-      for (int i = 0; i < 500; ++i) {
-        const auto extent = arena.try_allocate(Bytes(static_cast<std::int64_t>(random() % 5000)));
-        if (!extent) continue;
-        fill(*extent, t);
-        EXPECT_TRUE(holds(*extent, t));
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-  EXPECT_TRUE(arena.try_allocate(arena.capacity()));
 }
 
 }  // namespace

@@ -1,11 +1,11 @@
 #include "strata/cli/bench_io.h"
 
 #include <fmt/core.h>
-#include <sys/statvfs.h>
 
 #include <algorithm>
 #include <filesystem>
 #include <limits>
+#include <optional>
 #include <utility>
 
 #include "strata/base/error.h"
@@ -30,15 +30,12 @@ io::File make_file(const std::string& folder, Bytes bytes) {
     throw UsageError("wanted a folder on the drive to measure; found none: path={}",
                      format::in_quotes(folder));
   }
-  struct statvfs status {};
-  if (::statvfs(folder.c_str(), &status) == 0 &&
-      static_cast<double>(status.f_bavail) * static_cast<double>(status.f_frsize) <
-          static_cast<double>(bytes.value)) {
+  const std::optional<Bytes> free = io::FolderCalls().free_space(folder);
+  if (free && *free < bytes) {
     throw UsageError(
         "the file to measure with does not fit; free some space, or give a smaller --size: path={} "
         "wanted={} free={}",
-        format::in_quotes(folder), to_string(bytes),
-        to_string(Bytes(status.f_bavail * status.f_frsize)));
+        format::in_quotes(folder), to_string(bytes), to_string(*free));
   }
   const std::string name = io::temporary_name(folder + "/strata_bench_io");
   try {

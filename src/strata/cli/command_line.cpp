@@ -75,21 +75,10 @@ bool has_doctor(const std::string& python) {
          }) == 0;
 }
 
-// Texts become fields of the request.
-struct ConsolidateOptions : ConsolidationRequest {
-  std::string dtype_name = "as-trained";
-  std::string max_shard = "5GB";
-  bool no_verify = false;
-};
-
-struct PlanOptions : PlanRequest {
-  std::string device = "cuda";
-};
-
+// Sizes that are given go before those of --quick.
 struct DriveOptions : DriveRequest {
   std::optional<Bytes> given_size;
-  std::vector<std::string> given_blocks;
-  std::string engine_name = "auto";
+  std::vector<Bytes> given_blocks;
   bool quick = false;
 };
 
@@ -138,7 +127,6 @@ class CommandLine {
       const int code = app_.exit(error, console_.out, console_.err);
       return code == 0 ? kDone : kUsage;
     }
-    for (const std::function<void()>& read : sizes_) read();
     const Report report = command_();
     console_.out << (json_ ? report.json.dump(2, ' ', false, kReplaceBytes) + "\n" : report.text);
     return report.right ? kDone : kFoundWrong;
@@ -159,14 +147,16 @@ class CommandLine {
     return {command, *options};
   }
 
-  // An option that is a size. `size` keeps its value where the command line does not say it.
+  // An option of which `read` makes a field of the request. That keeps its value where the command
+  // line does not say the option.
+  template <typename Read>
+  static CLI::Option* add_text(CLI::App& command, const char* name, const char* what, Read read) {
+    return command.add_option_function<std::string>(name, std::move(read), what);
+  }
   template <typename Size>
-  void add_size(CLI::App& command, const char* name, Size& size, const char* what) {
-    const auto text = std::make_shared<std::string>();
-    command.add_option(name, *text, what);
-    sizes_.emplace_back([name, text, &size] {
-      if (!text->empty()) size = parse_byte_size(*text, name);
-    });
+  static CLI::Option* add_size(CLI::App& command, const char* name, Size& size, const char* what) {
+    return add_text(command, name, what,
+                    [name, &size](const std::string& text) { size = parse_byte_size(text, name); });
   }
 
   // A command that is a module of the Python package, which needs torch or starts Python's
@@ -201,7 +191,7 @@ class CommandLine {
   }
 
   void add_consolidate() {
-    const auto [command, o] = add<ConsolidateOptions>(
+    const auto [command, o] = add<ConsolidationRequest>(
         "consolidate", "Turn a training checkpoint into a Hugging Face folder",
         "Writes the trained weights as safetensors that transformers loads, each tensor once, "
         "in\n256 MiB of memory whatever the model's size. Checksums are compared on the way; what "
@@ -209,23 +199,20 @@ class CommandLine {
         "run merged                      in the dtypes that were trained\n  strata consolidate "
         "run/global_step100 merged --dtype bf16\n  strata consolidate run merged --dtype fp32 "
         "--max-shard 2GB",
-        [this](ConsolidateOptions& given) {
-          given.shard_max = parse_byte_size(given.max_shard, "--max-shard");
-          given.verify = !given.no_verify;
-          given.dtype = dtype_from_config(given.dtype_name);
-          if (!given.dtype && given.dtype_name != "as-trained") {
-            throw UsageError("--dtype: wanted bf16, fp16, fp32 or as-trained; found '{}'",
-                             given.dtype_name);
-          }
-          return consolidate(given, ledger_, console_);
-        });
+        [this](ConsolidationRequest& request) { return consolidate(request, ledger_, console_); });
     command.add_option("CKPT", o.path, "A checkpoint's folder, or a folder of checkpoints")
         ->required();
     command.add_option("OUT", o.out, "The folder that is written")->required();
-    command.add_option("--dtype", o.dtype_name, "bf16, fp16, fp32 or as-trained")
-        ->capture_default_str();
-    command.add_option("--max-shard", o.max_shard, "Largest file, as 5GB")->capture_default_str();
-    command.add_flag("--no-verify", o.no_verify, "Do not compare checksums");
+    add_text(command, "--dtype", "bf16, fp16, fp32 or as-trained",
+             [&dtype = o.dtype](const std::string& name) {
+               dtype = dtype_from_config(name);
+               if (dtype || name == "as-trained") return;
+               throw UsageError("--dtype: wanted bf16, fp16, fp32 or as-trained; found '{}'", name);
+             })
+        ->default_str("as-trained");
+    add_size(command, "--max-shard", o.shard_max, "Largest file, as 5GB")->default_str("5GB");
+    command.add_flag_callback(
+        "--no-verify", [&verify = o.verify] { verify = false; }, "Do not compare checksums");
   }
 
   void add_diff() {
@@ -259,7 +246,7 @@ class CommandLine {
   }
 
   void add_plan() {
-    const auto [command, o] = add<PlanOptions>(
+    const auto [command, o] = add<PlanRequest>(
         "plan", "Say what each device will hold, at every stage, before there is one",
         "Runs the engine without memory on the names and shapes of a model: of its safetensors, of "
         "its\nconfig.json alone, or of a well-known one by its name. Without a configuration, or "
@@ -270,10 +257,7 @@ class CommandLine {
         "--model Llama-3.1-70B --world 8 --device-memory 80GB --host-memory 1TB \\\n      --seq "
         "4096 --micro-batch 1 --checkpointing --write ds.json\n  strata plan --model config.json "
         "--world 1 --device-memory 24GiB --lora-rank 16 --seq 2048",
-        [](PlanOptions& given) {
-          given.job.on_gpus = given.device == "cuda";
-          return make_plan(given);
-        });
+        [](PlanRequest& request) { return make_plan(request); });
     command.add_option("--config", o.config, "DeepSpeed JSON, a file; else bf16 and AdamW")
         ->check(CLI::ExistingFile);
     command
@@ -289,8 +273,9 @@ class CommandLine {
     add_size(command, "--device-memory", o.device_memory, "Memory of a device, as 80GiB");
     add_size(command, "--host-memory", o.host_memory, "Memory of a host for its ranks, as 512GiB");
     add_size(command, "--nvme-space", o.nvme_space, "Space of its drive, as 4TB");
-    command.add_option("--device", o.device, "cuda or cpu")
-        ->capture_default_str()
+    add_text(command, "--device", "cuda or cpu",
+             [&on_gpus = o.job.on_gpus](const std::string& device) { on_gpus = device == "cuda"; })
+        ->default_str("cuda")
         ->check(CLI::IsMember({"cuda", "cpu"}));
     command.add_option("--lora-rank", o.trained.lora_rank, "Train adapters of this rank alone")
         ->check(CLI::Range(1, kRankMax));
@@ -321,22 +306,28 @@ class CommandLine {
             given.blocks = {1_MiB};
           }
           given.size = given.given_size.value_or(given.size);
-          if (!given.given_blocks.empty()) given.blocks.clear();
-          for (const std::string& block : given.given_blocks)
-            given.blocks.push_back(parse_byte_size(block, "--block"));
-          given.engine = io::engine_kind_from(given.engine_name).value();
+          if (!given.given_blocks.empty()) given.blocks = given.given_blocks;
           return measure_drives(given, ledger_, console_);
         });
     command.add_option("PATH", o.paths, "Folders, each on a drive")->required();
     add_size(command, "--size", o.given_size, "Size of the file, as 16GiB; 1GiB, if not given");
     command
-        .add_option("--block", o.given_blocks, "Sizes of blocks; 256KiB,1MiB,4MiB, if not given")
+        .add_option_function<std::vector<std::string>>(
+            "--block",
+            [&blocks = o.given_blocks](const std::vector<std::string>& texts) {
+              for (const std::string& text : texts)
+                blocks.push_back(parse_byte_size(text, "--block"));
+            },
+            "Sizes of blocks; 256KiB,1MiB,4MiB, if not given")
         ->delimiter(',');
     command.add_option("--depth", o.depths, "Blocks under way; 8,32, if not given")
         ->delimiter(',')
         ->check(CLI::Range(1, kDepthMax));
-    command.add_option("--engine", o.engine_name, "auto, io_uring or threads")
-        ->capture_default_str()
+    add_text(command, "--engine", "auto, io_uring or threads",
+             [&engine = o.engine](const std::string& name) {
+               engine = io::engine_kind_from(name).value();
+             })
+        ->default_str("auto")
         ->check(CLI::IsMember({"auto", "io_uring", "threads"}));
     command.add_flag("--quick", o.quick, "A file of 256MiB and blocks of 1MiB, if not given");
   }
@@ -380,7 +371,6 @@ class CommandLine {
   bool json_ = false;
   std::shared_ptr<memory::Ledger> ledger_ = std::make_shared<memory::Ledger>();
   std::function<Report()> command_;
-  std::vector<std::function<void()>> sizes_;  // read options, before the command runs
 };
 
 }  // namespace

@@ -5,14 +5,14 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
-#include <filesystem>
-#include <fstream>
+#include <cstring>
 #include <system_error>
 #include <utility>
 
 #include "strata/base/error.h"
 #include "strata/engine/config/value_check.h"
 #include "strata/format/safetensors.h"
+#include "strata/io/folder_calls.h"
 
 namespace strata::cli {
 namespace {
@@ -27,20 +27,6 @@ constexpr std::size_t kGap = 2;
 std::size_t columns_of(const std::string& text) {
   return static_cast<std::size_t>(std::ranges::count_if(
       text, [](char c) { return (static_cast<unsigned char>(c) & 0xC0U) != 0x80; }));
-}
-
-bool is_digit(char c) {
-  return c >= '0' && c <= '9';
-}
-
-// Takes the number that the text begins with, without its leading zeros.
-std::string_view take_number(std::string_view& text) {
-  std::size_t end = 0;
-  while (end < text.size() && is_digit(text[end])) ++end;
-  std::string_view number = text.substr(0, end);
-  text.remove_prefix(end);
-  number.remove_prefix(std::min(number.find_first_not_of('0'), number.size()));
-  return number;
 }
 
 constexpr double kByteSizeMost = 9e18;  // of 63 bits
@@ -124,24 +110,9 @@ std::string count_of(std::size_t number, const std::string& noun) {
                      number == 1 ? "" : "s");
 }
 
-bool NaturalLess::operator()(std::string_view a, std::string_view b) const {
-  const std::string_view whole_a = a;
-  const std::string_view whole_b = b;
-  while (!a.empty() && !b.empty()) {
-    if (is_digit(a.front()) && is_digit(b.front())) {
-      const std::string_view left = take_number(a);
-      const std::string_view right = take_number(b);
-      if (left.size() != right.size()) return left.size() < right.size();
-      if (left != right) return left < right;
-    } else if (a.front() != b.front()) {
-      return a.front() < b.front();
-    } else {
-      a.remove_prefix(1);
-      b.remove_prefix(1);
-    }
-  }
-  if (a.empty() != b.empty()) return a.empty();
-  return whole_a < whole_b;  // "01" and "1"
+bool NaturalLess::operator()(const std::string& a, const std::string& b) const {
+  const int order = ::strverscmp(a.c_str(), b.c_str());
+  return order != 0 ? order < 0 : a < b;  // names of files may hold a null byte
 }
 
 Bytes parse_byte_size(std::string_view text, std::string_view option) {
@@ -160,15 +131,12 @@ Bytes parse_byte_size(std::string_view text, std::string_view option) {
 }
 
 void write_whole(const std::string& path, const std::string& text, std::string_view option) {
-  const std::string draft = path + ".draft";
-  std::ofstream file(draft, std::ios::binary | std::ios::trunc);
-  file << text;
-  file.close();
-  std::error_code error;
-  if (file) std::filesystem::rename(draft, path, error);
-  if (file && !error) return;
-  std::filesystem::remove(draft, error);
-  throw IoError("{}: cannot write {}; name a file in a folder that you may write to", option, path);
+  try {
+    io::write_file_atomically(path, text);
+  } catch (const IoError&) {
+    throw IoError("{}: cannot write {}; name a file in a folder that you may write to", option,
+                  path);
+  }
 }
 
 }  // namespace strata::cli

@@ -85,11 +85,9 @@ std::string with_commas(std::int64_t number);
 // "1 tensor", "3 tensors".
 std::string count_of(std::size_t number, const std::string& noun);
 
-// The order in which people count: "layers.9" before "layers.10". A strict weak order, total on
-// texts without leading zeros in their numbers.
+// The order in which people count: "layers.9" before "layers.10". A strict total order.
 struct NaturalLess {
-  using is_transparent = void;
-  bool operator()(std::string_view a, std::string_view b) const;
+  bool operator()(const std::string& a, const std::string& b) const;
 };
 
 // Sizes as people write them on a command line: "5GB" (10^9 bytes), "80GiB" (2^30), "4096".

@@ -7,7 +7,6 @@
 #include <memory>
 #include <string>
 
-#include "strata/checkpoint/folder.h"
 #include "strata/checkpoint/reader.h"
 #include "strata/cli/console.h"
 #include "strata/memory/ledger.h"

@@ -5,7 +5,6 @@
 #include <gnu/libc-version.h>
 #include <sched.h>
 #include <sys/resource.h>
-#include <sys/statvfs.h>
 #include <sys/utsname.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -50,9 +49,7 @@ void add_note(Report& report, const std::string& text) {
 }
 
 Bytes free_space(const std::string& path) {
-  struct statvfs status {};
-  if (::statvfs(path.c_str(), &status) != 0) return 0_B;
-  return Bytes(status.f_bavail * status.f_frsize);
+  return io::FolderCalls().free_space(path).value_or(0_B);
 }
 
 // Whether processes below one launcher read each other's memory.

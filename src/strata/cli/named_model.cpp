@@ -15,9 +15,7 @@
 #include "strata/base/error.h"
 #include "strata/checkpoint/folder.h"
 #include "strata/cli/console.h"
-#include "strata/cli/tensor_source.h"
 #include "strata/format/checkpoint_index.h"
-#include "strata/format/sharded_writer.h"
 #include "strata/io/pending_range.h"
 
 namespace strata::cli {

@@ -8,8 +8,6 @@
 // holds no checkpoint; those of format::CheckpointIndex.
 #pragma once
 
-#include <fmt/core.h>
-
 #include <algorithm>
 #include <filesystem>
 #include <map>
@@ -58,9 +56,9 @@ class TensorSource {
     std::error_code error;
     if (!std::filesystem::exists(path, error)) {
       throw UsageError(
-          fmt::format("there is no such file or folder; give a training checkpoint's folder, a "
-                      "Hugging Face folder or a .safetensors file: path={}",
-                      path));
+          "there is no such file or folder; give a training checkpoint's folder, a Hugging Face "
+          "folder or a .safetensors file: path={}",
+          path);
     }
     if (checkpoint::holds_checkpoints(path)) {
       open_training(path, kinds);

@@ -1,7 +1,6 @@
 #include "strata/forecast/auto_placement.h"
 
 #include <algorithm>
-#include <string>
 
 #include "strata/base/error.h"
 #include "strata/engine/config/config.h"
@@ -38,13 +37,13 @@ class Search {
     });
     if (!on_device) {
       const MemoryForecast least = forecast({0, all});
-      throw OutOfMemoryError(fmt::format(
+      throw OutOfMemoryError(
           "strata.placement \"auto\": the device does not suffice with everything that may be "
           "offloaded at stage {} elsewhere; shard more (stage 3, more ranks), lower "
           "strata.max_live_bytes or reduce_bucket_size, or raise strata.device_budget. Wanted on "
           "each device: {} ({}); it may hold {}",
           config_.zero.stage, to_string(least.total()), kinds_on(least, Tier::kDevice),
-          to_string(*room_.device)));
+          to_string(*room_.device));
     }
     if (*on_device == all) return;
     place({*on_device, room_.host ? hosted(*on_device) : all}, params_);

@@ -5,6 +5,7 @@
 #include <iterator>
 #include <mutex>
 #include <nlohmann/json.hpp>
+#include <regex>
 #include <system_error>
 #include <utility>
 
@@ -22,19 +23,6 @@ Bytes bytes_of_spec(const TensorSpec& tensor) {
                      in_quotes(tensor.name), shape_text(tensor.shape));
   }
   return *bytes;
-}
-
-// Cuts a prefix off; false if it is not there.
-bool take(std::string_view& text, std::string_view prefix) {
-  if (text.substr(0, prefix.size()) != prefix) return false;
-  text.remove_prefix(prefix.size());
-  return true;
-}
-
-bool take_number(std::string_view& text) {
-  const std::size_t digits = std::min(text.find_first_not_of("0123456789"), text.size());
-  text.remove_prefix(digits);
-  return digits >= 5;
 }
 
 constexpr std::string_view kIndexEnding = ".index.json";
@@ -200,9 +188,9 @@ ShardPlan plan_shards(std::span<const TensorSpec> tensors, Bytes shard_max) {
 }
 
 bool is_shard_name(std::string_view file_name) {
-  const bool pickle = take(file_name, "pytorch_");
-  return take(file_name, "model-") && take_number(file_name) && take(file_name, "-of-") &&
-         take_number(file_name) && file_name == (pickle ? ".bin" : ".safetensors");
+  static const std::regex shard(
+      "model-[0-9]{5,}-of-[0-9]{5,}[.]safetensors|pytorch_model-[0-9]{5,}-of-[0-9]{5,}[.]bin");
+  return std::regex_match(file_name.begin(), file_name.end(), shard);
 }
 
 void remove_other_weights(const std::string& folder, const std::set<std::string>& ours) {

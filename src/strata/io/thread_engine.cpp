@@ -15,9 +15,9 @@ ThreadEngine::ThreadEngine(const ThreadEngineOptions& options, std::shared_ptr<S
       calls_(std::move(calls)) {
   if (options.threads < 1 || options.piece.value < 1 || options.queue_max < 1) {
     throw UsageError(
-        fmt::format("a thread engine needs at least one thread, a piece of one byte and a queue of "
-                    "one: threads={} piece={} queue_max={}",
-                    options.threads, options.piece.value, options.queue_max));
+        "a thread engine needs at least one thread, a piece of one byte and a queue of one: "
+        "threads={} piece={} queue_max={}",
+        options.threads, options.piece.value, options.queue_max);
   }
   STRATA_ASSERT(calls_ != nullptr);
   try {

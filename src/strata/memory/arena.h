@@ -1,8 +1,7 @@
 // Extents of any size out of one fixed span of memory: staging buffers for transfers, sized by the
 // tensors that pass through. Nothing is allocated but bookkeeping, and the span is never exceeded.
-// Threads: internally synchronised; extents may be made and given back on different threads.
-// Ownership: the span belongs to the caller and outlives the extents; extents may outlive the
-// arena.
+// Threads: one at a time. Ownership: the span belongs to the caller and outlives the extents;
+// extents may outlive the arena.
 // Units: sizes are rounded up to the granule, so that every extent is aligned to it.
 // Errors: none; try_allocate returns nullopt when no free piece is large enough, and the caller
 // waits, streams in smaller pieces, or writes the message.
@@ -15,7 +14,6 @@
 #include <iterator>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <set>
 #include <span>
@@ -134,16 +132,12 @@ class Extent {
         : memory(span), offsets(Bytes(span.size()), granule) {}
 
     const std::span<std::byte> memory;
-    std::mutex mutex;
-    OffsetAllocator offsets;  // guarded by mutex
+    OffsetAllocator offsets;
   };
   struct GiveBack {
     std::shared_ptr<Home> home;
     Bytes offset;
-    void operator()(Home*) const noexcept {
-      const std::lock_guard lock(home->mutex);
-      home->offsets.release(offset);
-    }
+    void operator()(Home*) const noexcept { home->offsets.release(offset); }
   };
 
   std::unique_ptr<Home, GiveBack> held_;  // null: holds nothing
@@ -161,7 +155,6 @@ class Arena {
   }
 
   std::optional<Extent> try_allocate(Bytes bytes) {
-    const std::lock_guard lock(home_->mutex);
     const auto offset = home_->offsets.try_allocate(bytes);
     if (!offset) return std::nullopt;
     Extent extent;
@@ -171,11 +164,7 @@ class Arena {
   }
 
   Bytes capacity() const { return home_->offsets.capacity(); }
-  // With the rounding.
-  Bytes in_use() const {
-    const std::lock_guard lock(home_->mutex);
-    return home_->offsets.in_use();
-  }
+  Bytes in_use() const { return home_->offsets.in_use(); }  // with the rounding
 
  private:
   std::shared_ptr<Extent::Home> home_;

@@ -5,7 +5,6 @@
 #include <linux/magic.h>
 #include <stdlib.h>
 #include <sys/stat.h>
-#include <sys/statvfs.h>
 #include <sys/vfs.h>
 #include <unistd.h>
 
@@ -20,6 +19,8 @@
 #include <utility>
 
 #include "strata/base/error.h"
+#include "strata/checkpoint/pipeline.h"
+#include "strata/io/folder_calls.h"
 #include "strata/io/striping.h"
 #include "strata/memory/host_buffer.h"
 
@@ -142,12 +143,7 @@ class DriveFile {
   }
 
  private:
-  Bytes free_bytes() const {
-    struct statvfs status {};
-    if (::fstatvfs(file_.fd(), &status) != 0) return Bytes();
-    const Bytes block(static_cast<std::int64_t>(status.f_frsize));
-    return block * static_cast<std::int64_t>(status.f_bavail);
-  }
+  Bytes free_bytes() const { return io::FolderCalls().free_space(file_.path()).value_or(Bytes()); }
   [[noreturn]] void refuse(Bytes more, Bytes free, int code) const {
     throw OutOfMemoryError(
         "there is too little space for states on the drive: {} wanted beside {} taken, {} free; "
@@ -391,20 +387,17 @@ DriveLimit measure_drive(BlockFile& file, Bytes begin) {
   memory::HostBuffer buffer(kAll);
   fill_with_noise(buffer.bytes());
   const auto gb_per_s = [&](const auto& start) {
-    std::array<std::unique_ptr<io::Transfer>, static_cast<std::size_t>(kAtOnce)> transfers;
+    checkpoint::TransferRing ring(buffer.bytes(), kTransfer);
     const Clock::time_point began = Clock::now();
     const auto seconds = [&] {
       return std::chrono::duration<double>(Clock::now() - began).count();
     };
     Bytes moved;
-    for (std::int64_t i = 0; moved < kAll || (moved < kMost && seconds() < kSecondsEnough); ++i) {
-      std::unique_ptr<io::Transfer>& slot = transfers.at(static_cast<std::size_t>(i % kAtOnce));
-      if (slot != nullptr) std::exchange(slot, nullptr)->wait();
-      const Bytes at = kTransfer * (i % kAtOnce);
-      slot = start(begin + at, buffer.bytes().subspan(at.size(), kTransfer.size()));
-      moved += kTransfer;
+    for (; moved < kAll || (moved < kMost && seconds() < kSecondsEnough); moved += kTransfer) {
+      const std::size_t turn = ring.next();
+      ring.started(turn, start(begin + moved % kAll, ring.buffer(turn)));
     }
-    for (const auto& transfer : transfers) transfer->wait();
+    ring.drain();
     return static_cast<double>(moved.value) / seconds() * 1e-9;
   };
   DriveLimit limit;

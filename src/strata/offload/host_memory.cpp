@@ -4,25 +4,15 @@
 #include <vector>
 
 #include "strata/base/error.h"
-#include "strata/memory/host_buffer.h"
+#include "strata/device/cpu_device.h"
 
 namespace strata::offload {
 namespace {
 
-class OrdinaryMemory final : public device::Memory {
- public:
-  explicit OrdinaryMemory(memory::HostBuffer buffer) : buffer_(std::move(buffer)) {}
-  std::span<std::byte> bytes() override { return buffer_.bytes(); }
-
- private:
-  memory::HostBuffer buffer_;
-};
-
 std::unique_ptr<device::Memory> host_memory(device::Device& device, Bytes bytes, memory::Kind kind,
                                             bool pinned) {
   if (pinned) return device.allocate_host(bytes, kind);
-  return std::make_unique<OrdinaryMemory>(memory::HostBuffer(
-      bytes, {.ledger = device.ledger(), .tier = memory::Tier::kHost, .kind = kind}));
+  return device::CpuDevice({.ledger = device.ledger()}).allocate_host(bytes, kind);  // pins nothing
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 
 #include "strata/base/error.h"
 #include "strata/io/io_engine.h"
+#include "strata/io/striping.h"
 #include "strata/offload/block_file.h"
 #include "strata/offload/memory_store.h"
 #include "strata/offload/nvme_store.h"
@@ -136,23 +137,18 @@ class TieredStore final : public StateStore {
   std::vector<std::vector<BlockId>> last_;  // by store: what the last add_all() added
 };
 
-class DryTransfer final : public io::Transfer {
- public:
-  bool done() override { return true; }
-  void wait() override {}
-};
-
 // Leaves memory untouched: a forecast has no memory, and reads none of the values.
 class DryFile final : public BlockFile {
  public:
   void clear(std::span<std::byte>) override {}
   const std::string& path() const override { return path_; }
   void grow(Bytes) override {}
+  // Transfers of no parts are done.
   std::unique_ptr<io::Transfer> read(Bytes, std::span<std::byte>) override {
-    return std::make_unique<DryTransfer>();
+    return io::joined({});
   }
   std::unique_ptr<io::Transfer> write(Bytes, std::span<const std::byte>) override {
-    return std::make_unique<DryTransfer>();
+    return io::joined({});
   }
 
  private:

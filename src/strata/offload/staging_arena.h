@@ -15,8 +15,6 @@
 // KiB. Errors: OutOfMemoryError; UsageError for a budget below one page.
 #pragma once
 
-#include <fmt/core.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <memory>
@@ -96,16 +94,16 @@ class StagingArena {
   static std::unique_ptr<device::HostMemory> staging_memory(device::Device& device, Bytes budget) {
     const Bytes bytes = budget - budget % kPartAlignment;
     if (bytes < kPartAlignment) {
-      throw UsageError(fmt::format("a staging arena needs a budget of {} at least: {} given",
-                                   to_string(kPartAlignment), to_string(budget)));
+      throw UsageError("a staging arena needs a budget of {} at least: {} given",
+                       to_string(kPartAlignment), to_string(budget));
     }
     auto memory = device.allocate_host(bytes, memory::Kind::kStaging);
     if (!memory->pinned()) {
       throw OutOfMemoryError(
-          fmt::format("the system does not let this process pin the memory that states on a drive "
-                      "are staged through: {} wanted; raise the limit on locked memory (ulimit -l) "
-                      "or lower the budget; held: {}",
-                      to_string(bytes), device.ledger()->report()));
+          "the system does not let this process pin the memory that states on a drive are staged "
+          "through: {} wanted; raise the limit on locked memory (ulimit -l) or lower the budget; "
+          "held: {}",
+          to_string(bytes), device.ledger()->report());
     }
     return memory;
   }

@@ -96,9 +96,7 @@ class PairedCollectives : public Collectives {
     pair_->guarded([&] { owner_.unmap_freed(); });
   }
   std::unique_ptr<Work> finish_gathers() override {
-    return pair_->guarded([&]() -> std::unique_ptr<Work> {
-      return pair_work(pair_, pair_->first().finish_gathers());
-    });
+    return pair_->guarded([&] { return pair_work(pair_, pair_->first().finish_gathers()); });
   }
   void announce_departure(std::string_view words) override {
     Collectives::announce_departure(words);

@@ -326,9 +326,8 @@ class GroupedCollectives final : public PairedCollectives {
 
   std::unique_ptr<Work> all_gather(const SliceMap& slices, std::span<std::byte> flat,
                                    std::string_view tag) override {
-    return core_->guarded([&]() -> std::unique_ptr<Work> {
-      return std::make_unique<PairWork>(core_, core_->inside().all_gather(slices, flat, tag));
-    });
+    return core_->guarded(
+        [&] { return pair_work(core_, core_->inside().all_gather(slices, flat, tag)); });
   }
 
   void complete_slices(std::span<const SliceMap> slices) override {
@@ -358,7 +357,7 @@ class GroupedCollectives final : public PairedCollectives {
   std::unique_ptr<Work> reduce_scatter(const Reduction& reduction, std::string_view tag) override {
     return core_->guarded([&]() -> std::unique_ptr<Work> {
       if (groups_.count == 1)
-        return std::make_unique<PairWork>(core_, core_->inside().reduce_scatter(reduction, tag));
+        return pair_work(core_, core_->inside().reduce_scatter(reduction, tag));
       return std::make_unique<GroupedReduction>(core_, core_->sums().start(reduction, tag));
     });
   }

@@ -201,22 +201,18 @@ struct SegmentAddress {
   static SegmentAddress of(const SharedSegment& segment) {
     return {boot_id(), ::getpid(), segment.fd(), segment.header().key};
   }
-  std::string to_text() const {
-    return nlohmann::json({{"host", host}, {"pid", pid}, {"fd", fd}, {"key", key}}).dump();
-  }
+  std::string to_text() const { return nlohmann::json(*this).dump(); }
   static SegmentAddress from_text(const std::string& text) {
-    const auto json = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
-    const bool whole = json.is_object() && json.contains("host") && json.contains("pid") &&
-                       json.contains("fd") && json.contains("key");
-    if (!whole) {
+    try {
+      return nlohmann::json::parse(text).get<SegmentAddress>();
+    } catch (const nlohmann::json::exception&) {
       throw CommError(
           "every rank must build the same kind of collectives: this is not an address of shared "
           "memory ('{}')",
           text);
     }
-    return {json["host"].get<std::string>(), json["pid"].get<pid_t>(), json["fd"].get<int>(),
-            json["key"].get<std::uint64_t>()};
   }
+  NLOHMANN_DEFINE_TYPE_INTRUSIVE(SegmentAddress, host, pid, fd, key)
 };
 
 FileDescriptor open_segment(int rank, const SegmentAddress& address) {

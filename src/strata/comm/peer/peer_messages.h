@@ -43,7 +43,7 @@ inline constexpr std::size_t kDescriptorsMax = 64;
 inline FileDescriptor new_socket() {
   FileDescriptor socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
   if (socket.valid()) return socket;
-  throw CommError(fmt::format("the system has no local socket to give: {}", errno_text(errno)));
+  throw CommError("the system has no local socket to give: {}", errno_text(errno));
 }
 
 // In the namespace of names without files: its first byte is zero.
@@ -68,7 +68,7 @@ inline FileDescriptor listen_at_new_address(std::string& address) {
   const socklen_t length = fill_address(name, address);
   if (::bind(socket.get(), reinterpret_cast<const sockaddr*>(&name), length) != 0 ||
       ::listen(socket.get(), SOMAXCONN) != 0) {
-    throw CommError(fmt::format("a local socket cannot listen: {}", errno_text(errno)));
+    throw CommError("a local socket cannot listen: {}", errno_text(errno));
   }
   return socket;
 }
@@ -79,8 +79,8 @@ inline FileDescriptor connect_to(const std::string& address) {
   const socklen_t length = fill_address(name, address);
   while (::connect(socket.get(), reinterpret_cast<const sockaddr*>(&name), length) != 0) {
     if (errno == EINTR) continue;
-    throw CommError(fmt::format("a rank of this host cannot be reached by a local socket ({}): {}",
-                                address, errno_text(errno)));
+    throw CommError("a rank of this host cannot be reached by a local socket ({}): {}", address,
+                    errno_text(errno));
   }
   return socket;
 }
@@ -91,8 +91,7 @@ inline FileDescriptor accept_from(int listener) {
   FileDescriptor socket(::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC));
   if (!socket.valid()) {
     if (errno == ECONNABORTED || errno == EINTR || errno == EAGAIN) return socket;
-    throw CommError(
-        fmt::format("a connection of another rank cannot be accepted: {}", errno_text(errno)));
+    throw CommError("a connection of another rank cannot be accepted: {}", errno_text(errno));
   }
   ucred other{};
   socklen_t length = sizeof other;
