@@ -141,7 +141,7 @@ soak: export STRATA_SOAK = 1
 soak: build $(VENV)/.strata-tests  ## Long versions: a hundred architectures, disks that fail, ranks that are killed
 	STRATA_FAULT_SEEDS=10000 $(BUILD)/tests/engine/checkpoint/engine_checkpoint_tests --gtest_filter='*FailingDisk.*'
 	STRATA_DRIVE_SEEDS=100000 $(BUILD)/tests/engine/core/engine_tests --gtest_filter='FailingDrive.*'
-	$(MAKE) sanitize STRATA_DRIVE_SEEDS=200 CASES=-soak
+	$(MAKE) sanitize STRATA_DRIVE_SEEDS=200 STRATA_FAULT_SEEDS=200 CASES=-soak
 	$(RUN_TESTS) --python-only -- tests/python tests/bench -m soak -n $(PYTHON_JOBS) --dist loadgroup $(PYTEST)
 	STRATA_KILLS=200 $(RUN_TESTS) --python-only -- tests/python/test_saving_training.py -k kill $(PYTEST)
 	STRATA_KILLS=1000 $(RUN_TESTS) --python-only -- tests/python/test_killed_writers.py $(PYTEST)
@@ -177,11 +177,12 @@ bench-cpu: module $(VENV)/.strata-tests  ## Strata, FSDP2, DDP and DeepSpeed sid
 # for that, it has to do without.
 FIXED_ADDRESSES = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
-# Seeds of drives that fail: fewer where each takes ten times as long.
+# Seeds of drives and disks that fail: fewer where each takes ten times as long.
 # CASES=-soak runs the programs and cases, too, that are left out otherwise: CONTRIBUTING says which, and why.
 TSAN_PROGRAMS = $(addsuffix _tests,base memory io checkpoint comm comm_peer engine_late)
 TSAN_PROGRAMS-soak = all
 sanitize: export STRATA_DRIVE_SEEDS ?= 40
+sanitize: export STRATA_FAULT_SEEDS ?= 40
 sanitize: build/asan/build.ninja build/tsan/build.ninja  ## The core with clang under ASan+UBSan, then with g++ under TSan
 	ninja -C build/asan -j $(JOBS)
 	ctest --preset asan$(CASES) -j $(JOBS)
