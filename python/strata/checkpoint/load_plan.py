@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from .. import _C
 from .names import model_tensors, state_names
 from .repeated_blocks import Leaves
-from .supported_transformers import adapter
+from .supported_transformers import adapter, build
 
 logger = logging.getLogger("strata")
 
@@ -164,8 +164,8 @@ def build_model(model_class, config, dtype, model_arguments):
     The only weights with values are those that the model's class leaves out of its checkpoints. These and the buffers
     get the values of ``from_pretrained``: those of the model's constructor and its ``_init_weights``. Returns (model,
     {id(parameter): value} of the weights that the class leaves out)."""
-    with _meta_parameters(), adapter().building():
-        model = adapter().build(model_class, config, dtype, model_arguments)
+    with _meta_parameters():
+        model = build(model_class, config, dtype, model_arguments)
     for parameter in model.parameters():
         _to_meta(parameter)  # some bypass register_parameter
     for module in model.modules():
