@@ -18,24 +18,18 @@ def send_calls_to(sharded, client):
     """Lets scripts call ``step()`` and ``zero_grad()`` of the optimizer that they gave to ``initialize``."""
     if "step" in vars(client):
         return  # a scheduler has wrapped step(), and checks that its wrapper is still there
-    own, there, mine = type(client).step, weakref.ref(sharded), weakref.ref(client)
+    there, client_there = weakref.ref(sharded), weakref.ref(client)
 
-    def step(_, closure=None):
-        sharded = there()
-        if sharded is None or not sharded.trains():
-            return own(mine(), *(() if closure is None else (closure,)))
-        return sharded.step(closure)
+    def sent(name):
+        def method(_, *args, **kwargs):
+            sharded = there()
+            if sharded is None or not sharded.trains():
+                return getattr(type(client_there()), name)(client_there(), *args, **kwargs)
+            return getattr(sharded, name)(*args, **kwargs)
 
-    def zero_grad(_, set_to_none=True):
-        sharded = there()
-        if sharded is None or not sharded.trains():
-            type(mine()).zero_grad(mine(), set_to_none)
-        else:
-            sharded.zero_grad(set_to_none)
+        return types.MethodType(method, weakref.proxy(client))  # schedulers can wrap it; the proxy avoids a cycle
 
-    # Methods, which schedulers can wrap; the proxy avoids a reference cycle.
-    client.step = types.MethodType(step, weakref.proxy(client))
-    client.zero_grad = types.MethodType(zero_grad, weakref.proxy(client))
+    client.step, client.zero_grad = sent("step"), sent("zero_grad")
 
 
 class _WithoutCompiler(torch.optim.Optimizer):
@@ -113,7 +107,7 @@ class ShardedOptimizer(OptimizerNames, _WithoutCompiler):
         self._model, self._engine = engine.core, weakref.ref(engine)
         self.members = [list(group["params"]) for group in self.param_groups]
         if self.inner is not None:
-            from .drive_states import run_on_shards  # only for an optimizer of the script's
+            from .client_optimizer import run_on_shards  # only for an optimizer of the script's
 
             run_on_shards(self, engine)
         here = weakref.ref(self)
