@@ -41,14 +41,6 @@ def section_of(settings, path):
     return {name[len(start):]: json.loads(text) for name, text in settings.items() if name.startswith(start)}
 
 
-def require_monitors(config, rank):
-    """Raises ConfigError on rank 0, which writes metrics, where a _C.Config needs a package that is not installed."""
-    if rank == 0 and config.shown_given:
-        from .monitoring.monitor import require_packages
-
-        require_packages(config)
-
-
 def _json_of(document):
     try:
         return json.dumps(document)
