@@ -81,8 +81,6 @@ def document_of(config):
     ConfigError where it is none of these; for JSON the message of Strata's parser names the error."""
     if isinstance(config, dict):
         return config
-    if not isinstance(config, (str, os.PathLike)):
-        raise _C.ConfigError(f"config must be a dict, a path or JSON text; found {type(config).__name__}")
     read_config(config)  # its messages say more than Python's
     text = os.fspath(config)
     if os.path.isfile(text):
