@@ -41,14 +41,6 @@ def section_of(settings, path):
     return {name[len(start):]: json.loads(text) for name, text in settings.items() if name.startswith(start)}
 
 
-def require_monitors(config, rank):
-    """Raises ConfigError on rank 0, which writes metrics, where a _C.Config needs a package that is not installed."""
-    if rank == 0 and config.shown_given:
-        from .monitoring.monitor import require_packages
-
-        require_packages(config)
-
-
 def _json_of(document):
     try:
         return json.dumps(document)
@@ -89,8 +81,6 @@ def document_of(config):
     ConfigError where it is none of these; for JSON the message of Strata's parser names the error."""
     if isinstance(config, dict):
         return config
-    if not isinstance(config, (str, os.PathLike)):
-        raise _C.ConfigError(f"config must be a dict, a path or JSON text; found {type(config).__name__}")
     read_config(config)  # its messages say more than Python's
     text = os.fspath(config)
     if os.path.isfile(text):

@@ -8,7 +8,7 @@ import torch
 
 from . import _C
 from .model.constructors import ShardedConstruction, discard_failed, is_alone
-from .model.model_input import choose_device, describe_modules, describe_parameters
+from .model.model_input import describe_modules, describe_parameters, find_device, make_current
 from .model.parameter import clear_owner, is_managed, mark_managed, owner_of, take_ownership, unmark_managed
 from .model.recording import write_pieces
 from .ranks.departure import watch
@@ -39,7 +39,6 @@ class DeferredInit:
         self._reads, self._recording = reads, recording
 
     def close(self):
-        """Ends the context."""
         self._reads = self._recording = None
         self._numbers = {}
         self._device = self._runtime = self._collectives = None  # shards on drives end with their modules
@@ -150,7 +149,7 @@ class DeferredInit:
         if self._device is not None or not homes:
             return
         with notifying_ranks():
-            device = choose_device(self._config, _Flat(homes))
+            device = make_current(find_device(self._config, _Flat(homes)))
         if rank_and_world_size()[1] > 1:
             self._collectives, self._group = make_collectives(self._config, device), object()
             runtime = _C.Runtime(device, threads=1, world_size=1).joined(self._collectives)

@@ -130,7 +130,6 @@ def _run(command):
 
 
 def _reason(done):
-    """Why a process failed."""
     last = (done.stderr.strip().splitlines() or ["no message"])[-1]
     if done.returncode < 0:
         return f"the process ended by {signal.Signals(-done.returncode).name}: {last}"

@@ -30,7 +30,6 @@ def _sum(stage, device):
 
 
 def main():
-    """Runs the stages."""
     sys.excepthook = lambda kind, error, _: _say("error", f"rank {os.environ['RANK']}: {kind.__name__}: {error}")
     device = "cuda" if torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"]) else "cpu"
     strata.init_distributed("gloo" if device == "cpu" else None, timeout=DEADLINE)

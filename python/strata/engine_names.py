@@ -109,29 +109,13 @@ class EngineNames:
         self._engine.core.record_steps(on)
 
     def step_report(self, wait=True):
-        """The report of this rank's last step, a dict; None before the first is over.
+        """The report of this rank's last step, a dict; None before the first is over. docs/OBSERVING.md has its keys;
+        sizes are bytes, times seconds, rates GB/s. A value that is not known is None; so are all times but ``seconds``
+        and those of drives, unless the step was timed (``record_steps``, ``strata.trace``).
 
-        ``step`` is its number, and ``seconds`` the time from its first forward to the end of its update. ``transfers``
-        has a dict for each of "gather", "reduce" and "refresh" (lazy all-gathers of units that stay whole): ``count``;
-        ``bytes`` of whole units; ``seconds`` in which a transfer was under way; ``exposed_seconds``, in which the
-        device only waited for one; ``gb_per_s`` of this rank's link. The report's ``exposed_seconds`` is that of all
-        transfers. ``uses`` counts uses of sharded units that were "kept" since the last use, "prefetched", or gathered
-        "late". ``device_allocations`` counts the engine's allocations in the step. ``host_waits`` counts the host waits
-        of the engine in the step: the host waited for the device, and queued no work; 0 on the CPU. ``device_memory``
-        is {kind: {``bytes`` now, ``peak_bytes``}}. Further seconds are ``forward_seconds``, ``backward_seconds``,
-        ``update_seconds`` and its parts ``norm_seconds`` and ``optimizer_seconds``. All seconds but ``seconds`` and
-        those of drives are None unless the step was timed (``record_steps``, ``strata.trace``).
-
-        ``offload`` is None where nothing is offloaded, else a dict. Its ``links`` has a dict for "up" (host to device)
-        and "down", where host and device have separate memory, and for "read" and "write" of drives, where there are
-        any: ``bytes`` in the step; ``seconds`` in which the link was busy; ``gb_per_s`` in these; ``limit_gb_per_s``,
-        from a short measurement; ``of_limit``, the fraction of it that was reached. ``fetch_wait_seconds`` is the
-        host's wait for drives, ``copy_wait_seconds`` the device's wait for copies. ``parts`` counts the leased parts of
-        states and weights, ``parts_ready`` those of them that were in memory. ``drives`` is [{``folder``,
-        ``written_bytes`` to it since the start}]. A value that is not known is None. With ``wait`` the call waits until
-        the device has finished the last step. With offloading the first such call takes some tenths of a second more,
-        to measure the links' limits. With ``wait=False`` the report is of the last finished step; None if there is
-        none."""
+        With ``wait`` the call waits until the device has finished the last step. With offloading the first such call
+        takes some tenths of a second more, to measure the links' limits. With ``wait=False`` the report is of the last
+        finished step; None if there is none."""
         return self._engine.core.step_report(wait)
 
     def print_step_report(self):

@@ -120,10 +120,8 @@ _COMPUTED = (
      lambda s: _place(s._config.optimizer_tier)),
     ("zero_offload_param", '{"device": "cpu" or "nvme"}: the place of the parameters\' shards; None: the device.',
      lambda s: _place(s._config.param_tier)),
-    ("zero_cpu_offload", "bool: whether the optimizer's states are in host memory, or are staged there.",
-     lambda s: s._config.optimizer_tier != "device"),
-    ("zero_use_cpu_optimizer", "bool: whether the optimizer's states are in host memory, or are staged there.",
-     lambda s: s._config.optimizer_tier != "device"),
+    *((name, "bool: whether the optimizer's states are in host memory, or are staged there.",
+       lambda s: s._config.optimizer_tier != "device") for name in ("zero_cpu_offload", "zero_use_cpu_optimizer")),
     ("zero_nvme_offload_optimizer", "bool: whether the optimizer's states are on a drive.",
      lambda s: s._config.optimizer_tier == "nvme"),
     ("optimizer_params", "{name: value}: ``optimizer.params`` of the configuration with its defaults; None without an "
@@ -156,14 +154,6 @@ _COMPUTED = (
 _PATHS = {method + name: (path + name, default)
           for (method, path), defaults in _VALUES.items() for name, default in defaults.items()} | _OTHER_VALUES
 VALUE_NAMES = frozenset(_PATHS)
-
-
-def _off(value):
-    return lambda settings: copy.copy(value)
-
-
-def _configured(path, default):
-    return lambda settings: settings._configured(path, default)
 
 
 class EngineSettings:
@@ -203,9 +193,9 @@ class EngineSettings:
         return {**(self._value_at(f"{section}.params") or {}), **self._section(f"{section}.params")}
 
 
-def _add_getter(name, doc, function):
+def _add_getter(name, doc, function, *arguments):
     def value(self):
-        return function(self)
+        return function(self, *arguments)
 
     value.__name__, value.__doc__ = name, doc
     setattr(EngineSettings, name, value)
@@ -213,9 +203,9 @@ def _add_getter(name, doc, function):
 
 for _name, (_path, _default) in _PATHS.items():
     _add_getter(_name, f"``{_path}`` of the configuration; {_default!r} where it says nothing.",
-                _configured(_path, _default))
+                EngineSettings._configured, _path, _default)
 for _default, _names in _OFF:
     for _name in _names:
-        _add_getter(_name, f"{_default!r}: the feature is not offered.", _off(_default))
+        _add_getter(_name, f"{_default!r}: the feature is not offered.", lambda _, off: copy.copy(off), _default)
 for _row in _COMPUTED:
     _add_getter(*_row)

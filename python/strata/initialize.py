@@ -9,10 +9,10 @@ import torch
 
 from . import _C
 from .checkpoint.supported_transformers import is_transformers_model, unsupported
-from .config_source import read_config, require_monitors, shown
+from .config_source import read_config, shown
 from .engine import Engine
 from .model.leaves import mark_leaves_of
-from .model.model_input import ModelTree, choose_device
+from .model.model_input import ModelTree, find_device, make_current
 from .model.parameter import require_values
 from .optimizer import ShardedOptimizer, optimizer_from_config, wrap_torch_optimizer
 from .rank_logging import show_logs
@@ -173,7 +173,10 @@ class StartUp:
         self.config, rank = self.parsed_config(), rank_and_world_size()[0]
         show_logs(shown(self.config, "log_level"))
         require_writable_files(self.config, rank)
-        require_monitors(self.config, rank)
+        if rank == 0 and self.config.shown_given:
+            from .monitoring.monitor import require_packages  # only where a rank's output is asked for
+
+            require_packages(self.config)
 
     def parsed_config(self):
         """The _C.Config, with complete batch sizes."""
@@ -183,9 +186,9 @@ class StartUp:
         """Chooses the device, and opens it."""
         self.tree = ModelTree(self.model)
         require_values(self.tree.parameters)
-        device = choose_device(self.config, self.tree)
+        device = make_current(find_device(self.config, self.tree))
         self.runtime = _C.Runtime(device, self.config.threads, rank_and_world_size()[1])
-        first = self.tree.parameters[:1]  # choose_device has seen that all are where one is
+        first = self.tree.parameters[:1]  # find_device has seen that all are where one is
         if device.type != "cpu" and any(parameter.device.type == "cpu" for _, parameter in first):
             self.runtime.expect_values()
 

@@ -11,7 +11,7 @@ import math
 import torch
 
 from . import _C
-from .element_order import flattened, shaped
+from .model.parameter import flattened, shaped
 from .ops.elementwise import place_of, set_values
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")

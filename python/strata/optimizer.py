@@ -10,7 +10,7 @@ import torch
 from . import _C
 from .model.tiles import known_as
 from .ops.elementwise import add_group_without_compiler
-from .optimizer_names import OptimizerNames
+from .optimizer_names import EngineStates, Inside, LossScale
 from .rank_logging import logger
 
 
@@ -18,24 +18,18 @@ def send_calls_to(sharded, client):
     """Lets scripts call ``step()`` and ``zero_grad()`` of the optimizer that they gave to ``initialize``."""
     if "step" in vars(client):
         return  # a scheduler has wrapped step(), and checks that its wrapper is still there
-    own, there, mine = type(client).step, weakref.ref(sharded), weakref.ref(client)
+    there, client_there = weakref.ref(sharded), weakref.ref(client)
 
-    def step(_, closure=None):
-        sharded = there()
-        if sharded is None or not sharded.trains():
-            return own(mine(), *(() if closure is None else (closure,)))
-        return sharded.step(closure)
+    def sent(name):
+        def method(_, *args, **kwargs):
+            sharded = there()
+            if sharded is None or not sharded.trains():
+                return getattr(type(client_there()), name)(client_there(), *args, **kwargs)
+            return getattr(sharded, name)(*args, **kwargs)
 
-    def zero_grad(_, set_to_none=True):
-        sharded = there()
-        if sharded is None or not sharded.trains():
-            type(mine()).zero_grad(mine(), set_to_none)
-        else:
-            sharded.zero_grad(set_to_none)
+        return types.MethodType(method, weakref.proxy(client))  # schedulers can wrap it; the proxy avoids a cycle
 
-    # Methods, which schedulers can wrap; the proxy avoids a reference cycle.
-    client.step = types.MethodType(step, weakref.proxy(client))
-    client.zero_grad = types.MethodType(zero_grad, weakref.proxy(client))
+    client.step, client.zero_grad = sent("step"), sent("zero_grad")
 
 
 class _WithoutCompiler(torch.optim.Optimizer):
@@ -58,7 +52,7 @@ def _unwrapped(method):
     return inspect.unwrap(function).__get__(method.__self__)
 
 
-class ShardedOptimizer(OptimizerNames, _WithoutCompiler):
+class ShardedOptimizer(_WithoutCompiler):
     """The engine's optimizer as schedulers and scripts see it.
 
     ``param_groups`` are ordinary dicts. The engine reads them at every step, so a script may change ``lr`` between
@@ -75,6 +69,7 @@ class ShardedOptimizer(OptimizerNames, _WithoutCompiler):
     """
 
     takes_whole, inner = False, None
+    _states = None
     _client = None  # the optimizer that the user gave to ``initialize``, until the engine is made
 
     def __init__(self, param_groups, defaults, inner=None):
@@ -113,7 +108,7 @@ class ShardedOptimizer(OptimizerNames, _WithoutCompiler):
         self._model, self._engine = engine.core, weakref.ref(engine)
         self.members = [list(group["params"]) for group in self.param_groups]
         if self.inner is not None:
-            from .drive_states import run_on_shards  # only for an optimizer of the script's
+            from .client_optimizer import run_on_shards  # only for an optimizer of the script's
 
             run_on_shards(self, engine)
         here = weakref.ref(self)
@@ -224,6 +219,62 @@ class ShardedOptimizer(OptimizerNames, _WithoutCompiler):
             values = (group["lr"], beta1, beta2, group.get("eps", 0.0), group.get("weight_decay", 0.0))
             result.append((*(float(v) for v in values), bool(group.get("bias_correction", True))))
         return result
+
+    # --- names that scripts read on DeepSpeed's ---
+
+    @property
+    def state(self):
+        """The states of the user's optimizer; an ``EngineStates`` where the engine has the states."""
+        if "state" in self.__dict__:  # torch's load_state_dict() goes past the setter
+            self.state = self.__dict__["state"]
+        return self._states if self.inner is None else self.inner.state
+
+    @state.setter
+    def state(self, states):
+        self.__dict__.pop("state", None)
+        if self.inner is not None:
+            self.inner.state = states
+            return
+        if self._states is None:
+            self._states = EngineStates(self)
+        self._states.replace(states)
+
+    loss_scaler = loss_scale_config = property(LossScale, doc="``LossScale``.")
+    dynamic_loss_scale = property(
+        lambda self: self._bound().dynamic_loss_scale(), doc="bool: whether the loss scale adapts.")
+
+    def get_lr(self):
+        """float: the learning rate of the first param group; ``engine.get_lr()`` has all."""
+        return self.param_groups[0]["lr"]
+
+    def set_lr(self, lr):
+        """Sets the learning rate of every param group, for the steps from now on."""
+        self._bound().set_lr(lr)
+
+    def needs_scaler(self):
+        """bool: whether a loss has to be scaled before backward (``engine.scale``): True under fp16."""
+        return self._bound().fp16_enabled()
+
+    @property
+    def optimizer(self):
+        """The optimizer inside: the script's, where it updates the shards; else an ``Inside``."""
+        return Inside(self) if self.inner is None else self.inner
+
+    @property
+    def fp32_partitioned_groups_flat(self):
+        """[tensor], by param group: this rank's parts of the fp32 masters, joined in one dimension. These are copies;
+        ``safe_set_local_fp32_param`` changes the masters."""
+        from .parameter_states import safe_get_local_fp32_param  # not before the first use
+
+        flat = []
+        for group in self.param_groups:
+            parts = [safe_get_local_fp32_param(p) for p in group["params"]]
+            parts = [part.reshape(-1) for part in parts if part is not None]
+            flat.append(torch.cat(parts) if parts else torch.empty(0))
+        return flat
+
+    single_partition_of_fp32_groups = fp32_partitioned_groups_flat  # DeepSpeed's name at stages 1 and 2
+    fp32_groups_flat = fp32_partitioned_groups_flat  # DeepSpeed's name at stage 0 in 16 bits
 
 
 def groups_of(optimizer):

@@ -1,9 +1,7 @@
-"""Names that scripts read on DeepSpeed's optimizer of an engine: the loss scale, flat masters, the optimizer inside."""
+"""Objects that scripts read on DeepSpeed's optimizer of an engine: its states, the loss scale, the optimizer inside."""
 
 import collections
 import weakref
-
-import torch
 
 from . import _C
 
@@ -96,63 +94,3 @@ class Inside:
 
     def __setattr__(self, name, value):
         setattr(self._optimizer, name, value)
-
-
-class OptimizerNames:
-    """A base of ``ShardedOptimizer``, which has ``inner``, ``param_groups``, ``trains()`` and ``_bound()``."""
-
-    _states = None
-
-    @property
-    def state(self):
-        """The states of the user's optimizer; an ``EngineStates`` where the engine has the states."""
-        if "state" in self.__dict__:  # torch's load_state_dict() goes past the setter
-            self.state = self.__dict__["state"]
-        return self._states if self.inner is None else self.inner.state
-
-    @state.setter
-    def state(self, states):
-        self.__dict__.pop("state", None)
-        if self.inner is not None:
-            self.inner.state = states
-            return
-        if self._states is None:
-            self._states = EngineStates(self)
-        self._states.replace(states)
-
-    loss_scaler = loss_scale_config = property(LossScale, doc="``LossScale``.")
-    dynamic_loss_scale = property(
-        lambda self: self._bound().dynamic_loss_scale(), doc="bool: whether the loss scale adapts.")
-
-    def get_lr(self):
-        """float: the learning rate of the first param group; ``engine.get_lr()`` has all."""
-        return self.param_groups[0]["lr"]
-
-    def set_lr(self, lr):
-        """Sets the learning rate of every param group, for the steps from now on."""
-        self._bound().set_lr(lr)
-
-    def needs_scaler(self):
-        """bool: whether a loss has to be scaled before backward (``engine.scale``): True under fp16."""
-        return self._bound().fp16_enabled()
-
-    @property
-    def optimizer(self):
-        """The optimizer inside: the script's, where it updates the shards; else an ``Inside``."""
-        return Inside(self) if self.inner is None else self.inner
-
-    @property
-    def fp32_partitioned_groups_flat(self):
-        """[tensor], by param group: this rank's parts of the fp32 masters, joined in one dimension. These are copies;
-        ``safe_set_local_fp32_param`` changes the masters."""
-        from .parameter_states import safe_get_local_fp32_param  # not before the first use
-
-        flat = []
-        for group in self.param_groups:
-            parts = [safe_get_local_fp32_param(p) for p in group["params"]]
-            parts = [part.reshape(-1) for part in parts if part is not None]
-            flat.append(torch.cat(parts) if parts else torch.empty(0))
-        return flat
-
-    single_partition_of_fp32_groups = fp32_partitioned_groups_flat  # DeepSpeed's name at stages 1 and 2
-    fp32_groups_flat = fp32_partitioned_groups_flat  # DeepSpeed's name at stage 0 in 16 bits

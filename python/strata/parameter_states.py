@@ -17,8 +17,7 @@ import functools
 import torch
 
 from . import _C
-from .element_order import flattened, shaped
-from .model.parameter import owner_of
+from .model.parameter import flattened, owner_of, shaped
 from .model.tiles import tiles_of
 
 

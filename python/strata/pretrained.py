@@ -11,10 +11,11 @@ import torch
 
 from . import _C
 from .checkpoint.adapters import WEIGHTS, attach_adapter, holds_adapter, read_adapter_config, require_buffers
-from .checkpoint.load_plan import Contents, LoadPlan, build_model, make_flat
-from .checkpoint.names import homes_of, model_tensors, state_names
+from .checkpoint.load_plan import LoadPlan, build_model, make_flat
+from .checkpoint.names import homes_of, model_tensors, names_of, state_names
+from .checkpoint.repeated_blocks import Leaves
 from .checkpoint.saving import save_pretrained
-from .checkpoint.supported_transformers import adapter, dtype_name, is_transformers_model, require_supported
+from .checkpoint.supported_transformers import adapter, dtype_name, require_supported
 from .config_source import read_config
 from .initialize import StartUp
 from .model.model_input import ModelTree, find_device, make_current
@@ -78,7 +79,7 @@ def load_weights(engine, path, strict=False):
     with agree_after(engine._collectives, f"opening the checkpoint '{path}'"):
         checkpoint = _C.Checkpoint(os.fspath(path))
         parameters = [(i, known.parameter, known.shape) for i, known in enumerate(engine.known)]
-        names, buffers = _names_of(engine.module)
+        names, buffers = names_of(engine.module)
         entries = _entries(parameters, names, engine._config)
         plan = LoadPlan(engine.module, checkpoint, path, entries, homes_of(engine.module, buffers), strict)
     _load(engine, [plan], StartUpClock())
@@ -115,7 +116,8 @@ class _PretrainedStartUp(StartUp):
         _, self.runtime = self._opening.result()
         make_current(self.runtime.device)
         self._building = self._beside.submit(_build_flat, self._class, self._files, self.config, self._model_arguments)
-        self._planning = self._beside.submit(_plan, self._building, self._strict)
+        self._planning = self._beside.submit(
+            lambda: [plan(strict=self._strict) for plan in self._building.result()[2]])
 
     def build(self):
         with self.agreed(self._what):
@@ -155,20 +157,13 @@ def _beside():
         sys.setswitchinterval(interval)
 
 
-class OpenedRuntime(NamedTuple):
-    """A _C.Config, whose batch sizes may be incomplete, and a _C.Runtime for it."""
-
-    config: object
-    runtime: object
-
-
 def open_runtime(config):
-    """The ``OpenedRuntime`` of a model that comes from files. In any thread; Python's lock is free while the device is
-    opened, and torch's current device does not change."""
+    """(_C.Config, whose batch sizes may be incomplete, _C.Runtime for it) of a model that comes from files. In any
+    thread; Python's lock is free while the device is opened, and torch's current device does not change."""
     parsed = read_config(config)
     runtime = _C.Runtime(find_device(parsed), parsed.threads, expected_world_size())
     runtime.expect_values()
-    return OpenedRuntime(parsed, runtime)
+    return parsed, runtime
 
 
 def warm_up(opening):
@@ -190,11 +185,11 @@ class _Files(NamedTuple):
 
     path: str
     checkpoint: object
-    contents: Contents
+    leaves: Leaves
 
     def plan(self, model, parameters, buffers, constructed):
         """A ``LoadPlan`` of these files, but for its argument ``strict``."""
-        return partial(LoadPlan, model, self.checkpoint, self.path, parameters, buffers, contents=self.contents,
+        return partial(LoadPlan, model, self.checkpoint, self.path, parameters, buffers, leaves=self.leaves,
                        constructed=constructed)
 
 
@@ -215,7 +210,7 @@ def _open(path):
 
 def _open_files(path):
     checkpoint = _C.Checkpoint(os.fspath(path))
-    return _Files(path, checkpoint, Contents(checkpoint))
+    return _Files(path, checkpoint, Leaves(checkpoint.tensors()))
 
 
 def _build_flat(importing, opening, config, model_arguments):
@@ -224,17 +219,17 @@ def _build_flat(importing, opening, config, model_arguments):
     opened = opening.result()
     base, constructed = _build(model_class, model_config, opened, config.dtype, model_arguments)
     _tie(base, opened.base)
-    named, buffers = _names_of(base)
+    named, buffers = names_of(base)
     model, of_adapter = base, {}
     if opened.adapter is not None:
         model, in_file = attach_adapter(base, opened.adapter_config)
-        all_names, _ = _names_of(model)
+        all_names, _ = names_of(model)
         adapter_buffers = {name: tensor for name, tensor in in_file.items() if id(tensor) not in all_names}
-        require_buffers(adapter_buffers, opened.adapter.contents.shapes, opened.adapter.path)
+        require_buffers(adapter_buffers, opened.adapter.leaves.listed, opened.adapter.path)
         for name, parameter in in_file.items():
             if name in adapter_buffers:
                 continue
-            if id(parameter) not in named or name in opened.adapter.contents.shapes:
+            if id(parameter) not in named or name in opened.adapter.leaves.listed:
                 of_adapter.setdefault(id(parameter), []).append(name)
         of_adapter |= {key: names for key, names in all_names.items() if key not in named and key not in of_adapter}
     shapes = make_flat(model)
@@ -247,10 +242,6 @@ def _build_flat(importing, opening, config, model_arguments):
         homes = homes_of(model, adapter_buffers)
         plans.append(opened.adapter.plan(model, _entries(parameters, of_adapter, config), homes, {}))
     return model.eval(), shapes, plans
-
-
-def _plan(building, strict):
-    return [plan(strict=strict) for plan in building.result()[2]]
 
 
 def _import_class(path, opening, model_class):
@@ -295,7 +286,7 @@ def _dtype_as_loaded(given, config, opened):
         return given
     if getattr(config, dtype_name(config)) is not None:
         return getattr(config, dtype_name(config))
-    dtypes = (tensor.dtype for _, tensor in opened.base.contents.tensors.items())
+    dtypes = (dtype for _, dtype in opened.base.leaves.listed.values())
     return next((dtype for dtype in dtypes if dtype.is_floating_point), torch.get_default_dtype())
 
 
@@ -303,23 +294,13 @@ def _tie(model, files):
     if not adapter().tied_names(model):
         return
     parameters, buffers = state_names(model)
-    found, _ = model_tensors(model, {*parameters, *buffers}, files.contents.tensors)
+    found, _ = model_tensors(model, {*parameters, *buffers}, files.leaves)
 
     def same(one, other):
         a, b = found[one], found[other]
         return a.source is not None and b.source is not None and files.checkpoint.same(a.source, b.source)
 
     adapter().tie(model, parameters.keys() - found.keys(), same)
-
-
-def _names_of(model):
-    """({id(parameter): [names]}, {name: persistent buffer}). Names that are tied to another one come last."""
-    by_name, buffers = state_names(model)
-    tied = adapter().tied_names(model) if is_transformers_model(model) else ()
-    names = {}
-    for name in sorted(by_name, key=tied.__contains__):
-        names.setdefault(id(by_name[name]), []).append(name)
-    return names, buffers
 
 
 def _entries(parameters, names, config):

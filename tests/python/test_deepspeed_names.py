@@ -193,7 +193,7 @@ def _communicates():
     communication.init_distributed()
     assert communication.is_initialized() and communication.get_world_size() == world
     assert communication.get_all_ranks_from_group() == list(range(world))
-    assert communication.get_data_parallel_rank() == rank and communication.get_model_parallel_world_size() == 1
+    assert communication.get_rank() == rank and communication.one() == 1 and communication.zero() == 0
     with pytest.raises(NotImplementedError, match="Ulysses"):
         communication._get_sequence_parallel_group()
     assert communication.get_world_group() is not None

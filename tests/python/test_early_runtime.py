@@ -112,7 +112,7 @@ def test_a_configuration_that_is_wrong_on_one_rank_is_an_error_on_every_rank(che
 
 def _opened(device, dtype=None):
     opening = Future()
-    opening.set_result(pretrained.OpenedRuntime(SimpleNamespace(dtype=dtype), SimpleNamespace(device=device)))
+    opening.set_result((SimpleNamespace(dtype=dtype), SimpleNamespace(device=device)))
     return opening
 
 

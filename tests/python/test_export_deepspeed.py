@@ -15,8 +15,7 @@ from deepspeed_runs import STEPS, WORLD, client_state_of_script, losses_of, make
 from devices import ON_GPU
 from ranks import run_ranks
 from strata.exporting.__main__ import main as command_line
-from strata.exporting.deepspeed import export_deepspeed
-from strata.exporting.deepspeed_files import Layout
+from strata.exporting.deepspeed import Layout, export_deepspeed
 from strata.importing.deepspeed import import_deepspeed
 from strata.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tiny_models import rank_and_world

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import torch
 
 from .. import _C
+from ..model.parameter import gathered
 from ..ranks.runtime import agree_after
 from ..tiles.host_copy import values_on_host
 from .names import state_names
@@ -73,9 +74,9 @@ def attach_adapter(model, config):
     return wrapped, _in_file(wrapped, "default", {**parameters, **state_names(wrapped)[1]})
 
 
-def require_buffers(buffers, shapes, path):
-    """Raises FormatError where the file at ``path``, with tensors of these ``shapes``, lacks one of ``buffers``."""
-    missing = [name for name in buffers if name not in shapes]
+def require_buffers(buffers, listed, path):
+    """Raises FormatError where the file at ``path``, with the tensors ``listed``, lacks one of ``buffers``."""
+    missing = [name for name in buffers if name not in listed]
     if missing:
         raise _C.FormatError(f"{path}: the adapter's buffer '{missing[0]}' is missing; save the adapter with it, which "
                              "PEFT calls save_projection=True in some methods")
@@ -145,15 +146,12 @@ def save_adapters(engine, folder):
     of_model = (known.parameter for known in engine.known)
     values |= {id(p): values_on_host(p, writes) for p in of_model if id(p) in wanted}
     held = [index for index, (_, parameter, *_) in enumerate(engine._described) if id(parameter) in prompts]
-    engine.core.gather(held)
-    try:
-        with agree_after(engine._collectives, "saving the adapters"), torch.no_grad():
-            if writes:
-                gathered = {name: values[id(t)] for name, t in state.items() if id(t) in wanted}
-                with moved_into(os.fspath(folder), "the adapters") as temporary:
-                    model.save_pretrained(temporary, state_dict=gathered)
-    finally:
-        engine.core.release(held, True)
+    saving = agree_after(engine._collectives, "saving the adapters")
+    with gathered(engine.core, held), saving, torch.no_grad():
+        if writes:
+            state_dict = {name: values[id(t)] for name, t in state.items() if id(t) in wanted}
+            with moved_into(os.fspath(folder), "the adapters") as temporary:
+                model.save_pretrained(temporary, state_dict=state_dict)
 
 
 def _in_file(model, adapter, state):

@@ -15,18 +15,9 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from .. import _C
 from .names import model_tensors, state_names
 from .repeated_blocks import Leaves
-from .supported_transformers import adapter
+from .supported_transformers import adapter, build
 
 logger = logging.getLogger("strata")
-
-
-class Contents:
-    """The contents of a _C.Checkpoint: ``shapes`` and ``tensors``, as RangeTensors, by name."""
-
-    def __init__(self, checkpoint):
-        listed = checkpoint.tensors()
-        self.shapes = {name: shape for name, shape, _ in listed}
-        self.tensors = Leaves(listed)
 
 
 class LoadPlan:
@@ -41,19 +32,18 @@ class LoadPlan:
         parameters: [(index among the model's parameters, [names], full shape, torch dtype of the weight)].
         buffers: {name: ``BufferHome``} of persistent buffers.
         strict: tensors that the model does not use are an error; else a warning.
-        contents: ``Contents`` of the checkpoint, where they are made already.
+        leaves: ``Leaves`` of the checkpoint's tensors, where they are made already.
         constructed: {index: value} of parameters that the model's class leaves out of its checkpoints.
         found: a result of ``model_tensors`` for these parameters, and maybe for others.
     """
 
-    def __init__(self, model, checkpoint, path, parameters, buffers, strict=False, contents=None, constructed=None,
+    def __init__(self, model, checkpoint, path, parameters, buffers, strict=False, leaves=None, constructed=None,
                  found=None):  # fmt: skip
         self._checkpoint = checkpoint
         self._path = path
         known = {name for _, names, _, _ in parameters for name in names} | set(buffers)
-        contents = contents or Contents(checkpoint)
-        self._shapes = contents.shapes
-        found, self.unexpected = (found, []) if found else model_tensors(model, known, contents.tensors)
+        leaves = leaves or Leaves(checkpoint.tensors())
+        found, self.unexpected = (found, []) if found else model_tensors(model, known, leaves)
         if strict and self.unexpected:
             raise _C.FormatError(_listing(f"{path}: the model has no use for", self.unexpected))
         self._computed = []  # (index, RangeTensor)
@@ -77,7 +67,7 @@ class LoadPlan:
                 self._computed.append((index, tensor))
             else:
                 starts = accumulate((numel for _, _, numel in tensor.runs), initial=0)
-                pieces = [(s, self._shapes[s], at, begin, n) for at, (s, begin, n) in zip(starts, tensor.runs)]
+                pieces = [(s, leaves.listed[s][0], at, begin, n) for at, (s, begin, n) in zip(starts, tensor.runs)]
                 sources.append((names[0], shape, dtype, pieces))
                 self._indices.append(index)
         self.absent_buffers = [name for name in buffers if name not in found]
@@ -164,8 +154,8 @@ def build_model(model_class, config, dtype, model_arguments):
     The only weights with values are those that the model's class leaves out of its checkpoints. These and the buffers
     get the values of ``from_pretrained``: those of the model's constructor and its ``_init_weights``. Returns (model,
     {id(parameter): value} of the weights that the class leaves out)."""
-    with _meta_parameters(), adapter().building():
-        model = adapter().build(model_class, config, dtype, model_arguments)
+    with _meta_parameters():
+        model = build(model_class, config, dtype, model_arguments)
     for parameter in model.parameters():
         _to_meta(parameter)  # some bypass register_parameter
     for module in model.modules():

@@ -60,16 +60,14 @@ def saved_tensors(model, tensors):
     return adapter().to_files(model, {n: t for n, t in tensors.items() if n not in ignored})
 
 
-def preferred_names(model, names):
-    """[name] with one of each parameter's names: not one that transformers ties to another. ``names``: {name:
-    parameter}."""
+def names_of(model):
+    """({id(parameter): [names]}, {name: persistent buffer}). Names that transformers ties to another one come last."""
+    by_name, buffers = state_names(model)
     tied = adapter().tied_names(model) if is_transformers_model(model) else ()
-    chosen = {}
-    for name, parameter in names.items():
-        if id(parameter) not in chosen or (chosen[id(parameter)] in tied and name not in tied):
-            chosen[id(parameter)] = name
-    kept = set(chosen.values())
-    return [name for name in names if name in kept]
+    names = {}
+    for name in sorted(by_name, key=tied.__contains__):
+        names.setdefault(id(by_name[name]), []).append(name)
+    return names, buffers
 
 
 def _is_ignored(model, name):

@@ -9,12 +9,12 @@ from collections import OrderedDict
 import torch
 
 from .. import _C
-from ..model.parameter import owner_of
+from ..model.parameter import full_shape, gathered
 from ..model.tiles import tiles_of
 from ..ranks.runtime import agree_after
 from ..tiles.host_copy import iter_pieces, values_on_host
 from .adapters import is_peft_model, save_adapters
-from .names import preferred_names, saved_tensors, state_names
+from .names import names_of, saved_tensors, state_names
 from .plain_values import from_plain, to_plain
 from .ranges import RangeTensor
 from .supported_transformers import dtype_name, is_transformers_model
@@ -61,7 +61,8 @@ def _state_leaves(engine):
     by_name, buffers = state_names(engine.module)
     place_of = {id(known.parameter): i for i, known in enumerate(engine.known)}
     weights = {}
-    for name in preferred_names(engine.module, by_name):
+    preferred = {names[0] for names in names_of(engine.module)[0].values()}
+    for name in filter(preferred.__contains__, by_name):
         known = engine.known[place_of[id(by_name[name])]]
         dtype = engine._described[known.parts[0].index][1].dtype
         weights[name] = RangeTensor.leaf(place_of[id(known.parameter)], known.shape, dtype)
@@ -91,14 +92,12 @@ def _save_computed(engine, saver, index, tensor, buffers):
         parameter = engine.known[source].parameter
         return copies.get(id(parameter), parameter).detach()
 
-    engine.core.gather(indices)
-    try:
-        if writes:
-            saver.write(index, tensor.compute(values_of))
-    except Exception as error:
-        return error
-    finally:
-        engine.core.release(indices, True)
+    with gathered(engine.core, indices):
+        try:
+            if writes:
+                saver.write(index, tensor.compute(values_of))
+        except Exception as error:
+            return error
     return None
 
 
@@ -148,7 +147,8 @@ def set_whole_weights(engine, state_dict, strict=True, may_miss=()):
     missing = [name for name in [*parameters, *buffers] if name not in left]
     there = [(name, p, left.pop(name)) for name, p in parameters.items() if name in left]
     for name, parameter, value in there:
-        _require_shape(name, _whole_shape(parameter), value)
+        tiles = tiles_of(parameter)
+        _require_shape(name, full_shape(parameter) if tiles is None else tiles.shape, value)
     for name, buffer in buffers.items():
         if name in left:
             _require_shape(name, buffer.shape, left[name])
@@ -185,15 +185,8 @@ def _of_rank_0(engine, state_dict, buffers):
     return result
 
 
-def _whole_shape(parameter):
-    if tiles_of(parameter) is not None:
-        return tiles_of(parameter).shape
-    core, index = owner_of(parameter)
-    return parameter.shape if core is None else torch.Size(core.full_shape(index))
-
-
 def _require_shape(name, shape, value):
-    if value.shape != shape:
+    if value.shape != torch.Size(shape):
         raise _C.UsageError(f"'{name}' has another shape: wanted {list(shape)}; found {list(value.shape)}")
 
 

@@ -1,15 +1,13 @@
 """The versions of transformers whose checkpoints Strata reads and writes, and the adapter of each generation.
 
 Private functions of transformers map a checkpoint's tensors to a model's, and they change between versions. A
-generation is the versions that one adapter serves, a module beside this one. Only the adapters use private names of
-transformers, and nothing outside them asks for a version. Strata refuses an untested version before it converts a
-checkpoint wrongly; a model that the script built trains with any version. ``make test-transformers VERSION=...`` runs
-the tests with a version, ``make test-newest`` with the newest one; CONTRIBUTING.md has the runs.
+generation is the versions that one adapter serves, a module beside this one. Only the adapters and this module use
+private names of transformers, and nothing else asks for a version. Strata refuses an untested version before it
+converts a checkpoint wrongly; a model that the script built trains with any version. ``make test-transformers
+VERSION=...`` runs the tests with a version, ``make test-newest`` with the newest one; CONTRIBUTING.md has the runs.
 
 Every adapter has these functions. ``model`` is a transformers.PreTrainedModel.
 
-    building()                      context in which constructors of models compute no values
-    build(cls, config, dtype, arguments)    a model of class ``cls``, in the dtype; ``arguments`` are of from_pretrained
     initialize(model, missing)      gives tensors whose ids are in ``missing`` the values of ``from_pretrained``
     tie(model, missing, same)       ties parameters as from_pretrained would. ``missing``: names that the checkpoint
                                     lacks; ``same``: of two other names, whether the values are equal
@@ -81,6 +79,13 @@ def private(name):
     require_supported()
     (module,) = (module for module, names in _generation().private.items() if name in names)
     return getattr(importlib.import_module(f"transformers.{module}"), name)
+
+
+def build(cls, config, dtype, arguments):
+    """A model of class ``cls``, in the dtype; its constructors compute no values. ``arguments`` are of from_pretrained.
+    """
+    with private("no_init_weights")():
+        return cls._from_config(config, **{dtype_name(config): dtype}, **arguments)
 
 
 def require_supported():

@@ -94,9 +94,7 @@ def load_checkpoint(engine, folder, tag, strict, optimizer_states, scheduler_sta
         optimizer = from_plain(training.get("optimizer"), read_client) if optimizer_states else None
         scheduler = from_plain(training.get("scheduler"), read_client) if scheduler_states and not module_only else None
         require_same_groups(engine, optimizer)
-        buffers = _named_buffers(engine, checkpoint)
-        specs = [(name, list(buffer.shape)) for buffer, names in buffers for name in names]
-        values = _read_buffers(engine, checkpoint, buffers)
+        specs, values = _read_buffers(engine, checkpoint)
         _log_differences(engine, checkpoint, specs, strict, optimizer_states)
     checkpoint.load(engine.core, optimizer_states, strict, bool(training.get("without_frozen")), targets, specs)
     try:
@@ -178,26 +176,23 @@ def _log_differences(engine, checkpoint, buffers, strict, optimizer_states):
 # --- buffers and names ---
 
 
-def _named_buffers(engine, checkpoint):
-    """[(buffer, [its names in the checkpoint])]; a buffer that the checkpoint lacks has its first name in the model."""
-    there = {name for role, name, *_ in checkpoint.tensors() if role == "buffer"}
+def _read_buffers(engine, checkpoint):
+    """([(name in the checkpoint, shape)] of the model's buffers; [(buffer, its new value)] of those that the checkpoint
+    has with the same shape). A buffer that the checkpoint lacks has its first name in the model."""
+    there = {(role, name): list(shape) for role, name, shape, *_ in checkpoint.tensors()}
+    same_world = checkpoint.world_size == engine.world_size
     by_tensor = {}
     for name, buffer in state_names(engine.module)[1].items():
         by_tensor.setdefault(id(buffer), (buffer, []))[1].append(name)
-    return [(buffer, [n for n in names if n in there] or names[:1]) for buffer, names in by_tensor.values()]
-
-
-def _read_buffers(engine, checkpoint, buffers):
-    """[(buffer, its new value)] of the buffers that the checkpoint has with the same shape."""
-    there = {(role, name): list(shape) for role, name, shape, *_ in checkpoint.tensors()}
-    same_world = checkpoint.world_size == engine.world_size
-    values = []
-    for buffer, names in buffers:
+    specs, values = [], []
+    for buffer, known in by_tensor.values():
+        names = [name for name in known if ("buffer", name) in there] or known[:1]
+        specs += [(name, list(buffer.shape)) for name in names]
         own = "rank buffer", f"{engine.global_rank}:{names[0]}"
         found = own if same_world and own in there else ("buffer", names[0])
         if there.get(found) == list(buffer.shape):
             values.append((buffer, checkpoint.read(*found)))
-    return values
+    return specs, values
 
 
 def _aliases(engine):

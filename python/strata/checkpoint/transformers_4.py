@@ -6,20 +6,12 @@ import re
 
 from .. import _C
 from .names import state_names
-from .supported_transformers import Loading, dtype_name, private
+from .supported_transformers import Loading, private
 
 logger = logging.getLogger("strata")
 
 DEFAULT_DTYPE = "float32"
 INITIALIZES_MISSING = True
-
-
-def building():
-    return private("no_init_weights")()
-
-
-def build(cls, config, dtype, arguments):
-    return cls._from_config(config, **{dtype_name(config): dtype}, **arguments)
 
 
 def initialize(model, missing):

@@ -18,14 +18,6 @@ INITIALIZES_MISSING = False
 _NUMBER_IN_PATTERN = re.compile(r"(?<![A-Za-z0-9_])\d")  # not that of a name, as in "w1"
 
 
-def building():
-    return private("no_init_weights")()
-
-
-def build(cls, config, dtype, arguments):
-    return cls._from_config(config, dtype=dtype, **arguments)
-
-
 def initialize(model, missing):
     for tensors in state_names(model):
         for tensor in tensors.values():

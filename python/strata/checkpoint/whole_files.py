@@ -114,10 +114,7 @@ def place_script(folder):
         with suppress(FileNotFoundError), open(path, encoding="utf-8", errors="replace") as file:
             if file.read(len(_TEXT) + 1) == _TEXT:
                 return
-        with _C.AtomicFile(path) as script:
-            with open(script.fileno(), "w", encoding="utf-8", closefd=False) as file:
-                file.write(_TEXT)
-            script.publish()
-            os.fchmod(script.fileno(), os.fstat(script.fileno()).st_mode | 0o100)
+        _C.write_file_atomically(path, _TEXT)
+        os.chmod(path, os.stat(path).st_mode | 0o100)
     except (OSError, _C.IoError) as error:
         logger.warning("cannot write '%s': %s", path, error)

@@ -2,6 +2,7 @@
 functions about memory, the installed torch, and the operators that it could build."""
 
 import contextlib
+import copy
 import functools
 import logging
 import os
@@ -15,16 +16,26 @@ logger = logging.getLogger("strata")
 
 _OF_CUDA = frozenset(  # the functions of torch.cuda themselves
     "Event Stream current_device current_stream default_stream device_count empty_cache get_rng_state initial_seed "
-    "manual_seed manual_seed_all max_memory_allocated max_memory_reserved memory_allocated memory_reserved "
-    "memory_stats reset_max_memory_allocated reset_max_memory_cached reset_peak_memory_stats set_device set_rng_state "
-    "stream synchronize".split()
+    "is_bf16_supported manual_seed manual_seed_all max_memory_allocated max_memory_reserved memory_allocated "
+    "memory_reserved memory_stats reset_max_memory_allocated reset_max_memory_cached reset_peak_memory_stats "
+    "set_device set_rng_state stream synchronize".split()
 )
-_ON_CPU = {  # the results of functions that do nothing on a CPU
-    **dict.fromkeys("current_device max_memory_allocated max_memory_reserved memory_allocated memory_reserved"
-                    .split(), 0),
-    **dict.fromkeys("empty_cache range_pop range_push reset_max_memory_allocated reset_max_memory_cached "
-                    "reset_peak_memory_stats set_device synchronize".split()),
-    "device_count": 1,
+_SYNCHRONIZED = "handles_memory_backpressure is_synchronized_device resolves_data_dependency use_host_timers".split()
+_GPU = ("is_fp16_supported", "is_triton_supported")
+_BOTH = {"is_available": True, "get_compile_backend": "inductor"}
+_RESULTS = {  # by device: the results of functions that say what the device is, or do nothing on a CPU
+    "cuda": {
+        **_BOTH, **dict.fromkeys(_SYNCHRONIZED, False), **dict.fromkeys(_GPU, True),
+        "communication_backend_name": "nccl", "visible_devices_envs": ["CUDA_VISIBLE_DEVICES"],
+    },
+    "cpu": {
+        **_BOTH, **dict.fromkeys(_SYNCHRONIZED, True), **dict.fromkeys(_GPU, False),
+        "communication_backend_name": "gloo", "visible_devices_envs": [], "is_bf16_supported": True, "device_count": 1,
+        **dict.fromkeys("current_device max_memory_allocated max_memory_reserved memory_allocated memory_reserved"
+                        .split(), 0),
+        **dict.fromkeys("empty_cache range_pop range_push reset_max_memory_allocated reset_max_memory_cached "
+                        "reset_peak_memory_stats set_device synchronize".split()),
+    },
 }  # fmt: skip
 _OF_TORCH = {"manual_seed_all": torch.manual_seed, "manual_seed": torch.manual_seed, "initial_seed": torch.initial_seed,
              "get_rng_state": torch.get_rng_state, "set_rng_state": torch.set_rng_state}  # fmt: skip
@@ -32,8 +43,9 @@ _OF_TORCH = {"manual_seed_all": torch.manual_seed, "manual_seed": torch.manual_s
 
 class Accelerator:
     """CUDA's where the process can use a GPU, else the CPU's. Methods that this class does not define are torch.cuda's
-    of the same name, ``range_push`` and ``range_pop`` those of NVTX. On a CPU those that count memory return 0, and
-    those that wait return at once."""
+    of the same name, ``range_push`` and ``range_pop`` those of NVTX, or return a constant about the device
+    (``is_fp16_supported``, ``communication_backend_name``). On a CPU those that count memory return 0, and those that
+    wait return at once."""
 
     def __init__(self):
         self._name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -45,8 +57,8 @@ class Accelerator:
             return getattr(torch.cuda.nvtx, name)
         if self._name == "cpu" and name in _OF_TORCH:
             return _OF_TORCH[name]
-        if self._name == "cpu" and name in _ON_CPU:
-            return lambda *args, **kwargs: _ON_CPU[name]
+        if name in _RESULTS[self._name]:
+            return lambda *args, **kwargs: copy.copy(_RESULTS[self._name][name])
         if name.startswith("__"):
             raise AttributeError(name)
         raise NotImplementedError(f"get_accelerator().{name}: Strata does not offer it on {self._name}; call torch")
@@ -63,16 +75,6 @@ class Accelerator:
         """str: "cuda:0" or "cpu"."""
         return self.device_name(self.current_device())
 
-    def is_available(self):
-        """True: this object always names an available device."""
-        return True
-
-    def is_synchronized_device(self):
-        """bool: whether calls return when their work is done."""
-        return self._name == "cpu"
-
-    use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
-
     def total_memory(self, device_index=None):
         """int: bytes of the device; on a CPU those of the host."""
         if self._name == "cuda":
@@ -85,24 +87,10 @@ class Accelerator:
             return torch.cuda.mem_get_info(device_index)[0]
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
-    def is_bf16_supported(self):
-        """bool: whether the device computes in bf16."""
-        return self._name == "cpu" or torch.cuda.is_bf16_supported()
-
-    def is_fp16_supported(self):
-        """bool: whether models train in fp16 on the device, and whether it runs Triton's kernels."""
-        return self._name == "cuda"
-
-    is_triton_supported = is_fp16_supported
-
     def supported_dtypes(self):
         """[torch.dtype] that models train in."""
         half = [torch.float16] if self.is_fp16_supported() else []
         return [torch.float32, *half, *([torch.bfloat16] if self.is_bf16_supported() else [])]
-
-    def communication_backend_name(self):
-        """str: torch.distributed's backend of the device."""
-        return "nccl" if self._name == "cuda" else "gloo"
 
     def random(self):
         """The module ``torch.random``."""
@@ -123,14 +111,6 @@ class Accelerator:
     def lazy_call(self, callback):
         """Calls ``callback`` at once."""
         return callback()
-
-    def visible_devices_envs(self):
-        """[str]: the variables that name the devices of a process."""
-        return ["CUDA_VISIBLE_DEVICES"] if self._name == "cuda" else []
-
-    def get_compile_backend(self):
-        """str: the name of torch.compile's backend."""
-        return "inductor"
 
 
 @functools.lru_cache(maxsize=1)
@@ -163,12 +143,6 @@ def memory_status(msg, print_rank=-1, reset_max=False):
     see_memory_usage(msg, force=True)
 
 
-def empty_cache():
-    """Gives the unused memory of torch's allocator back."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
 def _cut(version):
     return ".".join(version.split(".")[:2]) if version else "0.0"
 
@@ -189,11 +163,6 @@ def required_torch_version(min_version=None, max_version=None):
     found = Version(torch.__version__)
     high_enough = min_version is None or found >= Version(str(min_version))
     return high_enough and (max_version is None or found <= Version(str(max_version)))
-
-
-def register_grad_hook(param, hook):
-    """``param.register_post_accumulate_grad_hook(hook)``."""
-    return param.register_post_accumulate_grad_hook(hook)
 
 
 def is_functorch_transforming():

@@ -50,9 +50,6 @@ def checkpoint(function, *args, **kwargs):
     return found[0] if len(found) == 1 else tuple(found)
 
 
-non_reentrant_checkpoint = checkpoint
-
-
 class CheckpointFunction:
     """Stands for DeepSpeed's autograd function, for scripts that call ``apply`` themselves."""
 

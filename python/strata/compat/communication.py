@@ -40,13 +40,13 @@ def init_distributed(
         runtime.require_group()
         return
     options = {} if timeout is None else {"timeout": timeout}
-    if init_method is not None or (rank >= 0 and world_size > 0):
+    is_told = init_method is not None or (rank >= 0 and world_size > 0)
+    if is_told or "RANK" in os.environ:
         os.environ.setdefault("MASTER_PORT", str(distributed_port))
+    if is_told:
         dist.init_process_group(dist_backend, init_method=init_method, rank=rank, world_size=world_size, **options)
-        return
-    if "RANK" in os.environ:
-        os.environ.setdefault("MASTER_PORT", str(distributed_port))
-    runtime.init_distributed(dist_backend, **options)
+    else:
+        runtime.init_distributed(dist_backend, **options)
 
 
 def get_rank(group=None):
@@ -79,25 +79,15 @@ def yes():
     return True
 
 
-def get_model_parallel_rank():
-    """0: a model is not cut between ranks."""
+def zero():
+    """0, the rank in a model that is not cut between ranks."""
     return 0
 
 
-def get_model_parallel_world_size():
-    """1: a model is not cut between ranks."""
+def one():
+    """1, the number of ranks of a model that is not cut between ranks."""
     return 1
 
 
 def _get_sequence_parallel_group():
     raise NotImplementedError("Strata does not offer sequence parallelism (Ulysses); set its size to 1")
-
-
-get_data_parallel_group = _get_data_parallel_group = _get_sequence_data_parallel_group = get_world_group
-get_data_parallel_rank = _get_data_parallel_rank = _get_sequence_data_parallel_rank = get_rank
-get_data_parallel_world_size = _get_data_parallel_world_size = get_world_size
-_get_sequence_data_parallel_world_size = get_world_size
-_get_data_parallel_group_ranks = get_all_ranks_from_group
-get_tensor_model_parallel_rank = _get_sequence_parallel_rank = get_model_parallel_rank
-get_tensor_model_parallel_world_size = _get_model_parallel_world_size = get_model_parallel_world_size
-_get_sequence_parallel_world_size = get_model_parallel_world_size

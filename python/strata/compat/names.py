@@ -212,10 +212,10 @@ strata.compat.accelerator | ops | __compatible_ops__=COMPATIBLE
 strata.compat.accelerator | ops.aio ops.op_builder | AsyncIOBuilder
 strata.compat.accelerator | ops.op_builder | CPUAdagradBuilder CPUAdamBuilder CPULionBuilder FusedAdamBuilder
     FusedLambBuilder FusedLionBuilder UtilsBuilder
-strata.compat.accelerator | runtime.utils | empty_cache memory_status see_memory_usage
-strata.compat.accelerator | utils.torch | is_functorch_transforming register_grad_hook required_torch_version
+strata.compat.accelerator | runtime.utils | memory_status see_memory_usage
+strata.compat.accelerator | utils.torch | is_functorch_transforming required_torch_version
 strata.compat.checkpointing | runtime.activation_checkpointing.checkpointing | CheckpointFunction checkpoint
-    configure is_configured non_reentrant_checkpoint reset
+    configure is_configured non_reentrant_checkpoint=checkpoint reset
 strata.compat.checkpointing | runtime.fp16.loss_scaler | DynamicLossScaler LossScaler LossScalerBase
 strata.compat.checkpointing | utils utils.tensor_fragment | fragment_address
 strata.compat.checkpointing | utils.zero_to_fp32 | get_model_state_file get_optim_files
@@ -224,12 +224,15 @@ strata.compat.communication | accelerator | is_current_accelerator_supported=yes
 strata.compat.communication | comm comm.comm | get_all_ranks_from_group get_local_rank get_rank get_world_group
     get_world_size has_all_gather_into_tensor=yes has_reduce_scatter_tensor=yes
 strata.compat.communication | comm comm.comm utils | is_initialized
-strata.compat.communication | utils utils.groups | _get_data_parallel_group _get_data_parallel_group_ranks
-    _get_data_parallel_rank _get_data_parallel_world_size _get_model_parallel_world_size
-    _get_sequence_data_parallel_group _get_sequence_data_parallel_rank _get_sequence_data_parallel_world_size
-    _get_sequence_parallel_group _get_sequence_parallel_rank _get_sequence_parallel_world_size
-    get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size get_model_parallel_rank
-    get_model_parallel_world_size get_tensor_model_parallel_rank get_tensor_model_parallel_world_size
+strata.compat.communication | utils utils.groups | _get_data_parallel_group=get_world_group
+    _get_data_parallel_group_ranks=get_all_ranks_from_group _get_data_parallel_rank=get_rank
+    _get_data_parallel_world_size=get_world_size _get_model_parallel_world_size=one
+    _get_sequence_data_parallel_group=get_world_group _get_sequence_data_parallel_rank=get_rank
+    _get_sequence_data_parallel_world_size=get_world_size _get_sequence_parallel_group
+    _get_sequence_parallel_rank=zero _get_sequence_parallel_world_size=one
+    get_data_parallel_group=get_world_group get_data_parallel_rank=get_rank get_data_parallel_world_size=get_world_size
+    get_model_parallel_rank=zero get_model_parallel_world_size=one get_tensor_model_parallel_rank=zero
+    get_tensor_model_parallel_world_size=one
 strata.compat.config | . runtime.config | DeepSpeedConfig get_gradient_clipping get_log_level
 strata.compat.config | . runtime.config runtime.zero.config | DeepSpeedZeroConfig
 strata.compat.config | runtime.lr_schedules | get_lr_from_config get_torch_optimizer
@@ -246,11 +249,11 @@ strata.compat.script_functions | checkpoint.utils | clone_tensors_for_torch_save
 strata.compat.script_functions | compression.helper utils.module_utils | recursive_getattr recursive_setattr
 strata.compat.script_functions | moe.utils | configure_moe_param_groups has_moe_layers is_moe_param
     is_moe_param_group split_params_into_different_moe_groups_for_optimizer
-strata.compat.script_functions | runtime.utils | copy_to_device move_to_device clip_grad_norm_ get_global_norm
-    get_grad_norm get_weight_norm ensure_directory_exists set_random_seed
+strata.compat.script_functions | runtime.utils | copy_to_device=move_to_device move_to_device clip_grad_norm_
+    get_global_norm get_grad_norm get_weight_norm ensure_directory_exists set_random_seed
 strata.compat.script_functions | utils utils.nvtx | instrument_w_nvtx=as_it_is
 strata.compat.script_functions | utils utils.logging | set_log_level_from_string
-strata.compat.script_functions | utils.logging | get_current_level should_log_le
+strata.compat.script_functions | utils.logging | should_log_le
 strata.compat.sharding | . runtime.base_optimizer | DeepSpeedOptimizer
 strata.compat.sharding | runtime.base_optimizer | ZeROOptimizer
 strata.compat.sharding | runtime.bf16_optimizer | BF16_Optimizer
@@ -258,7 +261,7 @@ strata.compat.sharding | runtime.fp16.fused_optimizer | FP16_Optimizer
 strata.compat.sharding | runtime.fp16.unfused_optimizer | FP16_UnfusedOptimizer=FP16_Optimizer
 strata.compat.sharding | runtime.utils | DummyOptim
 strata.compat.sharding | runtime.zero runtime.zero.partition_parameters | GatheredParameters Init
-    register_external_parameter unregister_external_parameter
+    register_external_parameter unregister_external_parameter=register_external_parameter
 strata.compat.sharding | runtime.zero runtime.zero.parameter_offload | DeepSpeedZeRoOffload=ParameterOffload
 strata.compat.sharding | runtime.zero runtime.zero.stage3 | unwrap_model_for_generation
 strata.compat.sharding | runtime.zero.partition_parameters | zero_wrapper_for_fp_tensor_constructor
@@ -278,12 +281,15 @@ strata.parameter_states | utils utils.tensor_fragment | safe_get_full_fp32_param
     safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state safe_set_local_fp32_param
     safe_set_local_grad safe_set_local_optimizer_state safe_update_full_grad_vectorized
 strata.rank_logging | . utils utils.logging | log_dist logger
+strata.rank_logging | utils.logging | get_current_level=logger.getEffectiveLevel
 strata.schedule | runtime.lr_schedules | LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR
 strata.utils.zero_to_fp32 | utils.zero_to_fp32 | convert_zero_checkpoint_to_fp32_state_dict
     get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint
+torch | utils.torch | register_grad_hook=Tensor.register_post_accumulate_grad_hook
 torch | runtime.zero.partition_parameters | _orig_torch_arange=arange _orig_torch_empty=empty _orig_torch_eye=eye
     _orig_torch_full=full _orig_torch_ones=ones _orig_torch_randn=randn _orig_torch_tensor=tensor
     _orig_torch_zeros=zeros
+torch.cuda | runtime.utils | empty_cache
 torch.distributed | comm comm.comm | P2POp ProcessGroup ReduceOp all_gather all_gather_into_tensor all_gather_object
     all_reduce all_reduce_coalesced all_to_all all_to_all_single barrier batch_isend_irecv broadcast
     broadcast_object_list destroy_process_group gather get_global_rank irecv is_available isend monitored_barrier

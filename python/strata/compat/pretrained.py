@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from .. import _C
-from ..checkpoint.load_plan import Contents, LoadPlan
+from ..checkpoint.load_plan import LoadPlan
 from ..checkpoint.names import model_tensors, state_names
+from ..checkpoint.repeated_blocks import Leaves
 from ..checkpoint.supported_transformers import adapter, unsupported
 from ..model.parameter import owner_of
 from ..rank_logging import logger
@@ -137,8 +138,8 @@ class _Plans:
         self._parameters, self._buffers = state_names(model)
         if adapter().INITIALIZES_MISSING and len({*map(id, self._parameters.values())}) < len(self._parameters):
             raise _Unfit("this transformers ties parameters before it loads them, and so reads them")
-        contents = Contents(checkpoint)
-        self._found, _ = model_tensors(model, {*self._parameters, *self._buffers}, contents.tensors)
+        leaves = Leaves(checkpoint.tensors())
+        self._found, _ = model_tensors(model, {*self._parameters, *self._buffers}, leaves)
         by_core, whole = {}, []
         for name, parameter in self._parameters.items():
             if name not in self._found:
@@ -154,7 +155,7 @@ class _Plans:
         if whole:
             raise _Unfit(f"'{whole[0]}' is not sharded")
         self._plans = [
-            (core, LoadPlan(model, checkpoint, path, entries, {}, contents=contents, found=self._found))
+            (core, LoadPlan(model, checkpoint, path, entries, {}, leaves=leaves, found=self._found))
             for core, entries in by_core.values()
         ]
         self._checkpoint = checkpoint

@@ -38,9 +38,6 @@ def move_to_device(item, device, criterion_func=None):
     return _mapped(item, lambda t: t.to(device) if criterion_func is None or criterion_func(t) else t)
 
 
-copy_to_device = move_to_device  # which copies lists, tuples and dicts
-
-
 def get_model_ckpt_name_for_rank(base_folder, mp_rank_str):
     """str: the path of DeepSpeed's model file for a rank of model parallelism."""
     return os.path.join(base_folder, f"mp_rank_{mp_rank_str}_model_states.pt")
@@ -148,14 +145,9 @@ def set_log_level_from_string(log_level_str, custom_logger=None):
     (custom_logger or logger).setLevel(_level(log_level_str))
 
 
-def get_current_level():
-    """int: the level in force, of ``logging``."""
-    return logger.getEffectiveLevel()
-
-
 def should_log_le(max_log_level_str):
     """bool: whether the logger's level is at most the level of this name."""
-    return get_current_level() <= _level(max_log_level_str)
+    return logger.getEffectiveLevel() <= _level(max_log_level_str)
 
 
 def _level(name):

@@ -53,9 +53,6 @@ def register_external_parameter(module, parameter):
     """Does nothing: the engine gathers a parameter when any module reads it."""
 
 
-unregister_external_parameter = register_external_parameter
-
-
 def zero_wrapper_for_fp_tensor_constructor(function, dtype):
     """The same ``function``: ``zero.Init`` gives parameters their dtype, and changes no constructors of tensors."""
     return function

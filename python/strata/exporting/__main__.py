@@ -9,7 +9,6 @@ _EPILOG = "Exit codes: 0 done, 1 the checkpoint is damaged or cannot be exported
 
 
 def main(arguments=None):
-    """The exit code of the command line ``arguments``."""
     parser = argparse.ArgumentParser(
         prog="python -m strata.exporting", epilog=_EPILOG,
         description="Turns a training checkpoint of Strata into one that another library goes on from.")

@@ -1,12 +1,30 @@
-"""Converts training checkpoints of Strata to checkpoints of DeepSpeed's ZeRO, so that DeepSpeed continues training."""
+"""Converts training checkpoints of Strata to checkpoints of DeepSpeed's ZeRO, so that DeepSpeed continues training.
 
+The files are as version 0.19.8 writes them. This module has their contents, the offset of each element of the trained
+parameters in the flat tensors of each rank, and pickles of DeepSpeed's classes.
+"""
+
+import collections
+import functools
+import json
+import logging
+import math
 import os
+import pickle
 import secrets
 import shutil
+import types
+from dataclasses import dataclass
+
+import torch
+from tqdm import tqdm
 
 from .. import _C
-from ..importing.whole_tensors import find_own, read_own
-from .deepspeed_files import Files
+from ..checkpoint.plain_values import from_plain
+from ..importing.deepspeed_states import FlatLayout
+from ..importing.whole_tensors import VALUE, find_own, read_own
+
+logger = logging.getLogger("strata")
 
 
 def export_deepspeed(checkpoint, out, tag=None, world_size=None, stage=None, sub_group_size=10**9):
@@ -58,9 +76,396 @@ def export_deepspeed(checkpoint, out, tag=None, world_size=None, stage=None, sub
             os.rename(partial, path)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-        with _C.AtomicFile(os.path.join(out, "latest")) as latest:
-            os.write(latest.fileno(), whole.tag.encode())
-            latest.publish()
+        _C.write_file_atomically(os.path.join(out, "latest"), whole.tag)
     except OSError as error:
         raise _C.IoError(f"cannot write '{path}': {error}; choose another folder or make room") from error
     return path
+
+
+# --- ``torch.save`` for values whose classes are DeepSpeed's ---
+
+# DeepSpeed's files hold a few objects of its own classes. A pickle has only the module and the name of a class, so a
+# process without the library can write such objects.
+
+
+@dataclass(eq=False)
+class ForeignClass:
+    """A class of another library, which the reader of the file imports by these names."""
+
+    module: str
+    name: str
+
+    def __call__(self, **attributes):
+        """An object of the class, without a call of its constructor; ``attributes`` become its ``__dict__``."""
+        return ForeignObject(self, attributes)
+
+
+@dataclass(eq=False)
+class ForeignObject:
+    """An object of a ``ForeignClass``."""
+
+    cls: ForeignClass
+    attributes: dict
+
+
+class _Pickler(pickle._Pickler):
+    """The pickler of the standard library that is written in Python: its C twin refuses names that it cannot import."""
+
+    def save(self, value, *arguments, **options):
+        if not isinstance(value, (ForeignClass, ForeignObject)):
+            super().save(value, *arguments, **options)
+        elif id(value) in self.memo:
+            self.write(self.get(self.memo[id(value)][0]))
+        elif isinstance(value, ForeignClass):
+            self.write(pickle.GLOBAL + f"{value.module}\n{value.name}\n".encode())
+            self.memoize(value)
+        else:
+            self.save(value.cls)
+            self.write(pickle.EMPTY_TUPLE + pickle.NEWOBJ)
+            self.memoize(value)
+            self.save(value.attributes)
+            self.write(pickle.BUILD)
+
+
+_PICKLE = types.SimpleNamespace(Pickler=_Pickler, dumps=pickle.dumps, __name__="pickle")
+
+
+def save(value, path):
+    """Writes ``value`` to the file ``path`` as ``torch.save`` does; parts of it may be ``ForeignObject``s."""
+    torch.save(value, path, pickle_module=_PICKLE)
+
+
+# --- offsets ---
+
+# ``FlatLayout`` has them. At stages 1 and 2 each param group is one flat tensor, padded to a multiple of twice the
+# number of ranks, and each rank has an equal range of it. At stage 3 a param group has several sub-groups where its
+# part exceeds ``sub_group_size`` elements, and each sub-group is one flat tensor.
+
+
+class Layout(FlatLayout):
+    """The offsets of all trained parameters. ``groups``: [{name: shape}], by param group, in the optimizer's order,
+    without parameters that have no elements. ``world_size``, ``stage`` and ``sub_group_size`` are of DeepSpeed's run;
+    the last, elements of a rank, counts at stage 3. ``numel``: [elements of each flat tensor of one rank].
+    ``group_flats``: [[flat tensors]] by param group. ``paddings``: [[elements at the end of each rank's flat tensor
+    that belong to no parameter]] by rank, at stages 1 and 2."""
+
+    def __init__(self, groups, world_size, stage, sub_group_size):
+        self.world_size, self.stage = world_size, stage
+        shapes, self.group_flats = [], []
+        for group in groups:
+            members = [group] if stage < 3 else self._sub_groups(group, sub_group_size)
+            self.group_flats.append(list(range(len(shapes), len(shapes) + len(members))))
+            shapes += members
+        super().__init__(shapes, world_size, stage)
+        alignment = 2 * world_size
+        self.numel = [end if stage == 3 else math.ceil(end / alignment) * alignment // world_size for end in self.ends]
+        self.paddings = [[min(max(numel * (rank + 1) - end, 0), numel) for numel, end in zip(self.numel, self.ends)]
+                         for rank in range(world_size)]
+
+    def _sub_groups(self, group, size):
+        parts = {name: self.part(math.prod(shape)) for name, shape in group.items()}
+        if size >= sum(parts.values()):
+            return [group]
+        result, members, held = [], {}, 0
+        for name, shape in group.items():
+            members[name] = shape
+            held += parts[name]
+            if held >= size:
+                result.append(members)
+                members, held = {}, 0
+        return result + [members] if members else result
+
+    def runs_of(self, name):
+        """[``Run``] of a parameter, which together hold each of its elements once."""
+        flat, _, _ = self.places[name]
+        return self.runs_in(name, [self.numel[flat]] * self.world_size)
+
+    @functools.cached_property
+    def fragments(self):
+        """[[{name: (numel, start)}] by flat tensor] by rank: the parameters' elements in the rank's flat tensors."""
+        result = [[{} for _ in self.shapes] for _ in range(self.world_size)]
+        for name in self.places:
+            for run in self.runs_of(name):
+                result[run.rank][run.flat][name] = (run.numel, run.at)
+        return result
+
+
+# --- the files ---
+
+_VERSION = "0.19.8"
+_SCALERS = "deepspeed.runtime.fp16.loss_scaler"
+_fragment_address = ForeignClass("deepspeed.utils.tensor_fragment", "fragment_address")
+
+
+class Files:
+    """Writes a ``WholeCheckpoint`` as these files.
+
+    Flat tensors lie in temporary files while this class fills them, since parts of each tensor of the model go to many
+    of them. ``world_size``, ``stage`` and ``sub_group_size`` are of DeepSpeed's run."""
+
+    def __init__(self, whole, world_size, stage, sub_group_size):
+        self._tensors, self._training, self._saved_world_size = whole.tensors, whole.training, whole.world_size
+        stored = {t.name: t.kinds[VALUE] for t in whole.tensors if t.role == "client"}
+
+        def read(name):
+            return stored[name].read()
+
+        optimizer = from_plain(whole.training.get("optimizer"), read)
+        if optimizer is None:
+            raise _C.FormatError("the checkpoint holds no states of an optimizer, which DeepSpeed needs to go on; "
+                                 "`strata consolidate` writes its weights")
+        self._config = _nested(whole.training.get("config", {}))
+        self._client_state = from_plain(whole.training.get("client_state", {}), read)
+        self._scheduler = from_plain((whole.training.get("scheduler") or {}).get("state"), read)
+        self._param_groups = optimizer["param_groups"]
+        by_name = {t.name: t for t in whole.tensors if t.role == "parameter"}
+        groups = _groups(optimizer, by_name)
+        self._layout = Layout(groups, world_size, stage, sub_group_size)
+        self._trained = {name: by_name[name] for group in groups for name in group}
+        self._scalars = self._scalars_of(optimizer)
+        self._require_one_value_a_flat_tensor()
+
+    def _scalars_of(self, optimizer):
+        given = optimizer.get("scalars")
+        if given is not None:
+            return {name: given.get(name, {}) for name in self._trained}
+        steps = self._training.get("optimizer_steps") or {}
+        missed = steps.get("missed", {})
+        return {name: {"step": int(steps.get("all", 0)) - int(missed.get(name, 0))} for name in self._trained}
+
+    def _require_one_value_a_flat_tensor(self):
+        for shapes in self._layout.shapes:
+            first, *others = shapes
+            for name in others:
+                if repr(self._scalars[name]) != repr(self._scalars[first]):
+                    logger.warning("DeepSpeed keeps one value for '%s' and '%s', of which the optimizer has %s and %s; "
+                                   "the first is written", first, name, self._scalars[first], self._scalars[name])
+                    break
+
+    def _number(self, section, key, default):
+        """A number of the configuration; ``default`` where it is absent or "auto"."""
+        values = self._config.get(section, {}) if section else self._config
+        value = values.get(key)
+        return value if isinstance(value, (int, float)) else default
+
+    def write(self, folder):
+        """Writes all files into ``folder``, which exists and is empty."""
+        work = os.path.join(folder, "work")
+        os.mkdir(work)
+        flats = self._flats(work)
+        module, frozen = self._fill(flats, work)
+        self._write_model(folder, module, frozen)
+        bf16 = any(self._config.get(name, {}).get("enabled") is True for name in ("bf16", "bfloat16"))
+        for rank in range(self._layout.world_size):
+            name = f"{'bf16_' if bf16 else ''}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+            save({"optimizer_state_dict": self._optimizer(flats, rank), "ds_config": self._config,
+                  "ds_version": _VERSION}, os.path.join(folder, name))
+        del flats, module, frozen
+        shutil.rmtree(work)
+
+    # --- tensors ---
+
+    def _flats(self, work):
+        """{kind: [[tensor on disk, by flat tensor] by rank]}, filled with zeros."""
+        kinds = {}
+        for tensor in self._trained.values():
+            kinds.update((kind, stored.dtype) for kind, stored in tensor.kinds.items())
+        kinds[VALUE] = torch.float32
+        return {
+            kind: [[_on_disk(os.path.join(work, f"{i}-{rank}-{flat}"), numel, dtype)
+                    for flat, numel in enumerate(self._layout.numel)] for rank in range(self._layout.world_size)]
+            for i, (kind, dtype) in enumerate(kinds.items())
+        }  # fmt: skip
+
+    def _fill(self, flats, work):
+        """({name: tensor of the module's state dict}, {name: frozen tensor}), after it has filled ``flats``."""
+        module, frozen = {}, {}
+        whole_module = self._layout.stage < 3
+        tensors = [t for t in self._tensors if t.role == "parameter"]
+        for number, tensor in enumerate(tqdm(tensors, desc="reading", unit="tensor", delay=1, disable=None)):
+            trained = tensor.name in self._trained
+            value = tensor.kinds[VALUE].read().reshape(tensor.shape)
+            for kind, stored in tensor.kinds.items() if trained else ():
+                elements = (value if kind == VALUE else stored.read()).flatten()
+                for run in self._layout.runs_of(tensor.name):
+                    target = flats[kind][run.rank][run.flat]
+                    target[run.at:run.at + run.numel].copy_(elements[run.begin:run.begin + run.numel])
+            if whole_module or not trained:
+                kept = _on_disk(os.path.join(work, f"module-{number}"), value.numel(), tensor.dtype).view(tensor.shape)
+                kept.copy_(value)
+                if not trained:
+                    frozen[tensor.name] = kept
+                if whole_module:
+                    module.update(dict.fromkeys([tensor.name, *tensor.aliases], kept))
+            if not whole_module:
+                module.update((name, torch.empty(0, dtype=tensor.dtype)) for name in (tensor.name, *tensor.aliases))
+        return module, frozen
+
+    # --- the model's files ---
+
+    def _write_model(self, folder, module, frozen):
+        if self._layout.stage < 3:
+            save(self._model(0, module, frozen), os.path.join(folder, "mp_rank_00_model_states.pt"))
+            return
+        for rank in range(self._layout.world_size):
+            fragments = {name: self._fragment(value, rank) for name, value in frozen.items()}
+            state = self._model(rank, module, frozen, fragments)
+            save(state, os.path.join(folder, f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"))
+
+    def _fragment(self, value, rank):
+        """The rank's part of a frozen parameter; all ranks' parts have the same size."""
+        part = math.ceil(value.numel() / self._layout.world_size)
+        own = value.flatten()[rank * part:(rank + 1) * part]
+        return torch.cat([own, own.new_zeros(part - own.numel())])
+
+    def _model(self, rank, module, frozen, fragments=None):
+        layout = self._layout
+        buffers = self._buffers(rank)
+        ordered = collections.OrderedDict
+        listed = layout.stage > 1  # stage 1 does not list frozen parameters apart
+        shared = {alias: t.name for t in self._tensors if t.role == "parameter" for alias in t.aliases}
+        steps = int(self._training.get("global_steps") or 0)
+        return {
+            "module": ordered({**module, **buffers}),
+            "buffer_names": list(buffers),
+            "optimizer": None,
+            "param_shapes": [ordered((n, torch.Size(s)) for n, s in shapes.items()) for shapes in layout.shapes],
+            "frozen_param_shapes": ordered((n, v.shape) for n, v in frozen.items()) if listed else None,
+            "shared_params": shared if rank == 0 else {},
+            "frozen_param_fragments": ordered(frozen if fragments is None else fragments) if listed else None,
+            "lr_scheduler": self._scheduler,
+            "data_sampler": None,
+            "random_ltd": None,
+            "skipped_steps": int(self._training.get("skipped_steps") or 0),
+            "global_steps": steps,
+            "global_samples": steps * self._number("", "train_batch_size", 0),
+            "dp_world_size": layout.world_size,
+            "mp_world_size": 1,
+            "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+            "ds_config": self._config,
+            "ds_version": _VERSION,
+            **self._client_state,
+        }
+
+    def _buffers(self, rank):
+        """{name: tensor}: rank 0's, or the rank's own where the same number of ranks saved it."""
+        buffers = {t.name: t for t in self._tensors if t.role == "buffer"}
+        if self._saved_world_size == self._layout.world_size:
+            prefix = f"{rank}:"
+            buffers.update((t.name.removeprefix(prefix), t) for t in self._tensors
+                           if t.role == "rank buffer" and t.name.startswith(prefix))
+        return {name: t.kinds[VALUE].read().reshape(t.shape).clone() for name, t in buffers.items()}
+
+    # --- the optimizer's files ---
+
+    def _optimizer(self, flats, rank):
+        layout = self._layout
+        masters = flats[VALUE][rank]
+        scaler = self._loss_scaler()
+        state = {"loss_scaler": scaler, "dynamic_loss_scale": self._dynamic(), "overflow": False}
+        if layout.stage == 3:
+            return {**state, "zero_stage": 3, "partition_count": layout.world_size,
+                    "optimizer_state_dict": self._torch_state(flats, rank), "fp32_flat_groups": masters}  # fmt: skip
+        return {
+            **state,
+            "clip_grad": self._number("", "gradient_clipping", 0.0),
+            "base_optimizer_state": self._torch_state(flats, rank),
+            "single_partition_of_fp32_groups": masters,
+            "zero_stage": layout.stage,
+            "group_paddings": layout.paddings[rank],
+            "param_alignment_paddings": [[0] * len(shapes) for shapes in layout.shapes],
+            "partition_count": [layout.world_size] * len(layout.shapes),
+            "ds_version": _VERSION,
+            "param_slice_mappings": [
+                collections.OrderedDict((name, _fragment_address(numel=numel, start=start))
+                                        for name, (numel, start) in fragments.items())
+                for fragments in layout.fragments[rank]
+            ],
+        }  # fmt: skip
+
+    def _torch_state(self, flats, rank):
+        """The result of ``state_dict()`` of the optimizer of ``rank``."""
+        layout = self._layout
+        state = {}
+        for flat, shapes in enumerate(layout.shapes):
+            first = next(iter(shapes))
+            kinds = self._trained[first].kinds
+            values = dict(self._scalars[first])  # torch's optimizers accept a step that is an int, too
+            values.update((kind, flats[kind][rank][flat]) for kind in kinds if kind != VALUE)
+            if len(values) > 1 or "step" not in values:
+                state[flat] = values
+        groups = []
+        for group, own in zip(self._param_groups, layout.group_flats):
+            groups.append({**group, "params": own})
+            step = state.get(own[0], {}).get("step")
+            if isinstance(step, int):
+                groups[-1]["step"] = step  # FusedAdam of older versions counts here
+        return {"state": state, "param_groups": groups}
+
+    def _dynamic(self):
+        return self._half() and not self._number("fp16", "loss_scale", 0)
+
+    def _half(self):
+        return self._config.get("fp16", {}).get("enabled") is True
+
+    def _loss_scaler(self):
+        scale = float(self._training.get("loss_scale") or 1.0)
+        if not self._dynamic():
+            return ForeignClass(_SCALERS, "LossScaler")(cur_scale=scale if self._half() else 1.0, dynamic=False)
+        saved = self._training.get("loss_scaler") or {}
+        hysteresis = int(self._number("fp16", "hysteresis", 2))
+        return ForeignClass(_SCALERS, "DynamicLossScaler")(
+            cur_scale=scale, dynamic=True, cur_iter=int(saved.get("iteration", 0)),
+            last_overflow_iter=int(saved.get("last_overflow", -1)), scale_factor=2.0,
+            scale_window=int(self._number("fp16", "loss_scale_window", 1000)),
+            min_scale=self._number("fp16", "min_loss_scale", 1), delayed_shift=hysteresis,
+            cur_hysteresis=int(saved.get("hysteresis_left", hysteresis)),
+            consecutive_hysteresis=self._config.get("fp16", {}).get("consecutive_hysteresis") is True,
+            raise_error_at_min_scale=True, dtype=torch.half,
+        )  # fmt: skip
+
+
+def _groups(optimizer, by_name):
+    """[{name: shape}] of the parameters that the optimizer trains, by param group."""
+    members = optimizer.get("members")
+    trained = [t.name for t in by_name.values() if t.trainable and VALUE in t.kinds]
+    if members is None and len(optimizer["param_groups"]) == 1:
+        members = [trained]
+    if members is None:
+        raise _C.FormatError("the checkpoint does not say which parameters each of its "
+                             f"{len(optimizer['param_groups'])} param groups has: an older version saved it; load "
+                             "it and save it again")
+    unknown = [name for names in members for name in names if name not in by_name]
+    if unknown or sorted(name for names in members for name in names if by_name[name].trainable) != sorted(trained):
+        raise _C.FormatError("the param groups of the checkpoint do not have its trained parameters"
+                             + (f"; first: '{unknown[0]}'" if unknown else ""))
+    groups = [{name: by_name[name].shape for name in names
+               if by_name[name].trainable and math.prod(by_name[name].shape)} for names in members]
+    if not all(groups):
+        raise _C.FormatError("a param group of the checkpoint trains nothing, which DeepSpeed's files cannot "
+                             "hold")
+    return groups
+
+
+def _nested(flat):
+    """The nested configuration from {"a.b": JSON}."""
+    result = {}
+    for path, text in flat.items():
+        *sections, key = path.split(".")
+        at = result
+        for section in sections:
+            at = at.setdefault(section, {})
+        try:
+            at[key] = json.loads(text)
+        except ValueError:
+            at[key] = text
+    return result
+
+
+def _on_disk(path, numel, dtype):
+    """A tensor of zeros whose memory is a file, so that the system may write its pages to disk."""
+    if numel == 0:
+        return torch.zeros(0, dtype=dtype)
+    with open(path, "wb") as file:
+        file.truncate(numel * dtype.itemsize)
+    return torch.from_file(path, shared=True, size=numel, dtype=dtype)

@@ -13,14 +13,12 @@ _EPILOG = "Exit codes: 0 done, 1 the checkpoint is damaged or cannot be imported
 
 
 def main(arguments=None):
-    """The exit code of the command line ``arguments``."""
     parser = argparse.ArgumentParser(prog="python -m strata.importing", description=_DESCRIPTION, epilog=_EPILOG)
     commands = parser.add_subparsers(dest="command", required=True, metavar="{deepspeed,dcp}")
     deepspeed = commands.add_parser(
-        "deepspeed", help="a checkpoint of DeepSpeed's ZeRO", description="Imports a checkpoint of DeepSpeed, stages 1 "
-                                                                          "to 3 "
-        "or a universal one: weights, the optimizer's states, scheduler, loss scale, steps, the script's values.",
-        epilog=_EPILOG)
+        "deepspeed", help="a checkpoint of DeepSpeed's ZeRO", epilog=_EPILOG,
+        description="Imports a checkpoint of DeepSpeed, stages 1 to 3 or a universal one: weights, the optimizer's "
+                    "states, scheduler, loss scale, steps, the script's values.")
     deepspeed.add_argument("checkpoint", help="DeepSpeed's folder: that of all tags, or of one")
     deepspeed.add_argument("out", help="folder for Strata's checkpoint; made if need be")
     deepspeed.add_argument("--tag", help="which checkpoint; default: the one that 'latest' names")

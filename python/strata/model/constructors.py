@@ -211,7 +211,6 @@ class ConstructorReads:
 
     @property
     def in_constructor(self):
-        """Whether a constructor runs."""
         return len(self._frames) > 1
 
     def open(self):
@@ -247,7 +246,6 @@ class ConstructorReads:
         return list(failed.values())
 
     def enter(self):
-        """Called when a constructor begins."""
         self._release_unused()
         self._frames.append({})
 
@@ -260,7 +258,6 @@ class ConstructorReads:
             self._release(shards, publish=not failed, release=is_free)
 
     def drop(self, core):
-        """Called when ``core`` ends."""
         self._constructed.pop(id(core), None)
 
     def gather(self, core, index):

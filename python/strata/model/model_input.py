@@ -107,11 +107,6 @@ def _only_looks_up(module):
     return "forward" not in module.__dict__ or tiles_of(dict.get(module._parameters, "weight")) is not None
 
 
-def choose_device(config, tree):
-    """``find_device(config, tree)``, made the current one."""
-    return make_current(find_device(config, tree))
-
-
 def make_current(device):
     """``device``, made torch's current one in this thread, if it is a GPU."""
     if device.type == "cuda":

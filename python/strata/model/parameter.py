@@ -6,6 +6,7 @@ class is ``ShardedParameter``, also where they stay whole (small ones, and all o
 one is a plain ``torch.nn.Parameter``; copying gathers it, which all ranks do then.
 """
 
+import contextlib
 import enum
 import itertools
 import math
@@ -36,8 +37,43 @@ def owner_of(parameter):
     return core, parameter._strata_index
 
 
+def full_shape(parameter):
+    """[int]: the shape of the whole parameter, gathered or not."""
+    core, index = owner_of(parameter)
+    return list(parameter.shape if core is None else core.full_shape(index))
+
+
+def shaped(core, index, flat):
+    """All elements of a parameter, ``flat`` in the order of its memory, in its shape: a view. A convolution's weight in
+    torch's channels_last has its channels innermost."""
+    shape = core.full_shape(index)
+    if not core.channels_last(index):
+        return flat.view(shape)
+    images, channels, *places = shape
+    return flat.view(images, *places, channels).movedim(-1, 1)
+
+
+def flattened(core, index, value):
+    """The inverse: a view where ``value`` has the parameter's memory format, else a copy."""
+    return (value.movedim(1, -1) if core.channels_last(index) else value).reshape(-1)
+
+
+@contextlib.contextmanager
+def gathered(core, indices, modifier_rank=None):
+    """Context in which parameters of ``core`` are whole; at its end every rank gets the values of ``modifier_rank``,
+    unless that is None."""
+    core.gather(indices)
+    published = False
+    try:
+        yield
+        if modifier_rank is not None:
+            core.publish(indices, modifier_rank)
+            published = True
+    finally:
+        core.release(indices, not published)
+
+
 def clear_owner(parameter):
-    """Forgets the owner."""
     parameter.__dict__.pop("_strata_core", None)
     parameter.__dict__.pop("_strata_index", None)
 
@@ -162,13 +198,8 @@ class ShardedParameter(torch.nn.Parameter):
     def __deepcopy__(self, memo):
         if id(self) not in memo:
             core, index = owner_of(self)
-            if core is not None:
-                core.gather([index])
-            try:
+            with contextlib.nullcontext() if core is None else gathered(core, [index]):
                 memo[id(self)] = torch.nn.Parameter(self.data.clone(), self.requires_grad)
-            finally:
-                if core is not None:
-                    core.release([index], True)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol):
@@ -197,7 +228,6 @@ def is_managed(parameter):
 
 
 def unmark_managed(parameter):
-    """Takes back what ``mark_managed`` did."""
     for name in ("ds_id", "ds_shape", "ds_numel", "_strata_gathered"):
         parameter.__dict__.pop(name, None)
     if type(parameter) is ShardedParameter:

@@ -219,7 +219,6 @@ class Recording(TorchDispatchMode):
         self.materialized = False  # whether a tensor was materialized since the owner cleared this
 
     def open(self):
-        """Begins the recording."""
         self._direct_reads.__enter__()
         self.__enter__()
 

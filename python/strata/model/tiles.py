@@ -55,7 +55,6 @@ class Destination:
         write_product(self.values if row is None else self.values[row], one, other, self.holds, self.factor)
 
     def add(self, gradient):
-        """Writes or adds ``gradient``."""
         if self.holds:
             self.values.add_(gradient.to(self.values.dtype), alpha=self.factor)
             return
@@ -80,7 +79,6 @@ class ProductSum:
         self._beside = None if in_place else torch.empty(values.shape, dtype=wide, device=values.device)
 
     def add(self, one, other):
-        """Adds the product ``one @ other``."""
         if self._beside is None:
             self._destination.add_product(one, other)
             self._destination.holds = True

@@ -70,7 +70,6 @@ class PassProfile:
 
     @contextmanager
     def forward(self):
-        """Context of the forward."""
         self.forward_flops = 0
         with ExitStack() as undo:
             undo.callback(self._open.clear)
@@ -83,7 +82,6 @@ class PassProfile:
 
     @contextmanager
     def backward(self):
-        """Context of the backward."""
         counted = []
         with _Counter(counted.append):
             yield

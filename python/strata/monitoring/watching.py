@@ -213,7 +213,6 @@ class StepWatch:
             return call(*args, **kwargs)
 
     def backward(self, loss, scale_wrt_gas):
-        """Context of the backward from ``loss``."""
         if self._monitor.enabled:
             share = 1.0 / self._engine.gradient_accumulation_steps() if scale_wrt_gas else 1.0
             self._losses.append((LateValue(loss), share))

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from .. import _C
 from ..model.parameter import (
-    ParameterStatus, ShardedParameter, clear_owner, mark_managed, owner_of, set_owner, unmark_managed,
+    ParameterStatus, ShardedParameter, clear_owner, full_shape, mark_managed, owner_of, set_owner, unmark_managed,
 )
 from ..model.tiles import Tiles, tiles_of
 from .host_copy import HostCopy, values_on_host
@@ -71,10 +71,8 @@ def cut_parameters(tree, config, budget, from_files=None):
 
 
 def _full_shape(parameter, from_files):
-    core, index = owner_of(parameter)
-    if core is not None:
-        return list(core.full_shape(index))
-    return list((from_files or {}).get(id(parameter), parameter.shape))
+    shape = (from_files or {}).get(id(parameter))
+    return full_shape(parameter) if shape is None else list(shape)
 
 
 # Operations that need no values.

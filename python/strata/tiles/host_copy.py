@@ -1,12 +1,11 @@
 """Whole values of parameters that are too large for a device: on the host, or piece by piece."""
 
 import os
-from contextlib import contextmanager
 
 import torch
 
 from .. import _C
-from ..model.parameter import owner_of
+from ..model.parameter import full_shape, gathered, owner_of
 from ..model.tiles import tiles_of
 
 
@@ -55,23 +54,8 @@ def set_values(parameter, values, rank):
     """Gives a parameter that is used in tiles the ``values`` [its shape] of ``rank``. Collective; those of other ranks
     have no effect."""
     for tile in tiles_of(parameter):
-        with _gathered(tile.core, tile.index, rank), torch.no_grad():
+        with gathered(tile.core, [tile.index], rank), torch.no_grad():
             tile.parameter.copy_(values[tile.begin : tile.end])
-
-
-@contextmanager
-def _gathered(core, index, modifier_rank):
-    """Context in which a parameter of ``core`` is whole; at its end every rank gets the values of ``modifier_rank``,
-    unless that is None."""
-    core.gather([index])
-    published = False
-    try:
-        yield
-        if modifier_rank is not None:
-            core.publish([index], modifier_rank)
-            published = True
-    finally:
-        core.release([index], not published)
 
 
 def iter_pieces(parameter, modifier_rank=None):
@@ -87,16 +71,15 @@ def iter_pieces(parameter, modifier_rank=None):
     """
     tiles = tiles_of(parameter)
     if tiles is None:
-        core, index = owner_of(parameter)
-        shape = parameter.shape if core is None else core.full_shape(index)
-        pieces = [(0, shape[0] if len(shape) else 1, parameter, core, index)]
+        shape = full_shape(parameter)
+        pieces = [(0, shape[0] if shape else 1, parameter, *owner_of(parameter))]
     else:
         pieces = [(tile.begin, tile.end, tile.parameter, tile.core, tile.index) for tile in tiles]
     for begin, end, piece, core, index in pieces:
         if core is None:
             yield begin, end, piece.detach()
             continue
-        with _gathered(core, index, modifier_rank):
+        with gathered(core, [index], modifier_rank):
             yield begin, end, piece.detach()
 
 

@@ -28,7 +28,6 @@ class Tables(NamedTuple):
     ends_in_total: bool = False
 
     def text(self):
-        """The report as plain text."""
         text = [self.title]
         for rows in self.tables:
             widths = [max(map(len, column)) for column in zip(*rows)]
