@@ -1,5 +1,5 @@
-// How the engine intercepts a Python module: ScopedForward replaces an instance's `forward`,
-// RootForward runs before the model's own `forward`, and ParameterDict replaces `_parameters`.
+// How the engine intercepts a Python module: InterceptedForward replaces an instance's `forward`,
+// and ParameterDict replaces `_parameters`.
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -39,13 +39,13 @@ void collect_tensors(PyObject* object, std::vector<at::Tensor>& tensors, int dep
 
 constexpr int kNesting = 6;
 
-// An object in place of a module's `forward`, which it keeps and runs within a scope. With `kRoot`
-// in place of the model's own forward, however it is called: a pass begins with it, and a backward
-// pass that autograd runs alone begins at its outputs.
-template <bool kRoot>
+// An object in place of a module's `forward`, which it keeps and runs within a scope. Without a
+// scope in place of the model's own forward, however it is called: a pass begins with it, and a
+// backward pass that autograd runs alone begins at its outputs.
 class InterceptedForward {
  public:
-  InterceptedForward(std::shared_ptr<ShardedModel> model, int scope, py::object forward)
+  InterceptedForward(std::shared_ptr<ShardedModel> model, std::optional<int> scope,
+                     py::object forward)
       : model_(std::move(model)), scope_(scope), forward_(std::move(forward)) {}
   py::object forward() const { return forward_; }
   void forget_forward() { forward_ = py::none(); }
@@ -54,64 +54,63 @@ class InterceptedForward {
     if (!model_->alive()) return forward_(*args, **kwargs);
     {
       const py::gil_scoped_release release;
-      kRoot ? model_->enter_root() : model_->scopes().enter(scope_);
+      scope_ ? model_->scopes().enter(*scope_) : model_->enter_root();
     }
     py::object result;
     try {
       std::optional<torch::AutocastGuard> autocast;
-      if (kRoot) autocast.emplace(*model_);
+      if (!scope_) autocast.emplace(*model_);
       result = forward_(*args, **kwargs);
     } catch (...) {
       const py::gil_scoped_release release;
-      if (kRoot) {
+      if (!scope_) {
         model_->leave_root({});
       } else if (model_->alive()) {
-        model_->scopes().abandon(scope_);
+        model_->scopes().abandon(*scope_);
       }
       throw;
     }
     std::vector<at::Tensor> inputs;
     std::vector<at::Tensor> outputs;
     if (at::GradMode::is_enabled()) {
-      if (!kRoot) collect_tensors(args.ptr(), inputs, kNesting);
-      if (!kRoot) collect_tensors(kwargs.ptr(), inputs, kNesting);
+      if (scope_) collect_tensors(args.ptr(), inputs, kNesting);
+      if (scope_) collect_tensors(kwargs.ptr(), inputs, kNesting);
       collect_tensors(result.ptr(), outputs, kNesting);
     }
     const py::gil_scoped_release release;
-    kRoot ? model_->leave_root(outputs) : model_->scopes().leave(scope_, inputs, outputs);
+    scope_ ? model_->scopes().leave(*scope_, inputs, outputs) : model_->leave_root(outputs);
     return result;
   }
 
  private:
   std::shared_ptr<ShardedModel> model_;
-  int scope_;  // of the root: unused
+  std::optional<int> scope_;  // nullopt: the root
   py::object forward_;
 };
-using ScopedForward = InterceptedForward<false>;
-using RootForward = InterceptedForward<true>;
 
 // For Python's cyclic collector: the module has this object, and its bound method the module.
-template <typename Forward>
 void make_collectable(PyHeapTypeObject* type) {
   type->ht_type.tp_flags |= Py_TPFLAGS_HAVE_GC;
   type->ht_type.tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
     Py_VISIT(Py_TYPE(self));
     if (py::detail::is_holder_constructed(self))
-      Py_VISIT(py::cast<Forward&>(py::handle(self)).forward().ptr());
+      Py_VISIT(py::cast<InterceptedForward&>(py::handle(self)).forward().ptr());
     return 0;
   };
   type->ht_type.tp_clear = [](PyObject* self) {
     if (py::detail::is_holder_constructed(self))
-      py::cast<Forward&>(py::handle(self)).forget_forward();
+      py::cast<InterceptedForward&>(py::handle(self)).forget_forward();
     return 0;
   };
 }
 
 // Makes the object that replaces a module's `forward` look like it to inspect.signature, and to
 // copies and pickles of the module, which get the plain forward.
-template <typename Forward>
-void bind_as_forward(py::class_<Forward>& type) {
-  type.def("__call__", &Forward::call)
+void bind_forward(py::module_& module) {
+  using Forward = InterceptedForward;
+  py::class_<Forward>(module, "InterceptedForward", py::custom_type_setup(&make_collectable))
+      .def(py::init<std::shared_ptr<ShardedModel>, std::optional<int>, py::object>())
+      .def("__call__", &Forward::call)
       .def_property_readonly("forward", &Forward::forward)
       .def_property_readonly("__wrapped__", &Forward::forward)
       .def("__deepcopy__",
@@ -195,16 +194,7 @@ py::object make_parameter_dict_type() {
 }  // namespace
 
 void bind_interception(py::module_& module) {
-  py::class_<ScopedForward> scoped(module, "ScopedForward",
-                                   py::custom_type_setup(&make_collectable<ScopedForward>));
-  scoped.def(py::init<std::shared_ptr<ShardedModel>, int, py::object>());
-  bind_as_forward(scoped);
-  py::class_<RootForward> root(module, "RootForward",
-                               py::custom_type_setup(&make_collectable<RootForward>));
-  root.def(py::init([](std::shared_ptr<ShardedModel> model, py::object forward) {
-    return RootForward(std::move(model), -1, std::move(forward));
-  }));
-  bind_as_forward(root);
+  bind_forward(module);
   const py::object type = make_parameter_dict_type();
   module.attr("ParameterDict") = type;
   module.def("attach_parameter_dict",

@@ -2,6 +2,8 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
 
+#include <algorithm>
+
 #include "bindings.h"
 #include "strata/base/thread_pool.h"
 #include "strata/engine/optimize/adam_optimizer.h"
@@ -15,32 +17,26 @@ namespace {
 
 using torch::StateValues;
 
-// The tensors of one parameter. All have one shape and are float32, bfloat16 or float16; both
-// moments have the same dtype.
-struct HostAdamTensors {
-  at::Tensor weight;
-  at::Tensor gradient;
-  at::Tensor exp_avg;
-  at::Tensor exp_avg_sq;
-  std::int64_t step = 1;  // of this update, counted from 1
-};
+// (weight, gradient, exp_avg, exp_avg_sq, step of this update from 1). The tensors have one shape
+// and are float32, bfloat16 or float16; both moments have the same dtype.
+using HostParameter = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, std::int64_t>;
 
-void check_adam_tensors(const HostAdamTensors& p) {
-  if (p.exp_avg.scalar_type() != p.exp_avg_sq.scalar_type()) {
+void check_adam_tensors(const HostParameter& parameter) {
+  const auto& [weight, gradient, exp_avg, exp_avg_sq, step] = parameter;
+  if (exp_avg.scalar_type() != exp_avg_sq.scalar_type()) {
     throw UsageError("both moments of a parameter are of one type; found {} and {}",
-                     c10::toString(p.exp_avg.scalar_type()),
-                     c10::toString(p.exp_avg_sq.scalar_type()));
+                     c10::toString(exp_avg.scalar_type()), c10::toString(exp_avg_sq.scalar_type()));
   }
-  for (const at::Tensor& tensor : {p.weight, p.gradient, p.exp_avg, p.exp_avg_sq}) {
+  for (const at::Tensor& tensor : {weight, gradient, exp_avg, exp_avg_sq}) {
     if (!tensor.device().is_cpu() || tensor.layout() != c10::kStrided) {
       throw UsageError("Adam on the host updates dense tensors in host memory; found one on {}, {}",
                        tensor.device().str(), tensor.is_sparse() ? "sparse" : "dense");
     }
-    if (!tensor.sizes().equals(p.weight.sizes())) {
+    if (!tensor.sizes().equals(weight.sizes())) {
       throw UsageError(
           "a parameter, its gradient and its moments have one shape; load states that belong to "
           "this parameter; found {} elements and {}",
-          p.weight.numel(), tensor.numel());
+          weight.numel(), tensor.numel());
     }
   }
 }
@@ -48,42 +44,43 @@ void check_adam_tensors(const HostAdamTensors& p) {
 // Tensors whose elements lie in one order: each is the original, or a copy.
 class AlignedTensors {
  public:
-  explicit AlignedTensors(const HostAdamTensors& original) : original_(original), used_(original) {
-    used_.weight = original.weight.detach();
-    if (!original.weight.is_non_overlapping_and_dense())
-      used_.weight = original.weight.detach().contiguous();
-    used_.gradient = as_weight(original.gradient);
-    used_.exp_avg = as_weight(original.exp_avg);
-    used_.exp_avg_sq = as_weight(original.exp_avg_sq);
+  explicit AlignedTensors(const HostParameter& original) : original_(original) {
+    const auto& [weight, gradient, exp_avg, exp_avg_sq, step] = original;
+    weight_ = weight.detach();
+    if (!weight.is_non_overlapping_and_dense()) weight_ = weight_.contiguous();
+    gradient_ = as_weight(gradient);
+    exp_avg_ = as_weight(exp_avg);
+    exp_avg_sq_ = as_weight(exp_avg_sq);
   }
 
   kernels::AdamTensor tensor() const {
     const auto bytes = [](const at::Tensor& t) { return static_cast<std::byte*>(t.data_ptr()); };
-    return {.weight = bytes(used_.weight),
-            .weight_dtype = torch::from_scalar_type(used_.weight.scalar_type()),
-            .exp_avg = bytes(used_.exp_avg),
-            .exp_avg_sq = bytes(used_.exp_avg_sq),
-            .moment_dtype = torch::from_scalar_type(used_.exp_avg.scalar_type()),
-            .gradient = bytes(used_.gradient),
-            .gradient_dtype = torch::from_scalar_type(used_.gradient.scalar_type()),
-            .numel = Numel(used_.weight.numel()),
-            .step = used_.step};
+    return {.weight = bytes(weight_),
+            .weight_dtype = torch::from_scalar_type(weight_.scalar_type()),
+            .exp_avg = bytes(exp_avg_),
+            .exp_avg_sq = bytes(exp_avg_sq_),
+            .moment_dtype = torch::from_scalar_type(exp_avg_.scalar_type()),
+            .gradient = bytes(gradient_),
+            .gradient_dtype = torch::from_scalar_type(gradient_.scalar_type()),
+            .numel = Numel(weight_.numel()),
+            .step = std::get<4>(original_)};
   }
 
   void write_back() const {
-    write_back(original_.exp_avg, used_.exp_avg);
-    write_back(original_.exp_avg_sq, used_.exp_avg_sq);
-    if (used_.weight.is_alias_of(original_.weight)) {
-      original_.weight.unsafeGetTensorImpl()->bump_version();
+    const auto& [weight, gradient, exp_avg, exp_avg_sq, step] = original_;
+    write_back(exp_avg, exp_avg_);
+    write_back(exp_avg_sq, exp_avg_sq_);
+    if (weight_.is_alias_of(weight)) {
+      weight.unsafeGetTensorImpl()->bump_version();
     } else {
-      original_.weight.copy_(used_.weight);
+      weight.copy_(weight_);
     }
   }
 
  private:
   at::Tensor as_weight(const at::Tensor& tensor) const {
-    if (tensor.strides().equals(used_.weight.strides())) return tensor.detach();
-    at::Tensor copy = at::empty_like(used_.weight, tensor.options());
+    if (tensor.strides().equals(weight_.strides())) return tensor.detach();
+    at::Tensor copy = at::empty_like(weight_, tensor.options());
     copy.copy_(tensor);
     return copy;
   }
@@ -91,12 +88,9 @@ class AlignedTensors {
     if (!used.is_alias_of(original)) original.copy_(used);
   }
 
-  const HostAdamTensors& original_;
-  HostAdamTensors used_;
+  const HostParameter& original_;
+  at::Tensor weight_, gradient_, exp_avg_, exp_avg_sq_;
 };
-
-// (weight, gradient, exp_avg, exp_avg_sq, step from 1)
-using HostParameter = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, std::int64_t>;
 
 // Adam and AdamW over torch tensors in host memory, computed by this rank's threads. Optimizers
 // that run without an engine use it. Tensors need not be contiguous: if a tensor's elements lie in
@@ -114,12 +108,8 @@ class HostAdam {
   void step(const std::vector<HostParameter>& parameters, double lr, double beta1, double beta2,
             double eps, double weight_decay, bool decoupled, bool bias_correction) {
     const at::NoGradGuard no_graph;
-    std::vector<HostAdamTensors> originals;
-    for (const auto& [weight, gradient, exp_avg, exp_avg_sq, count] : parameters) {
-      originals.push_back({weight, gradient, exp_avg, exp_avg_sq, count});
-      check_adam_tensors(originals.back());
-    }
-    const std::vector<AlignedTensors> aligned(originals.begin(), originals.end());
+    std::ranges::for_each(parameters, check_adam_tensors);
+    const std::vector<AlignedTensors> aligned(parameters.begin(), parameters.end());
     std::vector<kernels::AdamTensor> tensors;
     for (const AlignedTensors& parameter : aligned) tensors.push_back(parameter.tensor());
     if (!pool_) pool_.emplace(threads_, torch::host_cores(threads_));

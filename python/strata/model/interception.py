@@ -46,8 +46,8 @@ def intercept(core, modules):
         if not core.scope_needed(scope):
             continue
         module = modules[module_index]
-        undo.append(replaced(module, "forward", _C.ScopedForward(core, scope, module.forward)))
-    undo.append(replaced(modules[0], "forward", _C.RootForward(core, modules[0].forward)))
+        undo.append(replaced(module, "forward", _C.InterceptedForward(core, scope, module.forward)))
+    undo.append(replaced(modules[0], "forward", _C.InterceptedForward(core, None, modules[0].forward)))
     for module in modules:
         if type(module._parameters) is not dict:
             module.__dict__["_parameters"] = dict(module._parameters)  # replaces that of an earlier engine or zero.Init

@@ -14,10 +14,6 @@ namespace {
 
 using GroupOfParameter = std::unordered_map<const c10::TensorImpl*, int>;
 
-engine::GroupScalars scalars_of(const engine::AdamOptions& adam) {
-  return {adam.lr, adam.beta1, adam.beta2, adam.eps, adam.weight_decay, adam.bias_correction};
-}
-
 engine::UpdateRule rule_of(const engine::Config& config, bool has_groups) {
   if (!config.optimizer) return has_groups ? engine::UpdateRule::kAdamW : engine::UpdateRule::kNone;
   if (config.optimizer->kind != engine::OptimizerKind::kAdam) {
@@ -90,7 +86,7 @@ Trainer::Trainer(std::shared_ptr<::torch::nn::Module> module, TrainerOptions opt
   config.complete_batch(collectives_->world_size());
   if (!options.groups.empty()) require_grouped(description.input, group_of);
   for (const ParamGroup& group : options.groups) groups_.push_back(group.scalars);
-  if (groups_.empty() && config.optimizer) groups_.push_back(scalars_of(config.optimizer->adam));
+  if (groups_.empty() && config.optimizer) groups_.push_back(config.optimizer->adam);
 
   const int threads = host_threads(config.strata.threads, collectives_->world_size());
   model_ = std::make_shared<ShardedModel>(description.input, config, rule,

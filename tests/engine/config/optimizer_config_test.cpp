@@ -3,6 +3,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <tuple>
+
 #include "engine/config/parsing.h"
 
 namespace strata::engine {
@@ -19,12 +21,11 @@ TEST(OptimizerConfig, ReadsAdamW) {
   const Config c = parsed(optimizer("AdamW", R"({"lr": 3e-4, "betas": [0.8, 0.95], "eps": 1e-6,
                                                  "weight_decay": 0.1, "foreach": null})"));
   EXPECT_EQ(c.optimizer->kind, OptimizerKind::kAdam);
-  EXPECT_EQ(c.optimizer->adam, (AdamOptions{.lr = 3e-4,
-                                            .beta1 = 0.8,
-                                            .beta2 = 0.95,
-                                            .eps = 1e-6,
-                                            .weight_decay = 0.1,
-                                            .decoupled = true}));
+  const kernels::AdamScalars& adam = c.optimizer->adam;
+  EXPECT_EQ(std::tuple(adam.lr, adam.beta1, adam.beta2, adam.eps, adam.weight_decay),
+            std::tuple(3e-4, 0.8, 0.95, 1e-6, 0.1));
+  EXPECT_TRUE(adam.decoupled);
+  EXPECT_TRUE(adam.bias_correction);
 }
 
 TEST(OptimizerConfig, TakesAdamForAdamWUnlessToldOtherwise) {

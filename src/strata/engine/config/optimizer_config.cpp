@@ -221,8 +221,8 @@ OptimizerConfig read_optimizer(Settings* settings, ConfigFindings* remarks) {
                    .beta2 = betas.at(1).get<double>(),
                    .eps = settings->number("optimizer.params.eps"),
                    .weight_decay = settings->number("optimizer.params.weight_decay"),
-                   .decoupled = settings->flag("optimizer.params.adam_w_mode"),
-                   .bias_correction = settings->flag("optimizer.params.bias_correction")},
+                   .bias_correction = settings->flag("optimizer.params.bias_correction"),
+                   .decoupled = settings->flag("optimizer.params.adam_w_mode")},
           .torch_class = {},
           .torch_params = "{}"};
 }

@@ -10,22 +10,11 @@
 
 #include "strata/engine/config/remarks.h"
 #include "strata/engine/schedule/schedule.h"
+#include "strata/kernels/adam.h"
 
 namespace strata::engine {
 
 class Settings;
-
-struct AdamOptions {
-  double lr = 1e-3;
-  double beta1 = 0.9;
-  double beta2 = 0.999;
-  double eps = 1e-8;
-  double weight_decay = 0.0;
-  bool decoupled = true;  // AdamW; false: Adam with L2 added to the gradient
-  bool bias_correction = true;
-
-  bool operator==(const AdamOptions&) const = default;
-};
 
 enum class OptimizerKind : std::uint8_t {
   kAdam,   // the engine's kernel; see `adam`
@@ -35,7 +24,7 @@ enum class OptimizerKind : std::uint8_t {
 struct OptimizerConfig {
   std::string type;  // as the configuration spells it
   OptimizerKind kind = OptimizerKind::kAdam;
-  AdamOptions adam;                 // of a class of torch.optim `decoupled` alone
+  kernels::AdamScalars adam;        // of a class of torch.optim `decoupled` alone
   std::string torch_class;          // "SGD"
   std::string torch_params = "{}";  // keyword arguments as JSON text
   // The engine's kernel computes the update. It does so for torch's Adam and AdamW, too, unless

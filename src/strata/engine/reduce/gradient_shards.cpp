@@ -5,44 +5,11 @@
 namespace strata::engine {
 namespace {
 
-constexpr Bytes kHostAlignment = 256_B;  // as memory of a device has
-
 std::span<float> as_floats(device::Memory& memory, Numel numel) {
   return {reinterpret_cast<float*>(memory.bytes().data()), numel.size()};
 }
 
 }  // namespace
-
-std::span<std::byte> ShardMemory::of(const Unit& unit) {
-  places_.resize(units_.size());
-  Place& place = nth(places_, unit.id);
-  if (place.values == nullptr) {
-    STRATA_ASSERT(lacks(unit));
-    if (on_host_(unit)) {
-      take_on_host();
-    } else {
-      place.own = device_.allocate(bytes(unit), kind_);
-      place.values = place.own->bytes().data();
-    }
-  }
-  return {place.values, bytes(unit).size()};
-}
-
-void ShardMemory::take_on_host() {
-  std::vector<const Unit*> missing;
-  Bytes all;
-  for (const Unit& unit : units_) {
-    if (!lacks(unit) || !on_host_(unit)) continue;
-    missing.push_back(&unit);
-    all += align_up(bytes(unit), kHostAlignment);
-  }
-  host_.push_back(offload::pinned_memory(device_, all, kind_));
-  std::byte* next = host_.back()->bytes().data();
-  for (const Unit* unit : missing) {
-    nth(places_, unit->id).values = next;
-    next += align_up(bytes(*unit), kHostAlignment).size();
-  }
-}
 
 GradientShards::GradientShards(std::vector<Unit>& units, device::Device& device, DType dtype,
                                memory::Tier tier, offload::LinkWatch& watch)

@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "strata/base/error.h"
 #include "strata/device/device.h"
 #include "strata/engine/unit/unit.h"
 #include "strata/offload/host_memory.h"
@@ -39,7 +40,20 @@ class ShardMemory {
         wanted_(std::move(wanted)) {}
 
   // Takes the memory if need be.
-  std::span<std::byte> of(const Unit& unit);
+  std::span<std::byte> of(const Unit& unit) {
+    places_.resize(units_.size());
+    Place& place = nth(places_, unit.id);
+    if (place.values == nullptr) {
+      STRATA_ASSERT(lacks(unit));
+      if (on_host_(unit)) {
+        take_on_host();
+      } else {
+        place.own = device_.allocate(bytes(unit), kind_);
+        place.values = place.own->bytes().data();
+      }
+    }
+    return {place.values, bytes(unit).size()};
+  }
   std::span<float> floats_of(const Unit& unit) {
     return {reinterpret_cast<float*>(of(unit).data()), unit.layout.shard().size()};
   }
@@ -62,7 +76,23 @@ class ShardMemory {
     return unit.trainable() && nth(places_, unit.id).values == nullptr &&
            (wanted_ == nullptr || wanted_(unit));
   }
-  void take_on_host();
+  void take_on_host() {
+    std::vector<const Unit*> missing;
+    Bytes all;
+    for (const Unit& unit : units_) {
+      if (!lacks(unit) || !on_host_(unit)) continue;
+      missing.push_back(&unit);
+      all += align_up(bytes(unit), kHostAlignment);
+    }
+    host_.push_back(offload::pinned_memory(device_, all, kind_));
+    std::byte* next = host_.back()->bytes().data();
+    for (const Unit* unit : missing) {
+      nth(places_, unit->id).values = next;
+      next += align_up(bytes(*unit), kHostAlignment).size();
+    }
+  }
+
+  static constexpr Bytes kHostAlignment = 256_B;  // as memory of a device has
 
   const std::vector<Unit>& units_;
   device::Device& device_;

@@ -15,10 +15,12 @@
 // by hold_until_written(). Errors: OutOfMemoryError for a buffer; CommError; DeviceError.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <memory>
 #include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "strata/base/error.h"
@@ -44,7 +46,26 @@ class GradientWrites {
   // written; the newest may exceed it.
   GradientWrites(std::vector<Unit>& units, comm::Collectives& collectives, device::Device& device,
                  GradientBuffers& buffers, const EngineOptions& options, Bytes max_pushed,
-                 Bytes max_held);
+                 Bytes max_held)
+      : units_(units),
+        collectives_(collectives),
+        device_(device),
+        buffers_(buffers),
+        reduce_dtype_(options.reduce_dtype),
+        inbox_(options.name, units, collectives, device, max_pushed),
+        buffers_of_(units.size()),
+        stream_(device.runs_ahead() ? collectives.contribution_stream() : nullptr),
+        held_(device, max_held) {
+    if (device.runs_ahead() && stream_ == nullptr) {
+      own_stream_ = device.create_stream();
+      stream_ = own_stream_.get();
+    }
+    for (const Unit& unit : units_) {
+      if (!unit.trainable()) continue;
+      of(unit.id).written.assign(unit.layout.slots().size(), false);
+      if (unit.spec.tile()) largest_tile_ = std::max(largest_tile_, unit.layout.padded());
+    }
+  }
 
   void add(int unit) {  // no longer frozen; after a barrier, since the inbox goes
     compute_follows();
@@ -62,24 +83,88 @@ class GradientWrites {
   bool pushing() const { return inbox_.active(); }
   // Later passes add to the values in the buffers: from now on these have the reduce dtype, and
   // gradients that came too late are widened. set_narrow() ends that when all are reduced.
-  void widen();
+  void widen() {
+    if (std::exchange(wide_, true)) return;
+    compute_follows();
+    for (const Unit& unit : units_) {
+      UnitBuffer& b = of(unit.id);
+      const DType before = dtype(unit.id, false);
+      const DType after = dtype(unit.id, true);
+      if (b.buffer == nullptr || after == before) continue;
+      auto widened = take_buffer(unit.id);
+      device_.cast(widened->bytes().data(), after, b.buffer->bytes().data(), before,
+                   unit.layout.padded(), device_.compute_stream());
+      b.buffer = std::move(widened);
+    }
+  }
   void set_narrow() { wide_ = false; }
   bool wide() const { return wide_; }
 
   // The dtype in which a unit's gradients travel: it depends on passes alone, so all ranks agree.
   DType dtype(int unit) const { return dtype(unit, wide_); }
   Bytes bytes(int unit) const { return bytes_of(nth(units_, unit).layout.padded(), dtype(unit)); }
-  Bytes largest() const;  // of the trainable units' bytes()
+  // The most of the trainable units' bytes().
+  Bytes largest() const {
+    Bytes largest;
+    for (const Unit& unit : units_) {
+      if (unit.trainable()) largest = std::max(largest, bytes(unit.id));
+    }
+    return largest;
+  }
 
   bool has_buffer(int unit) const { return of(unit).buffer != nullptr; }
-  void open_buffer(int unit);
+  void open_buffer(int unit) {
+    UnitBuffer& b = of(unit);
+    const DType type = dtype(unit);
+    b.buffer = take_buffer(unit);
+    follow_compute();
+    std::fill(b.written.begin(), b.written.end(), false);
+    // Padding is never written by a gradient; it must be zero, since it takes part in the
+    // reduction.
+    const std::span<std::byte> memory = b.buffer->bytes();
+    const auto zero = [&](Numel begin, Numel end) {
+      const std::size_t from = bytes_of(begin, type).size();
+      device_.fill_zero(memory.subspan(from, bytes_of(end, type).size() - from), stream());
+    };
+    Numel end;
+    for (const plan::Slot& slot : layout(unit).slots()) {
+      if (slot.offset > end) zero(end, slot.offset);
+      end = slot.end();
+    }
+    if (layout(unit).padded() > end) zero(end, layout(unit).padded());
+  }
   // One gradient of one parameter. push() sends it straight to the ranks that add it up; false: it
   // has to be written. write() adds it to the unit's buffer.
-  bool push(int unit, int slot, const std::byte* gradient, DType dtype);
-  void write(int unit, int slot, const std::byte* gradient, DType dtype);
+  bool push(int unit, int slot, const std::byte* gradient, DType dtype_here) {
+    if (!inbox_.takes(unit) || dtype_here != dtype(unit)) return false;
+    follow_compute();
+    compute_is_behind_ = true;
+    inbox_.write(unit, slot, gradient);
+    return true;
+  }
+  void write(int unit, int slot_index, const std::byte* gradient, DType dtype_here) {
+    UnitBuffer& b = of(unit);
+    const auto index = static_cast<std::size_t>(slot_index);
+    const plan::Slot& slot = layout(unit).slots()[index];
+    follow_compute();
+    std::byte* const target = place_of(unit, slot).data();
+    if (b.written[index]) {
+      device_.accumulate(target, dtype(unit), gradient, dtype_here, slot.numel, stream());
+    } else {
+      device_.cast(target, dtype(unit), gradient, dtype_here, slot.numel, stream());
+      b.written[index] = true;
+    }
+  }
   // Instead of write(), for a unit with a buffer: the compute stream may write to this place from
   // now on, until wrote().
-  GradientTarget place(int unit, int slot);
+  GradientTarget place(int unit, int slot) {
+    UnitBuffer& b = of(unit);
+    const auto index = static_cast<std::size_t>(slot);
+    device::Stream& compute = device_.compute_stream();
+    if (const auto read = std::exchange(b.buffer->read, nullptr)) compute.wait_for(*read);
+    if (b.written[index] && stream_ != nullptr) compute.wait_for(*stream_->record());
+    return {place_of(unit, layout(unit).slots()[index]).data(), dtype(unit), b.written[index]};
+  }
   void wrote(int unit, int slot) {
     nth(of(unit).written, slot) = true;
     follow_compute();
@@ -94,10 +179,50 @@ class GradientWrites {
   // Make a unit ready to be reduced, with zeroes where no gradient came: write_missing() in its
   // buffer, push_missing() at the ranks that add up, where the buffer's gradients go as well.
   // Return the first slot that has elements, is trained and got no gradient.
-  std::optional<std::size_t> write_missing(int unit);
-  std::optional<std::size_t> push_missing(int unit);
+  std::optional<std::size_t> write_missing(int unit) {
+    UnitBuffer& b = of(unit);
+    std::optional<std::size_t> first;
+    for (std::size_t i = 0; i < b.written.size(); ++i) {
+      if (b.written[i]) continue;
+      const plan::Slot& slot = layout(unit).slots()[i];
+      if (!first && nth(units_, unit).expects(slot)) first = i;
+      device_.fill_zero(place_of(unit, slot), stream());
+    }
+    return first;
+  }
+  std::optional<std::size_t> push_missing(int unit) {
+    UnitBuffer& b = of(unit);
+    const std::span<const plan::Slot> slots = layout(unit).slots();
+    std::optional<std::size_t> first;
+    follow_compute();  // which may have read the shard that is written next
+    for (std::size_t i = 0; i < slots.size(); ++i) {
+      const auto slot = static_cast<int>(i);
+      // If a gradient was pushed, a gradient in its buffer came later, and stays.
+      if (inbox_.has(unit, slot)) continue;
+      if (b.buffer != nullptr && b.written[i]) {
+        inbox_.write(unit, slot, place_of(unit, slots[i]).data());
+        b.written[i] = false;
+      } else {
+        if (!first && nth(units_, unit).expects(slots[i])) first = i;
+        inbox_.write(unit, slot, nullptr);
+      }
+    }
+    compute_is_behind_ = true;
+    return first;
+  }
   // Collective: starts the reduction of the written or pushed gradients into `reduction`.
-  std::unique_ptr<comm::Work> reduce(int unit, comm::Reduction reduction, bool pushed);
+  std::unique_ptr<comm::Work> reduce(int unit, comm::Reduction reduction, bool pushed) {
+    reduction.dtype = dtype(unit);
+    reduction.writer = stream_;
+    if (pushed) return inbox_.reduce(unit, reduction);
+    GradientBuffer& buffer = *of(unit).buffer;
+    reduction.source = buffer.memory.get();
+    auto work = collectives_.reduce_scatter(reduction, nth(units_, unit).name());
+    // Work::wait_for_readers() need not wait for this rank's own reading, which runs in this
+    // stream: what write() puts there next comes after it anyway, but place() has to know.
+    if (stream_ != nullptr) buffer.read = stream_->record();
+    return work;
+  }
   // The buffer, for as long as the reduction reads it. A pushed unit has none, unless gradients in
   // its buffer were pushed, too. A buffer with gradients that came too late stays.
   GradientBuffers::Lease release_buffer(int unit, bool pushed) {
@@ -109,15 +234,56 @@ class GradientWrites {
   void drop(int unit, int slot) {  // forgets what was written of one parameter; between passes
     if (has_buffer(unit)) nth(of(unit).written, slot) = false;
   }
-  void compute_follows();  // the compute stream's later work waits for everything written
+  // The compute stream's later work waits for everything written.
+  void compute_follows() {
+    held_.let_go();
+    // Skip the wait if we queued nothing: the stream is the collectives', which may be busy.
+    if (std::exchange(compute_is_behind_, false) && stream_ != nullptr)
+      device_.compute_stream().wait_for(*stream_->record());
+  }
   // Forgets all written gradients, as drop() does after compute_follows(), despite any errors.
-  FirstError abandon() noexcept;
-  void drop();
+  FirstError abandon() noexcept {
+    FirstError error;
+    inbox_.end_pass();
+    error.attempt([this] { drop(); });
+    if (error.get() == nullptr) return error;
+    // The streams could not be ordered, so the host waits. Where that fails, too, the device is
+    // lost: nothing runs on it that could still read what goes.
+    error.attempt([this] { stream().synchronize(); });
+    compute_is_behind_ = false;
+    held_.forget();
+    for (UnitBuffer& b : buffers_of_) b.buffer.reset();
+    return error;
+  }
+  void drop() {
+    compute_follows();
+    for (UnitBuffer& b : buffers_of_) {
+      b.buffer.reset();
+      b.offloaded.reset();
+    }
+  }
 
   // Between passes, after a barrier: as GradientShards', for the buffers; frees the inbox, too.
   // Until reload_states() only drop() may be called.
-  void offload_states(bool pinned);
-  void reload_states();
+  void offload_states(bool pinned) {
+    compute_follows();
+    std::vector<offload::OffloadedMemory> memory;
+    for (UnitBuffer& b : buffers_of_) {
+      if (b.buffer != nullptr) memory.push_back({b.buffer->bytes(), &b.offloaded});
+    }
+    offload::offload_all(device_, memory, memory::Kind::kGradients, pinned);
+    for (UnitBuffer& b : buffers_of_) b.buffer.reset();
+    buffers_.trim();
+    inbox_.free();
+  }
+  void reload_states() {
+    for (const Unit& unit : units_) {
+      UnitBuffer& b = of(unit.id);
+      if (b.offloaded == nullptr) continue;
+      b.buffer = take_buffer(unit.id);
+      offload::reload(device_, b.offloaded, b.buffer->bytes());
+    }
+  }
 
  private:
   struct UnitBuffer {
@@ -126,7 +292,12 @@ class GradientWrites {
     std::unique_ptr<offload::OffloadedCopy> offloaded = nullptr;  // of the buffer
   };
 
-  DType dtype(int unit, bool wide) const;
+  DType dtype(int unit, bool wide) const {
+    const DType own = layout(unit).dtype();
+    const bool exact = !wide && collectives_.traits().sums_in_fp32 && is_floating(own) &&
+                       size_of(own) < size_of(reduce_dtype_);
+    return exact ? own : reduce_dtype_;
+  }
   device::Stream& stream() {
     compute_is_behind_ = true;
     return stream_ != nullptr ? *stream_ : device_.compute_stream();
@@ -139,7 +310,11 @@ class GradientWrites {
     return of(unit).buffer->bytes().subspan(bytes_of(slot.offset, type).size(),
                                             bytes_of(slot.numel, type).size());
   }
-  GradientBuffers::Lease take_buffer(int unit);
+  // Tiles share buffers, whatever the length of each: there is a free one wherever there was one.
+  GradientBuffers::Lease take_buffer(int unit) {
+    const bool tile = nth(units_, unit).spec.tile();
+    return buffers_.acquire(tile ? bytes_of(largest_tile_, dtype(unit)) : bytes(unit));
+  }
   UnitBuffer& of(int unit) { return nth(buffers_of_, unit); }
   const UnitBuffer& of(int unit) const { return nth(buffers_of_, unit); }
   const plan::FlatLayout& layout(int unit) const { return nth(units_, unit).layout; }

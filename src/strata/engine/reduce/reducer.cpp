@@ -22,44 +22,6 @@ Bytes most_reducing(const EngineOptions& options, std::span<const Unit> units, B
 
 }  // namespace
 
-void ReductionsInFlight::free_buffers(Bytes at_most) {
-  for (Pending& pending : pending_) {
-    if (held_ <= at_most) break;
-    free_buffer(pending);
-  }
-  while (!pending_.empty() && pending_.front().buffer == nullptr && pending_.front().work->done())
-    finish_front();
-}
-
-void ReductionsInFlight::free_buffer(Pending& pending) {
-  if (pending.buffer == nullptr) return;
-  recorder_.measure(Activity::kReduceWait, pending.unit, [&] { pending.work->wait_for_readers(); });
-  held_ -= Bytes(pending.buffer->bytes().size());
-  pending.buffer.reset();
-}
-
-void ReductionsInFlight::finish_front() {
-  Pending& pending = pending_.front();
-  recorder_.measure(Activity::kReduceWait, pending.unit, [&] { pending.work->wait(); });
-  recorder_.end(pending.recording);
-  shards_.finish(pending.unit);
-  pending_.pop_front();
-}
-
-void ReductionsInFlight::finish(int unit) {
-  const auto last = std::find_if(pending_.rbegin(), pending_.rend(),
-                                 [unit](const Pending& pending) { return pending.unit == unit; });
-  for (auto left = pending_.rend() - last; left > 0; --left) {
-    free_buffer(pending_.front());
-    finish_front();
-  }
-}
-
-void ReductionsInFlight::finish() {
-  free_buffers(Bytes());
-  while (!pending_.empty()) finish_front();
-}
-
 void GradientEdits::drop_all() {
   if (!reducer_.record_.collects()) return;
   reducer_.writes_.drop();

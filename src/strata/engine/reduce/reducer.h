@@ -11,6 +11,7 @@
 // its collectives.
 #pragma once
 
+#include <algorithm>
 #include <deque>
 #include <exception>
 #include <memory>
@@ -51,11 +52,28 @@ class ReductionsInFlight {
     if (!pending_.empty()) pending_.back().work->done();
   }
   // Waits until buffers hold at most `at_most`, and finishes the ended reductions.
-  void free_buffers(Bytes at_most);
+  void free_buffers(Bytes at_most) {
+    for (Pending& pending : pending_) {
+      if (held_ <= at_most) break;
+      free_buffer(pending);
+    }
+    while (!pending_.empty() && pending_.front().buffer == nullptr && pending_.front().work->done())
+      finish_front();
+  }
   // Finishes all reductions up to this unit's, if that is under way: its shard may be added to
   // then.
-  void finish(int unit);
-  void finish();  // all
+  void finish(int unit) {
+    const auto last = std::find_if(pending_.rbegin(), pending_.rend(),
+                                   [unit](const Pending& pending) { return pending.unit == unit; });
+    for (auto left = pending_.rend() - last; left > 0; --left) {
+      free_buffer(pending_.front());
+      finish_front();
+    }
+  }
+  void finish() {  // all
+    free_buffers(Bytes());
+    while (!pending_.empty()) finish_front();
+  }
   // Waits for all, and drops their results and errors.
   void abandon() {
     for (Pending& pending : pending_) pending.work.reset();  // waits, drops its error
@@ -70,8 +88,20 @@ class ReductionsInFlight {
     std::unique_ptr<comm::Work> work;
     StepRecorder::Recording recording;  // of `work`
   };
-  void free_buffer(Pending& pending);
-  void finish_front();
+  void free_buffer(Pending& pending) {
+    if (pending.buffer == nullptr) return;
+    recorder_.measure(Activity::kReduceWait, pending.unit,
+                      [&] { pending.work->wait_for_readers(); });
+    held_ -= Bytes(pending.buffer->bytes().size());
+    pending.buffer.reset();
+  }
+  void finish_front() {
+    Pending& pending = pending_.front();
+    recorder_.measure(Activity::kReduceWait, pending.unit, [&] { pending.work->wait(); });
+    recorder_.end(pending.recording);
+    shards_.finish(pending.unit);
+    pending_.pop_front();
+  }
 
   GradientShards& shards_;
   StepRecorder& recorder_;
