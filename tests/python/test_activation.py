@@ -5,13 +5,13 @@ import sys
 
 import pytest
 from launching import environment_of, run, with_pth
+from soak import also
 
 QUESTIONS = """
 import importlib.metadata, importlib.util, sys
 import strata.compat.deepspeed
 import deepspeed
 from deepspeed import DeepSpeedEngine
-from soak import also
 version = deepspeed.__version__
 assert version.startswith("0.19.8+strata.") and deepspeed.version == version
 assert importlib.metadata.version("deepspeed") == version == importlib.metadata.metadata("deepspeed")["Version"]

@@ -5,13 +5,13 @@ import subprocess
 import sys
 
 import pytest
+from soak import also
 
 SCRIPT = """
 import sys
 
 import strata
 import torch
-from soak import also
 
 
 class Leaves:

@@ -5,12 +5,12 @@ import sys
 
 import pytest
 import strata
+from soak import also
 
 TWO_STEPS = """
 import sys
 import torch
 import strata
-from soak import also
 
 model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(3)])
 config = {
