@@ -25,9 +25,9 @@ install() {
 case "${3:-}" in
   "")
     wanted=requirements.txt
-    if [ -n "${TORCH:-}" ]; then  # which brings a CUDA runtime of its own version
+    if [ -n "${TORCH:-}" ]; then
       wanted=$venv/requirements.txt
-      sed "s/^torch==.*/torch==$TORCH/; /^nvidia-cuda-runtime/d" requirements.txt > "$wanted"
+      sed "s/^torch==.*/torch==$TORCH/" requirements.txt > "$wanted"
     fi
     install -r "$wanted"
     exit
