@@ -197,6 +197,18 @@ void bind_interception(py::module_& module) {
   bind_forward(module);
   const py::object type = make_parameter_dict_type();
   module.attr("ParameterDict") = type;
+  module.def("gather_released_parameter", [](const py::object& dict, const py::object& value) {
+    if (!gather_if_released(dict.ptr(), value.ptr())) throw py::error_already_set();
+  });
+  // torch.compile goes by the type's `__getitem__`, and traces it if it is written in Python. The
+  // interpreter goes by the slot, which setting the attribute changes, and which here gets its
+  // function in C back.
+  module.def("trace_parameter_reads", [type](const py::function& getitem) {
+    py::setattr(type, "__getitem__", getitem);
+    auto* object = reinterpret_cast<PyTypeObject*>(type.ptr());
+    object->tp_as_mapping->mp_subscript = &parameter_dict_subscript;
+    PyType_Modified(object);
+  });
   module.def("attach_parameter_dict",
              [type](const py::object& dict, const std::shared_ptr<ShardedModel>& model) {
                STRATA_ASSERT(py::isinstance(dict, type));

@@ -136,8 +136,8 @@ class EngineNames:
         """Compiles the module's forward, as ``torch.nn.Module.compile`` does, at its first call. The losses equal those
         of the model that is not compiled, where the backend's kernels round in the same way.
 
-        The engine's hooks stay out of graphs. At stages 0 to 2 each block is a graph, or several where its code breaks
-        it. At stage 3 a read of a sharded parameter ends a graph, so torch compiles the code between two reads. The
+        The engine's hooks stay out of graphs. At every stage each block is a graph, or several where its code breaks
+        it. ``block.compile(fullgraph=True)`` in the script does the same for one block, and says where it breaks. The
         module stays compiled when the engine is destroyed. UsageError for ``fullgraph`` and for CUDA graphs, which the
         engine's hooks do not allow; NotImplementedError for ``schedule`` and ``compiled_autograd_enabled``.
 

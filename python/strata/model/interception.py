@@ -12,6 +12,18 @@ import torch
 from .. import _C
 
 
+def _read(parameters, name, gather_released_parameter=_C.gather_released_parameter):
+    """``parameters[name]`` of a ParameterDict, as torch.compile traces it: a gathered parameter ends no graph, a
+    released one does, at the call that gathers it. With a third argument the interpreter keeps to the slot."""
+    value = dict.__getitem__(parameters, name)
+    if value is not None and value.numel() == 0:
+        gather_released_parameter(parameters, value)
+    return value
+
+
+_C.trace_parameter_reads(_read)
+
+
 class _Keeper:
     """Holds a core. Where a module with this attribute is copied or pickled, the copy has None instead."""
 
