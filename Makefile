@@ -20,6 +20,8 @@ VENV_PYTHON := $(VENV)/bin/python
 BUILD := build/python$(patsubst .venv%,%,$(notdir $(VENV)))
 STAMPS := build/stamps
 SYSTEM := $(STAMPS)/system-$(notdir $(PYTHON))
+# Tests start hundreds of processes, and importing torch takes twice as long where Python may not keep what it compiled.
+unexport PYTHONDONTWRITEBYTECODE
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -227,7 +229,7 @@ format: $(STAMPS)/lint  ## clang-format on every C++ file
 
 style: $(STAMPS)/lint  ## The style test and formatting: seconds
 	$(PYTHON) -B tests/tidy/check_tree.py .
-	clang-format --dry-run --Werror $(CPP_FILES)
+	@printf '%s\n' $(CPP_FILES) | xargs -n 60 -P $(JOBS) clang-format --dry-run --Werror
 
 clang: build/clang/build.ninja  ## The core with clang, as clang-tidy reads it
 	ninja -C build/clang -j $(JOBS)
