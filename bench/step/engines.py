@@ -54,6 +54,9 @@ def build_model(context):
             make_config(context.model, context.layers), dtype=torch.bfloat16, attn_implementation=attention
         )
     context.told["parameters"] = sum(p.numel() for p in model.parameters())
+    for layer in model.model.layers if context.compile else ():
+        layer.compile()
+    ready_to_train(context, model)
     return model
 
 
@@ -140,7 +143,6 @@ def fsdp2(context, reduce="fp32", reshard=True):
                 parameter.data = parameter.data.float()
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
-    ready_to_train(model)
 
     def step(ids):
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -167,7 +169,6 @@ def floor(context):
     for part in parts:
         part.grad = torch.full_like(part, 1e-3)
     optimizer = torch.optim.AdamW(parts, fused=True, **ADAMW)
-    ready_to_train(model)
 
     def step(ids):
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -179,15 +180,15 @@ def floor(context):
     return Training(step)
 
 
-def ready_to_train(model):
-    """In training mode, with gradient checkpointing."""
+def ready_to_train(context, model):
+    """In training mode, with gradient checkpointing unless activations are kept."""
     model.train()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if not context.keep_activations:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def _engine_step(engine):
     engine.train()
-    ready_to_train(engine.module)
 
     def step(ids):
         loss = engine(input_ids=ids, labels=ids, use_cache=False).loss

@@ -2,7 +2,7 @@
 
 import math
 
-from engines import ADAMW, Training, build_model, ready_to_train
+from engines import ADAMW, Training, build_model
 
 
 def plain_torch(context, other_order=False):
@@ -19,7 +19,6 @@ def plain_torch(context, other_order=False):
     parameters = list(model.parameters())
     masters = [torch.nn.Parameter(p.detach().float()) for p in parameters]
     optimizer = torch.optim.AdamW(masters, foreach=False, **ADAMW)
-    ready_to_train(model)
 
     def step(ids):
         parts = list(ids.split(1))[::-1] if other_order else [ids]

@@ -130,7 +130,16 @@ def measure(training, context, sampler):
         "account": _account(training, context) | context.told,
     }
     told["median_s"] = statistics.median(told["step_s"])
+    if context.compile:
+        told["account"]["compiled"] = _compiled()
     return told
+
+
+def _compiled():
+    """What torch.compile has made in this rank: blocks of one class share a graph, and another is a recompilation."""
+    from torch._dynamo.utils import counters
+
+    return {"graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}
 
 
 def _account(training, context):

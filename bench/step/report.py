@@ -93,7 +93,7 @@ def loss_lines(rows):
 def account_line(name, row):
     """An engine's report of its own steps, on rank 0; "" if it gives none."""
     account = row["accounts"][0]
-    said = {key: account[key] for key in ("collectives", "step_report") if account.get(key)}
+    said = {key: account[key] for key in ("collectives", "compiled", "step_report") if account.get(key)}
     if "step_report" in said:  # without the figures that are among the ledger's peaks
         said["step_report"] = {key: value for key, value in said["step_report"].items() if key != "device_memory"}
     return f"{name} says: {flat_text(said)}" if said else ""

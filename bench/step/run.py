@@ -67,6 +67,8 @@ def add_common_arguments(parser, steps=8, loss_tolerance=2e-2):
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--deterministic", action="store_true",
                         help="the model's kernels give the same bits every time")
+    parser.add_argument("--compile", action="store_true", help="every block, as a script does: block.compile()")
+    parser.add_argument("--keep-activations", action="store_true", help="no gradient checkpointing")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--profile", metavar="FILE", help="trace of a step of rank 0 per engine: FILE.<engine>.json.gz")
     parser.add_argument("--json", metavar="FILE", help="where the figures go, besides the tables")
@@ -108,8 +110,9 @@ def parse_object(text, option):
 
 def options_of(a):
     """The options that every rank gets."""
-    keys = ("model", "layers", "batch", "seq", "steps", "warmup", "clip", "read_loss", "sample_every", "seed", "device")
-    return {key: getattr(a, key) for key in (*keys, "deterministic")} | {
+    keys = ("model", "layers", "batch", "seq", "steps", "warmup", "clip", "read_loss", "sample_every", "seed", "device",
+            "deterministic", "compile", "keep_activations")
+    return {key: getattr(a, key) for key in keys} | {
         "cores": len(os.sched_getaffinity(0)),
         "strata_json": parse_object(a.strata, "--strata"),
         "deepspeed_json": parse_object(getattr(a, "ds", "{}"), "--ds"),
