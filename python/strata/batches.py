@@ -136,15 +136,10 @@ class Batches:
         drop_last = self._engine._config.drop_last
         if data_sampler is None:
             data_sampler = self._sampler(dataset, _ROUTES[route], drop_last and route == "train")
-        return DataLoader(
-            dataset,
-            batch_size=batch_size or self.train_micro_batch_size_per_gpu(),
-            sampler=data_sampler,
-            collate_fn=collate_fn or self._engine.collate_fn,
-            pin_memory=bool(pin_memory) and self._engine.device.type == "cuda",
-            drop_last=drop_last,
-            num_workers=num_local_io_workers or 0,
-        )
+        return DataLoader(dataset, batch_size=batch_size or self.train_micro_batch_size_per_gpu(), sampler=data_sampler,
+                          collate_fn=collate_fn or self._engine.collate_fn,
+                          pin_memory=bool(pin_memory) and self._engine.device.type == "cuda", drop_last=drop_last,
+                          num_workers=num_local_io_workers or 0)
 
     def _sampler(self, dataset, shuffle, drop_last):
         world_size, rank = self._engine.world_size, self._engine.global_rank

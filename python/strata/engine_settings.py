@@ -99,13 +99,11 @@ def _place(tier):
 
 
 def _scale_args(settings):
-    return {
-        "init_scale": settings.initial_dynamic_scale(),
-        "scale_window": settings._configured("fp16.loss_scale_window", 1000),
-        "delayed_shift": settings._configured("fp16.hysteresis", 2),
-        "consecutive_hysteresis": settings._configured("fp16.consecutive_hysteresis", False),
-        "min_scale": settings._configured("fp16.min_loss_scale", 1),
-    }
+    return {"init_scale": settings.initial_dynamic_scale(),
+            "scale_window": settings._configured("fp16.loss_scale_window", 1000),
+            "delayed_shift": settings._configured("fp16.hysteresis", 2),
+            "consecutive_hysteresis": settings._configured("fp16.consecutive_hysteresis", False),
+            "min_scale": settings._configured("fp16.min_loss_scale", 1)}
 
 
 # (method, its documentation, function of the ``EngineSettings``).

@@ -66,10 +66,8 @@ class _Member:
 def _members(optimizer, engine):
     """[[``_Member``, or None for a parameter that the engine does not train]], by param group."""
     known = {id(known.parameter): known for known in engine.known}
-    return [
-        [_Member(engine.core, known[id(p)]) if id(p) in known and p.requires_grad else None for p in group]
-        for group in optimizer.members
-    ]
+    return [[_Member(engine.core, known[id(p)]) if id(p) in known and p.requires_grad else None for p in group]
+            for group in optimizer.members]
 
 
 def state_dict(optimizer, engine):
@@ -97,11 +95,9 @@ def state_dict(optimizer, engine):
         if member.dtype in (torch.bfloat16, torch.float16):
             masters[number] = member.shaped(_read(member, "master"))
     first = [sum(len(group) for group in members[:i]) for i in range(len(members))]
-    groups = [
-        {**{k: v for k, v in group.items() if k not in ("params", "param_names")},
-         "params": list(range(first[i], first[i] + len(members[i])))}
-        for i, group in enumerate(optimizer.param_groups)
-    ]  # fmt: skip
+    groups = [{**{k: v for k, v in group.items() if k not in ("params", "param_names")},
+               "params": list(range(first[i], first[i] + len(members[i])))}
+              for i, group in enumerate(optimizer.param_groups)]
     about = {"rank": engine.global_rank, "world_size": engine.world_size, "stage": engine.zero_optimization_stage(),
              "parts": {number: member.ranges for number, member in enumerate(numbered) if member is not None},
              "by_element": by_element, "masters": masters, "steps": 0 if steps is None else steps[0]}

@@ -108,10 +108,8 @@ def _values(shape, seed):
     """(weights, gradients of each step), flat, of mixed sizes, and the shape."""
     generator = torch.Generator().manual_seed(seed + 1)
     numel = torch.Size(shape).numel()
-    gradients = [
-        torch.randn(numel, generator=generator) * 10 ** torch.randn(numel, generator=generator) * size
-        for size in _STEPS
-    ]  # fmt: skip
+    gradients = [torch.randn(numel, generator=generator) * 10 ** torch.randn(numel, generator=generator) * size
+                 for size in _STEPS]
     return torch.randn(numel, generator=generator), gradients, shape
 
 

@@ -193,20 +193,9 @@ class Init:
             exception, leaves no values behind: parameters to which the script still refers are empty.
     """
 
-    def __init__(
-        self,
-        module=None,
-        data_parallel_group=None,
-        mem_efficient_linear=True,
-        remote_device=None,
-        pin_memory=False,
-        config_dict_or_path=None,
-        config=None,
-        enabled=True,
-        dtype=None,
-        mpu=None,
-        **_ignored,
-    ):
+    def __init__(self, module=None, data_parallel_group=None, mem_efficient_linear=True, remote_device=None,
+                 pin_memory=False, config_dict_or_path=None, config=None, enabled=True, dtype=None, mpu=None,
+                 **_ignored):
         self._enabled = enabled
         self._reads = None  # while the context is open
         if not enabled:
@@ -230,10 +219,8 @@ class Init:
             self._roots = []
             self._watch = ConstructorWatch(self._begin, self._end)
             rank, world = rank_and_world_size()
-            self._recording = Recording(
-                self._config.replay_above, self._watch.running, self._config.threads, world,
-                self._config.partition_stream_chunk, warns=rank == 0,
-            )
+            self._recording = Recording(self._config.replay_above, self._watch.running, self._config.threads, world,
+                                        self._config.partition_stream_chunk, warns=rank == 0)
             reads = ConstructorReads(self._deferred.of_all, self._recording.paused, self._tidy)
             with ExitStack() as undo:
                 undo.callback(self._deferred.close)

@@ -14,10 +14,8 @@ from .names import state_names
 from .whole_files import moved_into
 
 # Methods of PEFT whose file holds every trained tensor unchanged, so that a model without values can be filled from it.
-_READABLE = {
-    "BOFT", "C3A", "FOURIERFT", "HRA", "IA3", "LN_TUNING", "LOHA", "LOKR", "LORA", "MISS", "OFT", "PREFIX_TUNING",
-    "PROMPT_TUNING", "VBLORA", "VERA",
-}  # fmt: skip
+_READABLE = {"BOFT", "C3A", "FOURIERFT", "HRA", "IA3", "LN_TUNING", "LOHA", "LOKR", "LORA", "MISS", "OFT",
+             "PREFIX_TUNING", "PROMPT_TUNING", "VBLORA", "VERA"}
 # LoRA's initializations that do not change the base model's weights.
 _INITS = (None, True, False, "gaussian", "orthogonal", "eva")
 _PROMPTS = "prompt_embeddings"  # the name in the file, for methods that learn a prompt
@@ -87,8 +85,7 @@ def _require_readable(config, folder):
     if kind not in _READABLE or getattr(config, "prefix_projection", False):
         what = "prefix_projection" if kind in _READABLE else f"the method {kind}"
         raise _C.UsageError(
-            f"{folder}: the file of an adapter with {what} does not hold every trained tensor unchanged{_INSTEAD}"
-        )
+            f"{folder}: the file of an adapter with {what} does not hold every trained tensor unchanged{_INSTEAD}")
     if not any(init is known or init == known for known in _INITS):
         raise _C.UsageError(
             f"{folder}: an adapter with init_lora_weights={init!r} changes the base model's weights when it is "

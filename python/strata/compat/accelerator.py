@@ -148,12 +148,9 @@ def _cut(version):
 
 
 TORCH_INFO = {
-    "version": _cut(torch.__version__),
-    "bf16_support": True,
-    "cuda_version": _cut(torch.version.cuda),
+    "version": _cut(torch.__version__), "bf16_support": True, "cuda_version": _cut(torch.version.cuda),
     "nccl_version": _cut(".".join(map(str, torch.cuda.nccl.version()))) if torch.cuda.is_available() else "0.0",
-    "hip_version": _cut(torch.version.hip),
-}
+    "hip_version": _cut(torch.version.hip)}
 
 
 def required_torch_version(min_version=None, max_version=None):
@@ -192,16 +189,14 @@ class OnDevice:
 
 
 # By builder: DeepSpeed's name of the operator, the operator's work, and whether Strata does this work.
-_OPERATORS = {
-    "AsyncIOBuilder": ("async_io", "Reads and writes of drives.", True),
-    "CPUAdamBuilder": ("cpu_adam", "Adam on the host.", True),
-    "CPUAdagradBuilder": ("cpu_adagrad", "Adagrad on the host.", True),
-    "CPULionBuilder": ("cpu_lion", "Lion on the host.", True),
-    "FusedAdamBuilder": ("fused_adam", "Adam on a GPU.", True),
-    "FusedLionBuilder": ("fused_lion", "Lion on a GPU.", True),
-    "FusedLambBuilder": ("fused_lamb", "LAMB on a GPU, which Strata does not offer.", False),
-    "UtilsBuilder": ("utils", "Flattening of tensors.", True),
-}
+_OPERATORS = {"AsyncIOBuilder": ("async_io", "Reads and writes of drives.", True),
+              "CPUAdamBuilder": ("cpu_adam", "Adam on the host.", True),
+              "CPUAdagradBuilder": ("cpu_adagrad", "Adagrad on the host.", True),
+              "CPULionBuilder": ("cpu_lion", "Lion on the host.", True),
+              "FusedAdamBuilder": ("fused_adam", "Adam on a GPU.", True),
+              "FusedLionBuilder": ("fused_lion", "Lion on a GPU.", True),
+              "FusedLambBuilder": ("fused_lamb", "LAMB on a GPU, which Strata does not offer.", False),
+              "UtilsBuilder": ("utils", "Flattening of tensors.", True)}
 COMPATIBLE = {operator: offered for operator, _, offered in _OPERATORS.values()}
 
 

@@ -70,9 +70,8 @@ class DeepSpeedConfig:
         self.zero_optimization_stage = parsed.stage
         self.zero_enabled = parsed.stage > 0
         self.zero_config = get_zero_config(self._param_dict)
-        self.optimizer_params, self.scheduler_params = (
-            (self._param_dict.get(name) or {}).get("params") for name in ("optimizer", "scheduler")
-        )
+        self.optimizer_params, self.scheduler_params = ((self._param_dict.get(name) or {}).get("params")
+                                                        for name in ("optimizer", "scheduler"))
         self._values = EngineSettings(parsed)  # the methods of an engine about its configuration
 
     def __getattr__(self, name):
@@ -194,10 +193,8 @@ class DeepSpeedZeroConfig(_Section):
         "stage3_partition_stream_chunk_size": None, "cpu_offload": None, "cpu_offload_params": None,
         "cpu_offload_param": None, "cpu_offload_use_pin_memory": None, "aio": None,
     }  # fmt: skip
-    SECOND_NAMES = {
-        **{f"stage3_{name}": name for name in _STAGE3},
-        "stage3_gather_fp16_weights_on_model_save": "gather_16bit_weights_on_model_save",
-    }
+    SECOND_NAMES = {**{f"stage3_{name}": name for name in _STAGE3},
+                    "stage3_gather_fp16_weights_on_model_save": "gather_16bit_weights_on_model_save"}
 
     def __init__(self, strict=False, **settings):
         super().__init__(strict, **settings)

@@ -34,8 +34,7 @@ def refused_method(name, refusal):
 
 def _text(name, refusal):
     return f"{name}: Strata does not offer {refusal.what}. " + (
-        refusal.instead or "Use DeepSpeed itself for it: start without STRATA_COMPAT and 'strata run'."
-    )
+        refusal.instead or "Use DeepSpeed itself for it: start without STRATA_COMPAT and 'strata run'.")
 
 
 class _Refused(type):
@@ -87,11 +86,9 @@ REFUSALS = {
 
 # Methods of the engine.
 REFUSED_METHODS = {
-    "load_moe_state_dict": REFUSALS["experts"],
-    "random_ltd_initialize": Refusal("random layerwise token dropping"),
+    "load_moe_state_dict": REFUSALS["experts"], "random_ltd_initialize": Refusal("random layerwise token dropping"),
     "register_compile_pass": Refusal("passes of DeepCompile", "Use torch.compile: engine.compile(backend=...)."),
-    "set_custom_curriculum_learning_schedule": REFUSALS["curriculum"],
-}
+    "set_custom_curriculum_learning_schedule": REFUSALS["curriculum"]}
 
 # Columns: the key in REFUSALS; paths below ``deepspeed``, whose own path is "."; names there.
 _REFUSED = """
@@ -153,11 +150,9 @@ def _lower(names):
 _CONFIGURED = {f"{name}_OPTIMIZER": name.lower() for name in "ADAGRAD ADAM ADAMW LAMB LION MUON".split()}
 _SCHEDULES = {"LR_RANGE_TEST": "LRRangeTest", "ONE_CYCLE": "OneCycle", "WARMUP_LR": "WarmupLR",
               "WARMUP_DECAY_LR": "WarmupDecayLR", "WARMUP_COSINE_LR": "WarmupCosineLR"}  # fmt: skip
-LEAVES = [
-    "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
-    "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
-    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
-]
+LEAVES = ["transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
+          "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
+          "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock"]
 _VERSION = {"version": VERSION, "git_hash": None, "git_branch": None}
 _MAJOR, _MINOR, _PATCH = (int(part) for part in VERSION.partition("+")[0].split("."))
 
@@ -192,10 +187,7 @@ CONSTANTS = {
 # --- names that Strata offers ---
 
 # Second names of modules: {path: path of MODULES}.
-ALIASES = {
-    "checkpointing": "runtime.activation_checkpointing.checkpointing",
-    "zero": "runtime.zero",
-}
+ALIASES = {"checkpointing": "runtime.activation_checkpointing.checkpointing", "zero": "runtime.zero"}
 
 # Columns: the module of the objects; paths below ``deepspeed``; names, as "name=object" where the two differ.
 _OFFERED = """

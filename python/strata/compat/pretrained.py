@@ -154,10 +154,8 @@ class _Plans:
             by_core.setdefault(id(core), (core, []))[1].append((index, [name], shape, parameter.dtype))
         if whole:
             raise _Unfit(f"'{whole[0]}' is not sharded")
-        self._plans = [
-            (core, LoadPlan(model, checkpoint, path, entries, {}, leaves=leaves, found=self._found))
-            for core, entries in by_core.values()
-        ]
+        self._plans = [(core, LoadPlan(model, checkpoint, path, entries, {}, leaves=leaves, found=self._found))
+                       for core, entries in by_core.values()]
         self._checkpoint = checkpoint
 
     def run(self):

@@ -18,18 +18,8 @@ import torch
 
 from .. import _C
 from ..checkpoint.plain_values import written_by
-from .whole_tensors import (
-    VALUE,
-    Stored,
-    WholeCheckpoint,
-    WholeTensor,
-    client_tensors,
-    number_of,
-    optimizer_steps,
-    optimizer_values,
-    plain_values,
-    write_checkpoint,
-)
+from .whole_tensors import (VALUE, Stored, WholeCheckpoint, WholeTensor, client_tensors, number_of, optimizer_steps,
+                            optimizer_values, plain_values, write_checkpoint)
 
 _MODELS, _OPTIMIZERS = ("model", "module"), ("optimizer", "optim")
 _SCHEDULERS = ("lr_scheduler", "scheduler")
@@ -156,16 +146,9 @@ def _training_of(files, others, groups, scalars, beside):
         scheduler = {"class": None, "state": plain_values(values.pop(name), beside, "scheduler")}
     left_out = ("params", "param_names")
     optimizer = None if groups is None else optimizer_values(None, groups, left_out, scalars, beside)
-    return {
-        "client_state": plain_values(values, beside, "client_state"),
-        "scheduler": scheduler,
-        "optimizer": optimizer,
-        "config": {},
-        "written_by": written_by(),
-        "without_frozen": False,
-        "global_steps": most, "micro_steps": most, "skipped_steps": 0, "loss_scale": 1.0,
-        "optimizer_steps": counts,
-    }  # fmt: skip
+    return {"client_state": plain_values(values, beside, "client_state"), "scheduler": scheduler,
+            "optimizer": optimizer, "config": {}, "written_by": written_by(), "without_frozen": False,
+            "global_steps": most, "micro_steps": most, "skipped_steps": 0, "loss_scale": 1.0, "optimizer_steps": counts}
 
 
 # --- the folder ---

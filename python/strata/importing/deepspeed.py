@@ -11,27 +11,15 @@ import torch
 from .. import _C
 from ..checkpoint.plain_values import written_by
 from .deepspeed_states import FlatStates, UniversalStates
-from .whole_tensors import (
-    VALUE,
-    Stored,
-    WholeCheckpoint,
-    WholeTensor,
-    client_tensors,
-    load_tensors,
-    optimizer_steps,
-    optimizer_values,
-    plain_values,
-    stored,
-    write_checkpoint,
-)
+from .whole_tensors import (VALUE, Stored, WholeCheckpoint, WholeTensor, client_tensors, load_tensors, optimizer_steps,
+                            optimizer_values, plain_values, stored, write_checkpoint)
 
 # Keys that DeepSpeed itself writes into a model's file; all others are the script's.
-_OWN_KEYS = {
-    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments",
-    "shared_params", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps",
-    "global_steps", "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config",
-    "ds_version", "universal_checkpoint_info", "num_experts", "ds_autoep_layers", "autoep_layers",
-}  # fmt: skip
+_OWN_KEYS = {"module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments",
+             "shared_params", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names",
+             "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size",
+             "checkpoint_parallel_dimensions", "ds_config", "ds_version", "universal_checkpoint_info", "num_experts",
+             "ds_autoep_layers", "autoep_layers"}
 
 
 def import_deepspeed(checkpoint, out, tag=None):
@@ -100,17 +88,12 @@ def _training_of(model, states, beside, steps, scalars):
     first = model.first
     config = first.get("ds_config") if isinstance(first.get("ds_config"), dict) else {}
     global_steps = int(first.get("global_steps") or 0)
-    training = {
-        "client_state": plain_values({k: v for k, v in first.items() if k not in _OWN_KEYS}, beside, "client_state"),
-        "scheduler": None,
-        "optimizer": None,
-        "config": _flattened(config),
-        "written_by": written_by(deepspeed=str(first.get("ds_version"))),
-        "global_steps": global_steps,
-        "micro_steps": global_steps * _accumulation_steps(config, int(first.get("dp_world_size") or 1)),
-        "skipped_steps": int(first.get("skipped_steps") or 0),
-        "optimizer_steps": optimizer_steps(steps),
-    }
+    training = {"client_state": plain_values({k: v
+                                              for k, v in first.items() if k not in _OWN_KEYS}, beside, "client_state"),
+                "scheduler": None, "optimizer": None, "config": _flattened(config),
+                "written_by": written_by(deepspeed=str(first.get("ds_version"))), "global_steps": global_steps,
+                "micro_steps": global_steps * _accumulation_steps(config, int(first.get("dp_world_size") or 1)),
+                "skipped_steps": int(first.get("skipped_steps") or 0), "optimizer_steps": optimizer_steps(steps)}
     if isinstance(first.get("lr_scheduler"), dict):
         # The configuration's scheduler; DeepSpeed does not write the class of a script's.
         name = "ScheduledLR" if config.get("scheduler") else None
@@ -125,10 +108,9 @@ def _training_of(model, states, beside, steps, scalars):
     scaler = states.loss_scaler
     training["loss_scale"] = float(getattr(scaler, "cur_scale", 1.0))
     if getattr(scaler, "dynamic", False):
-        training["loss_scaler"] = {
-            "scale": training["loss_scale"], "iteration": int(scaler.cur_iter),
-            "last_overflow": int(scaler.last_overflow_iter), "hysteresis_left": int(scaler.cur_hysteresis),
-        }  # fmt: skip
+        training["loss_scaler"] = {"scale": training["loss_scale"], "iteration": int(scaler.cur_iter),
+                                   "last_overflow": int(scaler.last_overflow_iter),
+                                   "hysteresis_left": int(scaler.cur_hysteresis)}
     return training
 
 

@@ -135,9 +135,8 @@ class StrataTrainerMixin:
             self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
 
     def _load_best_model(self):
-        self.engine.load_checkpoint(
-            self.state.best_model_checkpoint, load_module_strict=not is_peft_model(self.model), load_module_only=True
-        )
+        self.engine.load_checkpoint(self.state.best_model_checkpoint, load_module_strict=not is_peft_model(self.model),
+                                    load_module_only=True)
 
 
 class StrataTrainer(StrataTrainerMixin, Trainer):

@@ -115,10 +115,8 @@ def moved_arguments(args, kwargs, device, floating=None):
             tensor = tensor.to(device, non_blocking=True)
         return tensor.to(floating) if floating is not None and tensor.is_floating_point() else tensor
 
-    return (
-        tuple(map_tensors(value, functools.partial(there, number)) for number, value in enumerate(args)),
-        {name: map_tensors(value, functools.partial(there, f"'{name}'")) for name, value in kwargs.items()},
-    )
+    return (tuple(map_tensors(value, functools.partial(there, number)) for number, value in enumerate(args)),
+            {name: map_tensors(value, functools.partial(there, f"'{name}'")) for name, value in kwargs.items()})
 
 
 def map_tensors(value, change):

@@ -133,19 +133,12 @@ class ShardedParameter(torch.nn.Parameter):
     def ds_summary(self, use_debug_name=False):
         """{text: value}: facts about this parameter, for logs. ``use_debug_name``: "id" is its name in the model."""
         core, index = owner_of(self)
-        return {
-            "id": core.parameter_name(index) if use_debug_name and core is not None else self.ds_id,
-            "status": self.ds_status.name,
-            "numel": self.numel(),
-            "ds_numel": self.ds_numel,
-            "shape": tuple(self.shape),
-            "ds_shape": tuple(self.ds_shape),
-            "requires_grad": self.requires_grad,
-            "grad_shape": tuple(self.grad.shape) if self.grad is not None else None,
-            "persist": self.ds_persist,
-            "active_sub_modules": self.ds_active_sub_modules,
-            "ds_tensor.shape": torch.Size([self.partition_numel()]),
-        }
+        return {"id": core.parameter_name(index) if use_debug_name and core is not None else self.ds_id,
+                "status": self.ds_status.name, "numel": self.numel(), "ds_numel": self.ds_numel,
+                "shape": tuple(self.shape), "ds_shape": tuple(self.ds_shape), "requires_grad": self.requires_grad,
+                "grad_shape": tuple(self.grad.shape) if self.grad is not None else None, "persist": self.ds_persist,
+                "active_sub_modules": self.ds_active_sub_modules,
+                "ds_tensor.shape": torch.Size([self.partition_numel()])}
 
     def all_gather(self, param_list=None, async_op=False, hierarchy=0):
         """Makes the parameters (``param_list``, of ShardedParameters; None: this one) whole until ``partition()``.

@@ -36,12 +36,9 @@ class Made(NamedTuple):
 # operator: (where its shape is: "size", "like" or "new"; step, or how many of the arguments after the shape fill it)
 _FILLS = {"empty": None, "zeros": ("fill", 0.0, 0.0), "ones": ("fill", 1.0, 0.0), "full": 1,
           "rand": ("uniform", 0.0, 1.0), "randn": ("normal", 0.0, 1.0)}  # fmt: skip
-_FACTORIES = {
-    getattr(aten, form.format(name)): (where, step)
-    for where, form in (("size", "{}"), ("like", "{}_like"), ("new", "new_{}"))
-    for name, step in _FILLS.items()
-    if where != "new" or "rand" not in name
-}
+_FACTORIES = {getattr(aten, form.format(name)): (where, step)
+              for where, form in (("size", "{}"), ("like", "{}_like"), ("new", "new_{}"))
+              for name, step in _FILLS.items() if where != "new" or "rand" not in name}
 
 # These operators read no value of their arguments.
 READ_NOTHING = {packet for packet, (where, _) in _FACTORIES.items() if where != "size"} | {aten.is_pinned}
@@ -174,10 +171,8 @@ _MOST_STEPS = 1000  # of one recipe: each piece goes through all of them
 _TO_COPY = torch.ops.aten._to_copy.default
 _COPY = torch.ops.aten.copy_.default
 # These read memory without an operator of torch.
-_DIRECT_READS = {
-    torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__, torch.Tensor.__repr__,
-    torch.Tensor.__reduce_ex__,
-}
+_DIRECT_READS = {torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__,
+                 torch.Tensor.__repr__, torch.Tensor.__reduce_ex__}
 
 
 class DeferredTensor:

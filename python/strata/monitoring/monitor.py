@@ -147,8 +147,7 @@ class Monitor:
         self.enabled = bool(sections)
         made = {name: WRITERS[name](section) for name, section in sections.items() if rank == 0}
         self.tb_monitor, self.wandb_monitor, self.csv_monitor, self.comet_monitor = (
-            made.get(name) for name in ("tensorboard", "wandb", "csv_monitor", "comet")
-        )
+            made.get(name) for name in ("tensorboard", "wandb", "csv_monitor", "comet"))
         self._writers = made
         self._failed = set()
 

@@ -12,9 +12,8 @@ import torch
 from torch.utils._pytree import tree_map
 
 from .. import _C
-from ..model.parameter import (
-    ParameterStatus, ShardedParameter, clear_owner, full_shape, mark_managed, owner_of, set_owner, unmark_managed,
-)
+from ..model.parameter import (ParameterStatus, ShardedParameter, clear_owner, full_shape, mark_managed, owner_of,
+                               set_owner, unmark_managed)
 from ..model.tiles import Tiles, tiles_of
 from .host_copy import HostCopy, values_on_host
 
@@ -76,11 +75,10 @@ def _full_shape(parameter, from_files):
 
 
 # Operations that need no values.
-_PLAIN = {
-    "__get__", "__set__", "__delete__", "__hash__", "__repr__", "__format__", "_make_subclass", "data_ptr", "detach",
-    "dim", "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point", "is_pinned", "is_shared",
-    "ndimension", "nelement", "numel", "requires_grad_", "size", "storage_offset", "stride", "untyped_storage",
-}  # fmt: skip
+_PLAIN = {"__get__", "__set__", "__delete__", "__hash__", "__repr__", "__format__", "_make_subclass", "data_ptr",
+          "detach", "dim", "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point",
+          "is_pinned", "is_shared", "ndimension", "nelement", "numel", "requires_grad_", "size", "storage_offset",
+          "stride", "untyped_storage"}
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 _VIEWS = {getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH")}  # properties that need values
 

@@ -266,11 +266,8 @@ class _Embedding(torch.autograd.Function):
             tile, here = ctx.tiles[i], slice(begins[i], begins[i + 1])
             padding = -1 if ctx.padding_idx is None else ctx.padding_idx - tile.begin
             tile.give_gradient(
-                torch.ops.aten.embedding_dense_backward(
-                    given[order[here]], in_order[here] - tile.begin, tile.rows,
-                    padding if 0 <= padding < tile.rows else -1, ctx.scale,
-                )
-            )
+                torch.ops.aten.embedding_dense_backward(given[order[here]], in_order[here] - tile.begin, tile.rows,
+                                                        padding if 0 <= padding < tile.rows else -1, ctx.scale))
         return None, None, None, None, None
 
 

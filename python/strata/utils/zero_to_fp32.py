@@ -37,9 +37,8 @@ class LazyTensor:
         return value.clone() if part_of_more else value
 
 
-def get_fp32_state_dict_from_zero_checkpoint(
-    checkpoint_dir, tag=None, exclude_frozen_parameters=False, lazy_mode=False
-):
+def get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag=None, exclude_frozen_parameters=False,
+                                             lazy_mode=False):
     """{name: tensor on the host} of a checkpoint: master weights in fp32, frozen parameters and buffers in their own
     dtypes. Tied parameters are one tensor under all their names. IoError or FormatError where there is no such
     checkpoint, or it is damaged.
@@ -61,10 +60,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
     return result
 
 
-def convert_zero_checkpoint_to_fp32_state_dict(
-    checkpoint_dir, output_dir, max_shard_size="5GB", safe_serialization=False, tag=None,
-    exclude_frozen_parameters=False,
-):  # fmt: skip
+def convert_zero_checkpoint_to_fp32_state_dict(checkpoint_dir, output_dir, max_shard_size="5GB",
+                                               safe_serialization=False, tag=None, exclude_frozen_parameters=False):
     """Writes the weights of a checkpoint, all floating ones in fp32, to files that Hugging Face's ``from_pretrained``
     and ``torch.load`` read. An earlier checkpoint in ``output_dir`` does not change until all of the new one is on
     disk. The new one then replaces it, also where it has the other format, since readers take either. Other files stay.
@@ -100,9 +97,8 @@ def main(arguments=None):
     parser.add_argument("-d", "--debug", action="store_true", help="accepted, without effect")
     given = parser.parse_args(arguments)
     try:
-        convert_zero_checkpoint_to_fp32_state_dict(
-            given.checkpoint_dir, given.output_dir, given.max_shard_size, given.safe_serialization, given.tag,
-            given.exclude_frozen_parameters)  # fmt: skip
+        convert_zero_checkpoint_to_fp32_state_dict(given.checkpoint_dir, given.output_dir, given.max_shard_size,
+                                                   given.safe_serialization, given.tag, given.exclude_frozen_parameters)
     except (_C.FormatError, _C.IoError, _C.UsageError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1

@@ -151,16 +151,10 @@ def merged(accounts):
         crosses = rate is not None and link and name in _OVER_THE_LINK
         listed.append({"name": name, **most, "gb_per_s": rate, "of_link": rate / link if crosses else None})
     peaks = ("seconds", "device_growth_bytes", "host_peak_bytes", "pinned_bytes")
-    return {
-        "tier": first["tier"],
-        "reason": first["reason"],
-        "placement": first["placement"],
-        "reading": _merged_reading([account["reading"] for account in accounts if account["reading"]]),
-        "world_size": len(accounts),
-        "phases": listed,
-        **{what: max(account[what] for account in accounts) for what in peaks},
-        "link_gb_per_s": link,
-    }
+    return {"tier": first["tier"], "reason": first["reason"], "placement": first["placement"],
+            "reading": _merged_reading([account["reading"] for account in accounts if account["reading"]]),
+            "world_size": len(accounts), "phases": listed, **{what: max(account[what] for account in accounts)
+                                                              for what in peaks}, "link_gb_per_s": link}
 
 
 def _merged_reading(readings):

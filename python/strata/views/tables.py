@@ -120,11 +120,10 @@ def step_tables(report):
         share = report["exposed_seconds"] / report["seconds"] if report["seconds"] > 0 else 0.0
         title += f": {', '.join(parts)}; {share:.1%} exposed"
     uses = report["uses"]
-    return Tables(title, tables, [
-        f"uses of sharded units: {uses['kept']} kept, {uses['prefetched']} prefetched, {uses['late']} late",
-        *_offload_notes(offload),
-        f"host waits: {report['host_waits']}; device allocations: {report['device_allocations']}",
-    ])
+    return Tables(title, tables,
+                  [f"uses of sharded units: {uses['kept']} kept, {uses['prefetched']} prefetched, {uses['late']} late",
+                   *_offload_notes(offload),
+                   f"host waits: {report['host_waits']}; device allocations: {report['device_allocations']}"])
 
 
 def _offload_notes(offload):
