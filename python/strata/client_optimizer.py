@@ -219,8 +219,7 @@ class WholeStates(SegmentStates):
     updates all of them in the same way, and the engine takes the elements that the rank owns.
 
     On several ranks each step gathers masters and gradients from all ranks' parts, into memory that is allocated once:
-    8 bytes an element on each rank, beside the optimizer's states.
-    """
+    8 bytes an element on each rank, beside the optimizer's states."""
 
     def _lend(self, core):
         self._take_masters(core)
@@ -306,8 +305,7 @@ class DriveStates(SegmentStates):
 
     Each step calls the optimizer once for all parts that rest elsewhere, and once for each unit on the drive. Between
     the calls a state with one entry an element is on the drive, and a tensor without memory of its own stands for it.
-    Those who read such a state get a copy.
-    """
+    Those who read such a state get a copy."""
 
     def _lend(self, core):
         super()._lend(core)

@@ -2,8 +2,7 @@
 
 A part holds the elements of a parameter that this rank owns, in one dimension; where these are all elements, it has the
 parameter's shape. Parameters are numbered as torch numbers them, group by group. Beside torch's two keys there is
-"strata": the ranges of the parts, the number of steps, and, where weights are in 16 bits, the fp32 masters.
-"""
+"strata": the ranges of the parts, the number of steps, and, where weights are in 16 bits, the fp32 masters."""
 
 import copy
 import math

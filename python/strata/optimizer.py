@@ -152,8 +152,7 @@ class ShardedOptimizer(_WithoutCompiler):
         since its last call; and as ``engine.step()``.
 
         Returns the result of ``closure``, None or a callable that runs forward and backward and returns the loss; it is
-        called once, first.
-        """
+        called once, first."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -166,8 +165,7 @@ class ShardedOptimizer(_WithoutCompiler):
         it has ``step`` and this rank's part of ``exp_avg`` and ``exp_avg_sq``, or the states of the user's optimizer.
         On one rank the parts are whole, in the parameter's shape. States of the engine's own Adam are copied to the
         host. ``load_state_dict()`` takes the result on the same rank of a job with the same number of ranks.
-        ``engine.save_checkpoint()`` saves for any number of ranks, with the weights.
-        """
+        ``engine.save_checkpoint()`` saves for any number of ranks, with the weights."""
         if not self.trains():
             return super().state_dict()
         from .local_states import state_dict  # not before the first use

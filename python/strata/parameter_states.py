@@ -9,8 +9,7 @@ takes this rank's part of the value. Every getter returns None where no rank has
 for a parameter that no engine owns, for a gradient before the first reduction of a step or after the step, for a state
 before the first step. For a parameter that is used in tiles the whole tensor is on the host, and a rank's part joins
 its elements of each tile. These functions wait for the device; call them between ``engine.backward()`` and
-``engine.step()``, or between steps.
-"""
+``engine.step()``, or between steps."""
 
 import functools
 

@@ -4,8 +4,7 @@ torch's C++ interface changes between minor versions, also where no name changes
 minor would overwrite memory, so it is never loaded. This module imports neither torch nor the engine.
 
 A folder ``_torch/t2_13`` holds the modules for torch 2.13, one for each Python, and ``built_for.txt`` the whole version
-of the torch whose headers they were compiled with. The idea is that of NIXL and moodist, whose wheels do the same.
-"""
+of the torch whose headers they were compiled with. The idea is that of NIXL and moodist, whose wheels do the same."""
 
 import importlib.machinery
 import importlib.metadata

@@ -2,8 +2,7 @@
 
 Dicts, lists, tuples, numbers (complex ones, too), texts, bytes, None, ``argparse.Namespace``, tensors, and numpy's
 numbers and arrays.
-Any other value is refused, with its path in the message, since reading it back would run code.
-"""
+Any other value is refused, with its path in the message, since reading it back would run code."""
 
 import argparse
 import base64

@@ -1,8 +1,7 @@
 """Training checkpoints: the work of ``engine.save_checkpoint`` and ``engine.load_checkpoint``.
 
 The core writes and reads shards. This module adds the script's part: the state of a scheduler and of param groups, the
-states of an optimizer of the user's, buffers, and the script's own values.
-"""
+states of an optimizer of the user's, buffers, and the script's own values."""
 
 import functools
 import json

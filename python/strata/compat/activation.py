@@ -6,8 +6,7 @@ process whose environment has ``STRATA_COMPAT=deepspeed``; launchers pass the va
 does not change; this process does not see it.
 
 Each module below ``deepspeed`` has the names of one table of ``names.py``, and finds an object at first use. So
-``import deepspeed`` imports neither torch nor the engine.
-"""
+``import deepspeed`` imports neither torch nor the engine."""
 
 import importlib
 import sys
@@ -211,5 +210,4 @@ class DeepSpeedEngine(metaclass=_StandIn):
     """The class of engines that ``deepspeed.initialize`` makes, in a process that has no engine.
 
     Frameworks call ``isinstance(model, DeepSpeedEngine)`` in every job, also in those that never make an engine; this
-    class answers without an import of the engine.
-    """
+    class answers without an import of the engine."""

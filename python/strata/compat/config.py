@@ -18,8 +18,7 @@ from .names import LEAVES
 
 def settings_of(document):
     """The dict for Strata's parser, from one that frameworks have filled in. It lacks settings that have no effect in
-    DeepSpeed either (keys with dots, an infinite ``steps_per_print``), and its whole numbers are ints.
-    """
+    DeepSpeed either (keys with dots, an infinite ``steps_per_print``), and its whole numbers are ints."""
     settings = _whole({key: value for key, value in document.items() if "." not in str(key)})
     if settings.get("steps_per_print") == math.inf:
         del settings["steps_per_print"]

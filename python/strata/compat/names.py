@@ -1,8 +1,7 @@
 """The names of each module below ``deepspeed``: {path: {name: target}}.
 
 A target is "module:name" of an object in Strata, "module:" for a module itself, a ``Refusal``, or a value. Scripts can
-import a name that Strata does not offer, and inherit from it; any use raises.
-"""
+import a name that Strata does not offer, and inherit from it; any use raises."""
 
 from typing import NamedTuple
 

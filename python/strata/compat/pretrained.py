@@ -2,8 +2,7 @@
 
 In transformers' own way every rank reads every file, and gathers, overwrites and shards one module after another. Where
 ``checkpoint/names.py`` can map a checkpoint's tensors to the model's, Strata instead gathers nothing and moves nothing
-between ranks. Otherwise it takes transformers' way, and logs the reason once.
-"""
+between ranks. Otherwise it takes transformers' way, and logs the reason once."""
 
 import functools
 import inspect

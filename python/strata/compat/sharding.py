@@ -71,8 +71,7 @@ class ParameterOffload:
 
     Libraries remove DeepSpeed's hooks from it (``forward_hooks``, ``backward_hooks``: [], may be assigned) before they
     generate with gathered parameters, and put them back afterwards. Strata's hooks need not be removed: a forward uses
-    parameters that are gathered already.
-    """
+    parameters that are gathered already."""
 
     inner = None
     overflow = False

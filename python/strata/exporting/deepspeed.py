@@ -1,8 +1,7 @@
 """Converts training checkpoints of Strata to checkpoints of DeepSpeed's ZeRO, so that DeepSpeed continues training.
 
 The files are as version 0.19.8 writes them. This module has their contents, the offset of each element of the trained
-parameters in the flat tensors of each rank, and pickles of DeepSpeed's classes.
-"""
+parameters in the flat tensors of each rank, and pickles of DeepSpeed's classes."""
 
 import collections
 import functools

@@ -6,8 +6,7 @@ model's state dict alone. Other entries are the script's values.
 ``.metadata``, which lists the offsets of tensors in files, is a pickle. The unpickler here knows a handful of names,
 each of which stands for data. In place of torch's own classes it has empty ones, new for each file, so that reading
 neither calls nor changes any code of torch. The data files hold a ``torch.save`` for each piece; torch's restricted
-unpickler reads these.
-"""
+unpickler reads these."""
 
 import io
 import math
@@ -300,8 +299,7 @@ def _overlap(boxes):
     """The first two of ``boxes``, [(offsets, sizes)], that have an element in common; None where no two have.
 
     The function sweeps along the first dimension, and compares a box with those that have begun and not ended. Pieces
-    that are cut along this dimension have none to compare with, so thousands of ranks cost only a sort.
-    """
+    that are cut along this dimension have none to compare with, so thousands of ranks cost only a sort."""
     under_way = []
     for box in sorted(box for box in boxes if math.prod(box[1]) > 0):
         begin = box[0][0] if box[0] else 0  # a tensor of no dimension has one element

@@ -4,8 +4,7 @@
     trainer = StrataTrainer(model=model, args=TrainingArguments(...), train_dataset=..., strata_config={...})
     trainer.train()
 
-For trainers of other libraries the mixin goes first: ``class Sharded(StrataTrainerMixin, SFTTrainer): pass``.
-"""
+For trainers of other libraries the mixin goes first: ``class Sharded(StrataTrainerMixin, SFTTrainer): pass``."""
 
 import copy
 import os

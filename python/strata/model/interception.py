@@ -81,8 +81,7 @@ def intercept_arguments(module, device, floating):
     BatchEncoding) and dataclasses, to ``device``, that of the model's parameters (None: no copies); the host does not
     wait for the copy of a pinned tensor. ``module(...)`` casts floating tensors to the torch.dtype ``floating``, or
     None. They pass on tensors of that device and all other values, do not change the caller's objects, and raise
-    UsageError for a tensor that is neither on the host nor on ``device``.
-    """
+    UsageError for a tensor that is neither on the host nor on ``device``."""
     if device is None and floating is None:
         return lambda: None
     handle = module.register_forward_pre_hook(

@@ -3,8 +3,7 @@
 
 The user's Parameter objects stay the same objects; while an engine of stage 3 or ``zero.Init`` manages them, their
 class is ``ShardedParameter``, also where they stay whole (small ones, and all on one rank). A deep copy or pickle of
-one is a plain ``torch.nn.Parameter``; copying gathers it, which all ranks do then.
-"""
+one is a plain ``torch.nn.Parameter``; copying gathers it, which all ranks do then."""
 
 import contextlib
 import enum

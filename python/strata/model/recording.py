@@ -1,6 +1,5 @@
 """Deferred initialization: records the operators of constructors on large tensors, which have no memory meanwhile, as
-steps of recipes (_C.Recipe).
-"""
+steps of recipes (_C.Recipe)."""
 
 import logging
 import math

@@ -2,8 +2,7 @@
 
 Rank 0 has a writer for each: TensorBoard, Weights & Biases, CSV files, Comet. A writer takes its section of the
 configuration as a dict, opens when it is made, and has ``write(events)`` and ``close()``. An event is (name, float,
-samples so far).
-"""
+samples so far)."""
 
 import csv
 import json

@@ -1,6 +1,5 @@
 """Rank 0's output about each step: lines of progress and of times, metrics, the profile of one step, and
-``deepspeed.comm.log_summary()``.
-"""
+``deepspeed.comm.log_summary()``."""
 
 import json
 import logging

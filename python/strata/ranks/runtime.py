@@ -3,8 +3,7 @@
 Process groups end with the engine that uses them, at the latest with the program. Threads of gloo release tensors that
 Python owns; one that does so while the interpreter ends aborts the process. A destroyed group keeps its threads while
 any reference to it is left, such as the defaults of ``torch.distributed.nn.functional``, so Strata takes the object
-with the threads out of the group.
-"""
+with the threads out of the group."""
 
 import atexit
 import itertools
@@ -248,8 +247,7 @@ def agree_after(collectives, what):
     rank that failed, so that none waits for a rank that has left. The work inside must call no collective.
 
     The error is a strata.Error of the class that the first failed rank had; a rank that failed otherwise (a TypeError)
-    raises its own exception. ``what`` names the work in messages: "opening the checkpoint".
-    """
+    raises its own exception. ``what`` names the work in messages: "opening the checkpoint"."""
     kind = message = ""
     own = None
     try:

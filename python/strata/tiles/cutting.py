@@ -1,8 +1,7 @@
 """Cuts the too large parameters of a model into tiles, before an engine plans its units, and undoes this.
 
 The parameter that stays in its module is empty, with the name that users, optimizers and checkpoints know. A
-computation with it outside the module gets a whole copy, if that is not too large.
-"""
+computation with it outside the module gets a whole copy, if that is not too large."""
 
 import logging
 import math

@@ -7,8 +7,7 @@ linear layer's input, the output of ``matmul``) are kept in fp32: tensors of 16 
 once a tile if the BLAS cannot add them to an fp32 sum itself.
 
 Rows that are ordered by group, each group with its own matrix, go through one grouped product where the device has a
-kernel for it, else through one product for each group. Both ways give the same bits where their kernels do.
-"""
+kernel for it, else through one product for each group. Both ways give the same bits where their kernels do."""
 
 import functools
 

@@ -2,8 +2,7 @@
 
 Strata registers its own rules in the same way: for linear layers, embeddings, transformers' Conv1D and its fused
 experts. A module of fused experts (transformers 5) takes its forward from a registry of implementations, by the name in
-its configuration. Strata registers its own there; the configuration of a module whose weights are in tiles names it.
-"""
+its configuration. Strata registers its own there; the configuration of a module whose weights are in tiles names it."""
 
 import copy
 
@@ -22,8 +21,7 @@ class TilingRule:
     It names those of the module's parameters that it can use in tiles, ``parameters``. Its ``forward(module, tiles,
     *args, **kwargs)`` computes the module's forward with ``tiles``, {name: strata.model.tiles.Tiles} of the parameters
     that are cut; the module's others are whole. The operations of ``strata.tiles.functions`` take such a Tiles: linear,
-    matmul, embedding, grouped_linear; ``apply_tile`` runs a function of your own with one tile.
-    """
+    matmul, embedding, grouped_linear; ``apply_tile`` runs a function of your own with one tile."""
 
     parameters = ("weight",)
 

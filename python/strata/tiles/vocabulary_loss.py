@@ -5,8 +5,7 @@ to it (the online softmax of Milakov and Gimelshein, 2018). Both give the logari
 This logarithm and the logit of the token's label stay for backward, beside the input. Backward computes each block's
 logits again and, in the same sweep, the gradients of the input and of the block of weights. It needs the logarithm over
 the whole vocabulary, so forward cannot compute gradients on the way. This takes four products where a loss that keeps
-its logits takes three; the memory of the logits is saved.
-"""
+its logits takes three; the memory of the logits is saved."""
 
 import copy
 import weakref
@@ -157,8 +156,7 @@ class _TokenGradients:
     """The gradients of the logits of a block, given those of the tokens' losses.
 
     A token's own gradient has a sign and a size. The size goes into the exponent, exp(logit - of_all + log(size)),
-    which saves a pass over the logits. The products that use the result apply the sign.
-    """
+    which saves a pass over the logits. The products that use the result apply the sign."""
 
     def __init__(self, grad, labels, of_all, chosen):
         size = grad.abs()

@@ -1,7 +1,6 @@
 """Whole fp32 weights of a checkpoint, under the names that scripts import from DeepSpeed's ``utils.zero_to_fp32``.
 
-The checkpoints are those of ``engine.save_checkpoint``, and DeepSpeed's own (stages 1 to 3, universal ones).
-"""
+The checkpoints are those of ``engine.save_checkpoint``, and DeepSpeed's own (stages 1 to 3, universal ones)."""
 
 import argparse
 import json

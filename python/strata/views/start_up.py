@@ -132,8 +132,7 @@ def merged(accounts):
     Seconds, bytes and peaks are the largest of any rank, phase by phase: if ranks differ, they add up to more than the
     total. ``gb_per_s`` is that of one rank. ``of_link``: the part of the measured speed of the link,
     for phases that cross it. Either is None where it has no meaning. ``reading``: how the files were read, None
-    where none were; ranks decide for themselves, so its way may be "mixed", and its figures are the least of a rank.
-    """
+    where none were; ranks decide for themselves, so its way may be "mixed", and its figures are the least of a rank."""
     first = accounts[0]
     phases = {}
     for account in accounts:

@@ -1,7 +1,6 @@
 """Reports as tables, as plain text or on a terminal: of a step, of a start-up, of the placement, of transfers.
 
-Cells are texts; the first row of a table is its head, and its first column is set left, the others right.
-"""
+Cells are texts; the first row of a table is its head, and its first column is set left, the others right."""
 
 from typing import NamedTuple
 
