@@ -34,8 +34,7 @@ def choose_parts(sharded, config, world_size, device):
             raise _C.UsageError(
                 f"{name} cannot have its states on a drive ({why_not}): there the engine calls step() once for each "
                 "unit, on parts of its parameters. Write zero_optimization.offload_optimizer.device \"cpu\" or "
-                "\"none\", or take an elementwise optimizer, such as AdamW, Lion or SGD; found \"nvme\""
-            )
+                "\"none\", or take an elementwise optimizer, such as AdamW, Lion or SGD; found \"nvme\"")
     if reason is None:
         return
     if places != [device] and why_not_by_element(sharded.inner, device) is None:
@@ -47,8 +46,7 @@ def choose_parts(sharded, config, world_size, device):
             f"{name} does not update each element by itself ({reason}). At stages 1 to 3 a rank has a part of each "
             "parameter, from which its steps would be wrong. Write zero_optimization.stage 0, where it gets whole "
             f"parameters, or take AdamW, Lion, SGD or another elementwise optimizer; found stage {stage} on "
-            f"{world_size} ranks"
-        )
+            f"{world_size} ranks")
     sharded.takes_whole = True
 
 
@@ -429,8 +427,7 @@ class LentPart(torch.nn.Parameter):
             raise _C.UsageError(
                 "the param groups of this optimizer have fp32 parts of the parameters that this rank owns, whose .grad "
                 "is there in step() alone; read, clip or drop the gradients of the model's own parameters "
-                "(engine.module.parameters()), call engine.zero_grad(), or set gradient_clipping in the configuration"
-            )
+                "(engine.module.parameters()), call engine.zero_grad(), or set gradient_clipping in the configuration")
 
 
 def lend_parts(states, engine):

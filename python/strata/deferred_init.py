@@ -140,8 +140,7 @@ class DeferredInit:
         if len(set(sizes)) > 1:
             raise _C.UsageError(
                 "zero.Init: every rank builds the same modules; found parameters without memory on ranks 0, 1, ...: "
-                f"{sizes}. Let constructors do the same on all ranks"
-            )
+                f"{sizes}. Let constructors do the same on all ranks")
         return {id(p): _C.Recipe.from_steps(steps) for p, steps in zip(parameters, recipes)}
 
     def _connect(self, homes):

@@ -57,8 +57,7 @@ class _Member:
             raise _C.UsageError(
                 f"load_state_dict: this state is another rank's part, or of another number of ranks or stage: of "
                 f"'{self.name}' this rank has elements {self.ranges}; found {place}. Save with engine.save_checkpoint "
-                "and load with engine.load_checkpoint, which go from any number of ranks to any other"
-            )
+                "and load with engine.load_checkpoint, which go from any number of ranks to any other")
         return list(flat.split(self.sizes))
 
 
@@ -174,8 +173,7 @@ def _require_this_place(engine, about, pairs):
             f"load_state_dict: this state is the part of rank {there['rank']} of {there['world_size']} ranks, and "
             f"this is rank {mine['rank']} of {mine['world_size']}. Give each rank its own, or save with "
             "engine.save_checkpoint and load with engine.load_checkpoint, which go from any number of ranks to any "
-            "other"
-        )
+            "other")
 
 
 def _load_adam(core, pairs, about):

@@ -94,8 +94,7 @@ def _write(param, value, optim_state_key, whole):
     if not is_set:
         raise _C.UsageError(
             f"there is no {name} to set: the parameter is frozen, or it is too early (gradients exist from backward to "
-            "step, states from the first step on)"
-        )
+            "step, states from the first step on)")
 
 
 def _kept_outside(core, name):
@@ -138,8 +137,7 @@ _KINDS = {
              "collective."),
     "optimizer_state": (None, 'The state ``optim_state_key`` of ``param`` ("exp_avg", "exp_avg_sq"; other optimizers '
                         'have others for each element, such as "momentum_buffer"); or None. A read of a whole one is '
-                        "collective."),
-}  # fmt: skip
+                        "collective.")}
 
 for _kind, (_state, _doc) in _KINDS.items():
     _named = {} if _state is None else {"optim_state_key": _state}

@@ -245,8 +245,7 @@ def _import_class(path, opening, model_class):
         if model_class is None:
             raise _C.FormatError(
                 f"{path}: config.json names no architecture of transformers {transformers.__version__}; pass "
-                f"model_class=<class>. Found architectures {config.architectures}"
-            )
+                f"model_class=<class>. Found architectures {config.architectures}")
     return model_class, config
 
 

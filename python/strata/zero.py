@@ -130,8 +130,7 @@ class GatheredParameters:
             self._changed(
                 f"{len(changed)} parameters were changed within GatheredParameters(modifier_rank=None), which is for "
                 "reading; pass modifier_rank=<the rank whose changes shall be everybody's>, or change a copy. First: "
-                f"{first}"
-            )
+                f"{first}")
             self._put_back()
 
     def _changed(self, message):

@@ -50,8 +50,7 @@ def read_adapter_config(folder):
     if not base or not os.path.isdir(base):
         raise _C.FormatError(
             f"{folder}: {CONFIG} names the base model {base!r}, and there is no such folder; wanted the folder of a "
-            "checkpoint in 'base_model_name_or_path'"
-        )
+            "checkpoint in 'base_model_name_or_path'")
     return config, base
 
 
@@ -90,8 +89,7 @@ def _require_readable(config, folder):
         raise _C.UsageError(
             f"{folder}: an adapter with init_lora_weights={init!r} changes the base model's weights when it is "
             f"attached, and here these are read from their own files{_INSTEAD}, or let PEFT convert the adapter: "
-            "save_pretrained(path_initial_model_for_weight_conversion=...)"
-        )
+            "save_pretrained(path_initial_model_for_weight_conversion=...)")
 
 
 @contextmanager
@@ -118,8 +116,7 @@ def _give_memory(wrapped, config, in_file):
             if id(buffer) not in in_file:
                 raise _C.UsageError(
                     f"the adapter of method {config.peft_type.value} computes '{path}.{name}' from other weights when "
-                    f"it is attached, and its file does not hold it{_INSTEAD}"
-                )
+                    f"it is attached, and its file does not hold it{_INSTEAD}")
             if id(buffer) not in made:
                 made[id(buffer)] = torch.zeros_like(buffer, device="cpu"), buffer  # keeps the old one, and so its id
             module._buffers[name] = made[id(buffer)][0]
@@ -163,6 +160,5 @@ def _in_file(model, adapter, state):
         raise _C.UsageError(
             f"PEFT computes '{computed[0]}' of an adapter of method {model.peft_config[adapter].peft_type.value} when "
             "it saves it; call engine.module.save_pretrained(folder) within strata.zero.GatheredParameters("
-            "list(engine.module.parameters())), on every rank, with a folder for each"
-        )
+            "list(engine.module.parameters())), on every rank, with a folder for each")
     return {name: state[name_of[id(stand_in)]] for name, stand_in in chosen.items()}

@@ -84,7 +84,5 @@ class EngineCheckpoints:
 
 def _buffer_bytes(model):
     """int: the bytes of the buffers that a checkpoint has."""
-    return sum(
-        buffer.nbytes for module in model.modules() for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
-    )  # fmt: skip
+    return sum(buffer.nbytes for module in model.modules() for name, buffer in module._buffers.items()
+               if buffer is not None and name not in module._non_persistent_buffers_set)

@@ -209,5 +209,4 @@ def _swap(parameter, other):
     except RuntimeError as error:
         raise _C.UsageError(
             f"the model keeps references to its parameters' memory while it is built ({error}); build it as usual "
-            "and pass it to strata.initialize"
-        ) from error
+            "and pass it to strata.initialize") from error

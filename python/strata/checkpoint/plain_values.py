@@ -53,8 +53,7 @@ def to_plain(value, tensors, where):
         return _from_numpy(value, tensors, where)
     raise _C.UsageError(
         f"{where}: a checkpoint keeps dicts, lists, tuples, numbers, texts, bytes and tensors; found a value of "
-        f"{type(value).__module__}.{type(value).__qualname__}; give its parts"
-    )
+        f"{type(value).__module__}.{type(value).__qualname__}; give its parts")
 
 
 def from_plain(value, read):

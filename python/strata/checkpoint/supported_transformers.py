@@ -101,11 +101,9 @@ def unsupported():
     """str: why the installed version is not supported, and the remedy; None where it is supported."""
     if _generation() is not None:
         return None
-    return (
-        "checkpoints are converted by functions of transformers that change between its versions; wanted "
-        f"{' or '.join(map(str, GENERATIONS))}, found transformers {installed()}. A model that the script builds "
-        f"trains with this version, too. To load and save checkpoints, run pip install '{requirement()}'"
-    )
+    return ("checkpoints are converted by functions of transformers that change between its versions; wanted "
+            f"{' or '.join(map(str, GENERATIONS))}, found transformers {installed()}. A model that the script builds "
+            f"trains with this version, too. To load and save checkpoints, run pip install '{requirement()}'")
 
 
 def dtype_name(config):

@@ -28,14 +28,12 @@ def activate():
         where = getattr(real, "__file__", None) or "a module made by the program"
         raise ImportError(
             f"'{NAME}' cannot become Strata: DeepSpeed {getattr(real, '__version__', '')} was imported first, from "
-            f"{where}. {_ADVICE}"
-        )
+            f"{where}. {_ADVICE}")
     early = [name for name in _TOO_LATE if name in sys.modules]
     if early:
         raise ImportError(
             f"'{NAME}' cannot become Strata: '{early[0]}' was imported first, and has decided whether there "
-            f"is a DeepSpeed. {_ADVICE}"
-        )
+            f"is a DeepSpeed. {_ADVICE}")
     sys.meta_path.insert(0, Finder())
 
 
@@ -56,8 +54,7 @@ def is_active():
 
 _ADVICE = (
     "Write 'import strata.compat.deepspeed' as the first line of the script; or leave the script unchanged, and start "
-    f"it by 'strata run', or with {VARIABLE}={NAME} in the environment"
-)
+    f"it by 'strata run', or with {VARIABLE}={NAME} in the environment")
 
 
 class Finder:
@@ -72,9 +69,7 @@ class Finder:
         if not is_known(name):
             raise ModuleNotFoundError(
                 f"Strata, which stands in for DeepSpeed here, has no module '{name}'; docs/MIGRATING.md lists what it "
-                f"has. Unset {VARIABLE} to use DeepSpeed itself",
-                name=name,
-            )
+                f"has. Unset {VARIABLE} to use DeepSpeed itself", name=name)
         return ModuleSpec(name, self, origin=__file__, is_package=True)
 
     def find_distributions(self, context=None):
@@ -107,11 +102,8 @@ class Finder:
 def _distribution():
     import importlib.metadata
 
-    texts = {
-        "METADATA": f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {VERSION}\n"
-        "Summary: Strata under the names of DeepSpeed\n",
-        "top_level.txt": f"{NAME}\n",
-    }
+    texts = {"METADATA": f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {VERSION}\n"
+                         "Summary: Strata under the names of DeepSpeed\n", "top_level.txt": f"{NAME}\n"}
 
     class Distribution(importlib.metadata.Distribution):
         """The metadata of the distribution "deepspeed", which has no files."""
@@ -167,8 +159,7 @@ def _find(module, names, name):
         return importlib.import_module(full)
     raise AttributeError(
         f"module '{module.__name__}' has no attribute '{name}': Strata, which stands in for DeepSpeed here, does not "
-        "know it; docs/MIGRATING.md lists what it has"
-    )
+        "know it; docs/MIGRATING.md lists what it has")
 
 
 def _target(target):

@@ -190,8 +190,7 @@ class DeepSpeedZeroConfig(_Section):
         "pipeline_loading_checkpoint": False, "override_module_apply": True, "log_trace_cache_warnings": False,
         "enable_sanity_checks": False, "save_muon_momentum_buffer_in_memory": False, "leaf_module": None,
         "stage3_partition_stream_chunk_size": None, "cpu_offload": None, "cpu_offload_params": None,
-        "cpu_offload_param": None, "cpu_offload_use_pin_memory": None, "aio": None,
-    }  # fmt: skip
+        "cpu_offload_param": None, "cpu_offload_use_pin_memory": None, "aio": None}
     SECOND_NAMES = {**{f"stage3_{name}": name for name in _STAGE3},
                     "stage3_gather_fp16_weights_on_model_save": "gather_16bit_weights_on_model_save"}
 

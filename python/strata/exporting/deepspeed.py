@@ -399,8 +399,7 @@ class Files:
             min_scale=self._number("fp16", "min_loss_scale", 1), delayed_shift=hysteresis,
             cur_hysteresis=int(saved.get("hysteresis_left", hysteresis)),
             consecutive_hysteresis=self._config.get("fp16", {}).get("consecutive_hysteresis") is True,
-            raise_error_at_min_scale=True, dtype=torch.half,
-        )  # fmt: skip
+            raise_error_at_min_scale=True, dtype=torch.half)
 
 
 def _groups(optimizer, by_name):

@@ -88,10 +88,10 @@ def _training_of(model, states, beside, steps, scalars):
     first = model.first
     config = first.get("ds_config") if isinstance(first.get("ds_config"), dict) else {}
     global_steps = int(first.get("global_steps") or 0)
-    training = {"client_state": plain_values({k: v
-                                              for k, v in first.items() if k not in _OWN_KEYS}, beside, "client_state"),
-                "scheduler": None, "optimizer": None, "config": _flattened(config),
-                "written_by": written_by(deepspeed=str(first.get("ds_version"))), "global_steps": global_steps,
+    own = {k: v for k, v in first.items() if k not in _OWN_KEYS}
+    training = {"client_state": plain_values(own, beside, "client_state"), "scheduler": None, "optimizer": None,
+                "config": _flattened(config), "written_by": written_by(deepspeed=str(first.get("ds_version"))),
+                "global_steps": global_steps,
                 "micro_steps": global_steps * _accumulation_steps(config, int(first.get("dp_world_size") or 1)),
                 "skipped_steps": int(first.get("skipped_steps") or 0), "optimizer_steps": optimizer_steps(steps)}
     if isinstance(first.get("lr_scheduler"), dict):

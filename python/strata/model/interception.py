@@ -109,8 +109,7 @@ def moved_arguments(args, kwargs, device, floating=None):
             if tensor.device.type != "cpu":
                 raise _C.UsageError(
                     f"the model is on {device}, and its argument {name} has a tensor on {tensor.device}; bring the "
-                    f"batch to {device}, or leave it on the host, from where the engine moves it"
-                )
+                    f"batch to {device}, or leave it on the host, from where the engine moves it")
             tensor = tensor.to(device, non_blocking=True)
         return tensor.to(floating) if floating is not None and tensor.is_floating_point() else tensor
 

@@ -266,15 +266,13 @@ def require_values(named_parameters):
         if tiles is not None and tiles[0].core is not None:
             raise _C.UsageError(
                 f"'{name}' is used in tiles by an engine that lives, from which no other can take it over; end that "
-                "one first, with engine.destroy(keep_values=True) to go on with its values"
-            )
+                "one first, with engine.destroy(keep_values=True) to go on with its values")
     lost = [name for name, parameter in named_parameters if _is_lost(parameter)]
     if lost:
         raise _C.UsageError(
             f"{len(lost)} parameters of this model are empty: their engine was destroyed, or dropped, and the shards "
             "went with it. End it with engine.destroy(keep_values=True), or build or load the model again. First: "
-            f"'{lost[0]}'"
-        )
+            f"'{lost[0]}'")
 
 
 def _is_lost(parameter):

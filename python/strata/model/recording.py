@@ -369,8 +369,7 @@ class Recording(TorchDispatchMode):
             "(normal_, uniform_, trunc_normal_, fill_, arithmetic with numbers) is replayed in pieces%s", what,
             tensor.nbytes / 1e9, _wanted_by(func),
             ". It draws from torch's generator after one number for each recorded operation: other numbers than "
-            "without zero.Init" if drawn else "",
-        )
+            "without zero.Init" if drawn else "")
 
 
 class _DirectReads(TorchFunctionMode):

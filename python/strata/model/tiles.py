@@ -271,8 +271,7 @@ class Tiles(Sequence):
             raise _C.UsageError(
                 f"'{self.name}' is used in tiles, and all of it at once is too much to gather: {self.nbytes} bytes, of "
                 f"at most {self.most_read}. Use strata.iter_pieces(parameter), which gives its rows tile by tile, or "
-                "strata.zero.GatheredParameters, which makes it whole on the host"
-            )
+                "strata.zero.GatheredParameters, which makes it whole on the host")
 
 
 def tiles_of(parameter):

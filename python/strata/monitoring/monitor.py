@@ -23,8 +23,7 @@ def require_packages(config):
         if package is not None and not _is_there(package):
             raise _C.ConfigError(
                 f"{section}.enabled: wanted the package {package}, which writes these metrics and is not installed; "
-                f"install it (pip install {package.replace('_', '-')}), or write false; found true"
-            )
+                f"install it (pip install {package.replace('_', '-')}), or write false; found true")
 
 
 def _is_there(package):

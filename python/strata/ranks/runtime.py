@@ -102,8 +102,7 @@ def require_group():
         raise _C.UsageError(
             "initialize(dist_init_required=False) takes the process group that the script has made, and there is none: "
             "call torch.distributed.init_process_group() before it, or leave dist_init_required out; the launcher "
-            f"says WORLD_SIZE={processes}"
-        )
+            f"says WORLD_SIZE={processes}")
 
 
 def _launched(name, otherwise=None):
@@ -126,8 +125,7 @@ def _require_launchers_group():
             f"torch's default process group has {world_size} ranks, of which this process is rank {rank}, and the "
             f"launcher's environment says WORLD_SIZE={launched_size} and RANK={launched_rank}: make the group from the "
             "environment (torch.distributed.init_process_group() without rank and world_size), or leave it to "
-            "strata.initialize; if the group is right, correct or remove these variables"
-        )
+            "strata.initialize; if the group is right, correct or remove these variables")
 
 
 def rank_and_world_size():

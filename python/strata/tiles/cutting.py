@@ -102,8 +102,7 @@ class TiledParameter(ShardedParameter):
                 raise _C.UsageError(
                     f"'{tiles_of(args[0]).name}' is used in tiles, and {name}() would change a copy of it; change it "
                     "within strata.zero.GatheredParameters(parameter, modifier_rank=<rank>), or by "
-                    "strata.iter_pieces(parameter, modifier_rank=<rank>)"
-                )
+                    "strata.iter_pieces(parameter, modifier_rank=<rank>)")
             args, kwargs = tree_map(_with_values, (args, kwargs))
             return func(*args, **kwargs)
 
@@ -138,8 +137,7 @@ def no_hooks(name):
     return (
         f"'{name}' is used in tiles, so that its gradient is never whole, and hooks of it (register_hook, "
         "register_post_accumulate_grad_hook) would not be called; hook the module, whose forward and backward hooks "
-        "are called as usual, or leave the parameter whole by strata.tiles.match"
-    )
+        "are called as usual, or leave the parameter whole by strata.tiles.match")
 
 
 def _with_values(item):
@@ -247,8 +245,7 @@ class Cut:
         if unknown:
             logger.warning(
                 "'%s' takes more than half of what the device has free, and there is no tiling rule for %s: it is "
-                "gathered whole. strata.register_tiling gives it one", name, type(unknown[0]).__name__,
-            )
+                "gathered whole. strata.register_tiling gives it one", name, type(unknown[0]).__name__)
         return not unknown
 
     def _is_large(self, name, parameter):
@@ -272,8 +269,7 @@ class Cut:
             if ranges not in (None, found):
                 raise _C.ConfigError(
                     f"'{name}' is shared by modules whose tiling rules cut it in different places: {len(ranges)} and "
-                    f"{len(found)} tiles; the second is that of '{path}'. Have their rules cut it alike"
-                )
+                    f"{len(found)} tiles; the second is that of '{path}'. Have their rules cut it alike")
             ranges = found
         tiles = Tiles(name, parameter, shape, ranges, [(module, own) for _, module, own in homes], self._budget.read)
         tiles.owner = owner_of(parameter)
@@ -292,12 +288,10 @@ class Cut:
             why = f"the tiling rule of {kind} does not know its '{own}'"
         elif rule is not None:
             why = f"that module has a forward of its own in place of {kind}'s"
-        return (
-            f"'{name}' takes {nbytes} bytes, more than the {self._budget.largest} of one parameter that may be "
-            f"gathered at once (strata.tiles.max_gather), and there is {why} ('{path}'). Register one, "
-            f"strata.register_tiling({kind}, rule) with an instance of strata.tiles.TilingRule, or give "
-            "strata.tiles.max_gather more, or leave it out by strata.tiles.match"
-        )
+        return (f"'{name}' takes {nbytes} bytes, more than the {self._budget.largest} of one parameter that may be "
+                f"gathered at once (strata.tiles.max_gather), and there is {why} ('{path}'). Register one, "
+                f"strata.register_tiling({kind}, rule) with an instance of strata.tiles.TilingRule, or give "
+                "strata.tiles.max_gather more, or leave it out by strata.tiles.match")
 
     def _itemsize(self, parameter):
         return self._config.weight_dtype(parameter.dtype).itemsize

@@ -211,8 +211,7 @@ class LazyLogits(torch.Tensor):
             if core is None or not core.alive or core.global_steps != self._steps:
                 raise _C.UsageError(
                     "these logits were not computed, since the loss needs no logits of the whole vocabulary where the "
-                    "head is in tiles, and the weights have changed meanwhile; ask for them before engine.step()"
-                )
+                    "head is in tiles, and the weights have changed meanwhile; ask for them before engine.step()")
             self._found = linear(self.hidden, self._tiles, self._head.bias)
         return self._found
 
