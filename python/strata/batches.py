@@ -46,9 +46,8 @@ class Batches:
         micro, world_size = self.train_micro_batch_size_per_gpu(), self._engine.world_size
         in_one_forward = micro * world_size
         if train_batch_size < 1 or train_batch_size % in_one_forward != 0:
-            raise _C.UsageError(
-                f"a batch is made of micro-batches of {micro} samples on {world_size} ranks; give a multiple of "
-                f"{in_one_forward}; found {train_batch_size}")
+            raise _C.UsageError(f"a batch is made of micro-batches of {micro} samples on {world_size} ranks; give a "
+                                f"multiple of {in_one_forward}; found {train_batch_size}")
         self._change_batch(train_batch_size, micro, train_batch_size // in_one_forward)
 
     def set_train_micro_batch_size(self, micro_batch_size):

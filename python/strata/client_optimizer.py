@@ -42,11 +42,10 @@ def choose_parts(sharded, config, world_size, device):
                             "what rests there. Write zero_optimization.offload_optimizer.device \"none\", or take an "
                             f"optimizer that works on the CPU, such as AdamW; found {sorted(config.states_tiers)}")
     if stage != 0 and world_size > 1:
-        raise _C.UsageError(
-            f"{name} does not update each element by itself ({reason}). At stages 1 to 3 a rank has a part of each "
-            "parameter, from which its steps would be wrong. Write zero_optimization.stage 0, where it gets whole "
-            f"parameters, or take AdamW, Lion, SGD or another elementwise optimizer; found stage {stage} on "
-            f"{world_size} ranks")
+        raise _C.UsageError(f"{name} does not update each element by itself ({reason}). At stages 1 to 3 a rank has a "
+                            "part of each parameter, from which its steps would be wrong. Write "
+                            "zero_optimization.stage 0, where it gets whole parameters, or take AdamW, Lion, SGD or "
+                            f"another elementwise optimizer; found stage {stage} on {world_size} ranks")
     sharded.takes_whole = True
 
 

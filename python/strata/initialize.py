@@ -251,9 +251,8 @@ def make_optimizer(config, tree, optimizer, model_parameters):
         return sharded, rule
     if not isinstance(optimizer, torch.optim.Optimizer):
         if not callable(optimizer):
-            raise _C.UsageError(
-                "optimizer must be a torch.optim.Optimizer or a callable that makes one from parameters; "
-                f"found {type(optimizer).__name__}")
+            raise _C.UsageError("optimizer must be a torch.optim.Optimizer or a callable that makes one from "
+                                f"parameters; found {type(optimizer).__name__}")
         optimizer = optimizer(parameters)
     if isinstance(optimizer, ShardedOptimizer):
         raise _C.UsageError("this optimizer belongs to another engine; make a new one from the model's parameters")

@@ -169,11 +169,10 @@ def _require_this_place(engine, about, pairs):
     whole = all(place is None or sum(last - first for first, last in place) == member.numel
                 for member, _, (place, _), _ in pairs)
     if there != mine and not whole:
-        raise _C.UsageError(
-            f"load_state_dict: this state is the part of rank {there['rank']} of {there['world_size']} ranks, and "
-            f"this is rank {mine['rank']} of {mine['world_size']}. Give each rank its own, or save with "
-            "engine.save_checkpoint and load with engine.load_checkpoint, which go from any number of ranks to any "
-            "other")
+        raise _C.UsageError(f"load_state_dict: this state is the part of rank {there['rank']} of {there['world_size']} "
+                            f"ranks, and this is rank {mine['rank']} of {mine['world_size']}. Give each rank its own, "
+                            "or save with engine.save_checkpoint and load with engine.load_checkpoint, which go from "
+                            "any number of ranks to any other")
 
 
 def _load_adam(core, pairs, about):

@@ -290,9 +290,8 @@ def log_left_out(parameters, groups, rank):
     if not left_out:
         return []
     if len(left_out) == len(trainable):
-        raise _C.UsageError(
-            "no trainable parameter of the model is in a param group of the optimizer; make the optimizer from this "
-            f"model's parameters. First: '{left_out[0][0]}'")
+        raise _C.UsageError("no trainable parameter of the model is in a param group of the optimizer; make the "
+                            f"optimizer from this model's parameters. First: '{left_out[0][0]}'")
     if rank == 0:
         logger.warning("%d trainable parameters are in no param group of the optimizer and do not change; first: "
                        "'%s'", len(left_out), left_out[0][0])
@@ -348,9 +347,8 @@ def wrap_torch_optimizer(inner):
     from .ops.adam import adam_mode  # not at `import strata`
 
     if any(float(state.get("step", 1)) > 0 for state in inner.state.values()):
-        raise _C.UsageError(
-            f"the {type(inner).__name__} has taken steps already, and its state cannot be sharded; give initialize() a "
-            "new one")
+        raise _C.UsageError(f"the {type(inner).__name__} has taken steps already, and its state cannot be sharded; "
+                            "give initialize() a new one")
     if adam_mode(inner) is not None:
         return _sharded(inner, None), adam_mode(inner)
     kind = getattr(type(inner), "_strata_likeness", type(inner))

@@ -92,9 +92,8 @@ def _write(param, value, optim_state_key, whole):
     else:
         is_set = _C.write_state(core, index, name, whole, flat)
     if not is_set:
-        raise _C.UsageError(
-            f"there is no {name} to set: the parameter is frozen, or it is too early (gradients exist from backward to "
-            "step, states from the first step on)")
+        raise _C.UsageError(f"there is no {name} to set: the parameter is frozen, or it is too early (gradients exist "
+                            "from backward to step, states from the first step on)")
 
 
 def _kept_outside(core, name):

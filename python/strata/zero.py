@@ -127,10 +127,9 @@ class GatheredParameters:
         if changed:
             core, index = owner_of(changed[0])
             first = f"'{core.parameter_name(index)}'" if core is not None else f"of shape {tuple(changed[0].shape)}"
-            self._changed(
-                f"{len(changed)} parameters were changed within GatheredParameters(modifier_rank=None), which is for "
-                "reading; pass modifier_rank=<the rank whose changes shall be everybody's>, or change a copy. First: "
-                f"{first}")
+            self._changed(f"{len(changed)} parameters were changed within GatheredParameters(modifier_rank=None), "
+                          "which is for reading; pass modifier_rank=<the rank whose changes shall be everybody's>, or "
+                          f"change a copy. First: {first}")
             self._put_back()
 
     def _changed(self, message):

@@ -48,9 +48,8 @@ def read_adapter_config(folder):
     config.inference_mode = False
     base = config.base_model_name_or_path
     if not base or not os.path.isdir(base):
-        raise _C.FormatError(
-            f"{folder}: {CONFIG} names the base model {base!r}, and there is no such folder; wanted the folder of a "
-            "checkpoint in 'base_model_name_or_path'")
+        raise _C.FormatError(f"{folder}: {CONFIG} names the base model {base!r}, and there is no such folder; wanted "
+                             "the folder of a checkpoint in 'base_model_name_or_path'")
     return config, base
 
 
@@ -86,10 +85,9 @@ def _require_readable(config, folder):
         raise _C.UsageError(
             f"{folder}: the file of an adapter with {what} does not hold every trained tensor unchanged{_INSTEAD}")
     if not any(init is known or init == known for known in _INITS):
-        raise _C.UsageError(
-            f"{folder}: an adapter with init_lora_weights={init!r} changes the base model's weights when it is "
-            f"attached, and here these are read from their own files{_INSTEAD}, or let PEFT convert the adapter: "
-            "save_pretrained(path_initial_model_for_weight_conversion=...)")
+        raise _C.UsageError(f"{folder}: an adapter with init_lora_weights={init!r} changes the base model's weights "
+                            f"when it is attached, and here these are read from their own files{_INSTEAD}, or let PEFT "
+                            "convert the adapter: save_pretrained(path_initial_model_for_weight_conversion=...)")
 
 
 @contextmanager
@@ -114,9 +112,8 @@ def _give_memory(wrapped, config, in_file):
             if buffer is None or not buffer.is_meta:
                 continue
             if id(buffer) not in in_file:
-                raise _C.UsageError(
-                    f"the adapter of method {config.peft_type.value} computes '{path}.{name}' from other weights when "
-                    f"it is attached, and its file does not hold it{_INSTEAD}")
+                raise _C.UsageError(f"the adapter of method {config.peft_type.value} computes '{path}.{name}' from "
+                                    f"other weights when it is attached, and its file does not hold it{_INSTEAD}")
             if id(buffer) not in made:
                 made[id(buffer)] = torch.zeros_like(buffer, device="cpu"), buffer  # keeps the old one, and so its id
             module._buffers[name] = made[id(buffer)][0]

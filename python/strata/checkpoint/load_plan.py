@@ -207,6 +207,5 @@ def _swap(parameter, other):
     try:
         torch.utils.swap_tensors(parameter, other)
     except RuntimeError as error:
-        raise _C.UsageError(
-            f"the model keeps references to its parameters' memory while it is built ({error}); build it as usual "
-            "and pass it to strata.initialize") from error
+        raise _C.UsageError(f"the model keeps references to its parameters' memory while it is built ({error}); build "
+                            "it as usual and pass it to strata.initialize") from error

@@ -51,9 +51,8 @@ def to_plain(value, tensors, where):
         return {_MARK: "namespace", "items": _from_dict(vars(value), tensors, where)}
     if type(value).__module__ == "numpy":
         return _from_numpy(value, tensors, where)
-    raise _C.UsageError(
-        f"{where}: a checkpoint keeps dicts, lists, tuples, numbers, texts, bytes and tensors; found a value of "
-        f"{type(value).__module__}.{type(value).__qualname__}; give its parts")
+    raise _C.UsageError(f"{where}: a checkpoint keeps dicts, lists, tuples, numbers, texts, bytes and tensors; found a "
+                        f"value of {type(value).__module__}.{type(value).__qualname__}; give its parts")
 
 
 def from_plain(value, read):

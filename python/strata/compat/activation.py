@@ -26,14 +26,12 @@ def activate():
     real = sys.modules.get(NAME)
     if real is not None:
         where = getattr(real, "__file__", None) or "a module made by the program"
-        raise ImportError(
-            f"'{NAME}' cannot become Strata: DeepSpeed {getattr(real, '__version__', '')} was imported first, from "
-            f"{where}. {_ADVICE}")
+        raise ImportError(f"'{NAME}' cannot become Strata: DeepSpeed {getattr(real, '__version__', '')} was imported "
+                          f"first, from {where}. {_ADVICE}")
     early = [name for name in _TOO_LATE if name in sys.modules]
     if early:
-        raise ImportError(
-            f"'{NAME}' cannot become Strata: '{early[0]}' was imported first, and has decided whether there "
-            f"is a DeepSpeed. {_ADVICE}")
+        raise ImportError(f"'{NAME}' cannot become Strata: '{early[0]}' was imported first, and has decided whether "
+                          f"there is a DeepSpeed. {_ADVICE}")
     sys.meta_path.insert(0, Finder())
 
 
@@ -52,9 +50,8 @@ def is_active():
     return any(isinstance(finder, Finder) for finder in sys.meta_path)
 
 
-_ADVICE = (
-    "Write 'import strata.compat.deepspeed' as the first line of the script; or leave the script unchanged, and start "
-    f"it by 'strata run', or with {VARIABLE}={NAME} in the environment")
+_ADVICE = ("Write 'import strata.compat.deepspeed' as the first line of the script; or leave the script unchanged, and "
+           f"start it by 'strata run', or with {VARIABLE}={NAME} in the environment")
 
 
 class Finder:
@@ -157,9 +154,8 @@ def _find(module, names, name):
         return found
     if not name.startswith("__") and is_known(full):
         return importlib.import_module(full)
-    raise AttributeError(
-        f"module '{module.__name__}' has no attribute '{name}': Strata, which stands in for DeepSpeed here, does not "
-        "know it; docs/MIGRATING.md lists what it has")
+    raise AttributeError(f"module '{module.__name__}' has no attribute '{name}': Strata, which stands in for DeepSpeed "
+                         "here, does not know it; docs/MIGRATING.md lists what it has")
 
 
 def _target(target):

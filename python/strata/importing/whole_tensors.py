@@ -191,11 +191,10 @@ def load_tensors(path):
         with torch.serialization.safe_globals(_DEEPSPEED_CLASSES + _plain_classes()):
             refused = torch.serialization.get_unsafe_globals_in_checkpoint(path)
             if refused:
-                raise _C.FormatError(
-                    f"'{path}' holds objects of {', '.join(sorted(refused)[:8])}, and is not read: making them could "
-                    "run code that is in the file. If you trust it and the class holds data alone, allow it with "
-                    "torch.serialization.add_safe_globals and call strata.importing from Python; or save again without "
-                    "it")
+                raise _C.FormatError(f"'{path}' holds objects of {', '.join(sorted(refused)[:8])}, and is not read: "
+                                     "making them could run code that is in the file. If you trust it and the class "
+                                     "holds data alone, allow it with torch.serialization.add_safe_globals and call "
+                                     "strata.importing from Python; or save again without it")
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except OSError as error:
         if error.errno == errno.EINVAL:  # torch looks for the file's end before its beginning

@@ -269,10 +269,9 @@ def require_values(named_parameters):
                 "one first, with engine.destroy(keep_values=True) to go on with its values")
     lost = [name for name, parameter in named_parameters if _is_lost(parameter)]
     if lost:
-        raise _C.UsageError(
-            f"{len(lost)} parameters of this model are empty: their engine was destroyed, or dropped, and the shards "
-            "went with it. End it with engine.destroy(keep_values=True), or build or load the model again. First: "
-            f"'{lost[0]}'")
+        raise _C.UsageError(f"{len(lost)} parameters of this model are empty: their engine was destroyed, or dropped, "
+                            "and the shards went with it. End it with engine.destroy(keep_values=True), or build or "
+                            f"load the model again. First: '{lost[0]}'")
 
 
 def _is_lost(parameter):

@@ -99,10 +99,9 @@ def require_group():
     if dist.is_initialized():
         _require_launchers_group()
     elif processes > 1:
-        raise _C.UsageError(
-            "initialize(dist_init_required=False) takes the process group that the script has made, and there is none: "
-            "call torch.distributed.init_process_group() before it, or leave dist_init_required out; the launcher "
-            f"says WORLD_SIZE={processes}")
+        raise _C.UsageError("initialize(dist_init_required=False) takes the process group that the script has made, "
+                            "and there is none: call torch.distributed.init_process_group() before it, or leave "
+                            f"dist_init_required out; the launcher says WORLD_SIZE={processes}")
 
 
 def _launched(name, otherwise=None):

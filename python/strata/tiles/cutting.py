@@ -99,10 +99,9 @@ class TiledParameter(ShardedParameter):
                 raise _C.UsageError(no_hooks(tiles_of(args[0]).name))
             changes = re.search("[^_]_$", name) or name in ("__setitem__", "__iadd__", "__imul__")
             if args and isinstance(args[0], TiledParameter) and changes and args[0].numel() == 0:
-                raise _C.UsageError(
-                    f"'{tiles_of(args[0]).name}' is used in tiles, and {name}() would change a copy of it; change it "
-                    "within strata.zero.GatheredParameters(parameter, modifier_rank=<rank>), or by "
-                    "strata.iter_pieces(parameter, modifier_rank=<rank>)")
+                raise _C.UsageError(f"'{tiles_of(args[0]).name}' is used in tiles, and {name}() would change a copy of "
+                                    "it; change it within strata.zero.GatheredParameters(parameter, "
+                                    "modifier_rank=<rank>), or by strata.iter_pieces(parameter, modifier_rank=<rank>)")
             args, kwargs = tree_map(_with_values, (args, kwargs))
             return func(*args, **kwargs)
 
@@ -134,10 +133,9 @@ class TiledParameter(ShardedParameter):
 
 def no_hooks(name):
     """str: the reason why a parameter of this name has no hooks of its gradient."""
-    return (
-        f"'{name}' is used in tiles, so that its gradient is never whole, and hooks of it (register_hook, "
-        "register_post_accumulate_grad_hook) would not be called; hook the module, whose forward and backward hooks "
-        "are called as usual, or leave the parameter whole by strata.tiles.match")
+    return (f"'{name}' is used in tiles, so that its gradient is never whole, and hooks of it (register_hook, "
+            "register_post_accumulate_grad_hook) would not be called; hook the module, whose forward and backward "
+            "hooks are called as usual, or leave the parameter whole by strata.tiles.match")
 
 
 def _with_values(item):

@@ -73,18 +73,16 @@ def register_tiling(module_class, rule):
         raise _C.UsageError("register_tiling(ModuleClass, rule) takes an instance of a class that inherits from "
                             f"strata.tiles.TilingRule; found {rule!r}")
     if type(rule).install is TilingRule.install and not callable(getattr(rule, "forward", None)):
-        raise _C.UsageError(
-            f"register_tiling(ModuleClass, rule): {type(rule).__name__} has no forward(module, tiles, *args, "
-            "**kwargs), which computes what the module's forward does with its parameters in tiles; "
-            "strata.tiles.TilingRule says how")
+        raise _C.UsageError(f"register_tiling(ModuleClass, rule): {type(rule).__name__} has no forward(module, tiles, "
+                            "*args, **kwargs), which computes what the module's forward does with its parameters in "
+                            "tiles; strata.tiles.TilingRule says how")
     if isinstance(module_class, type):
         _by_class[module_class] = rule
     elif callable(module_class):
         _by_test.insert(0, (module_class, rule))
     else:
-        raise _C.UsageError(
-            "register_tiling(ModuleClass, rule) takes a class of modules, or a function that says whether a module "
-            f"is one; found {module_class!r}")
+        raise _C.UsageError("register_tiling(ModuleClass, rule) takes a class of modules, or a function that says "
+                            f"whether a module is one; found {module_class!r}")
 
 
 def find_rule(module):
