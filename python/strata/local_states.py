@@ -141,8 +141,7 @@ def load_state_dict(optimizer, engine, saved):
         (member, saved["state"].get(number, {}),
          (about.get("parts", {}).get(number), about.get("by_element", {}).get(number)), number)
         for group, of_group in zip(groups, members, strict=True)
-        for number, member in zip(group["params"], of_group, strict=True) if member is not None
-    ]  # fmt: skip
+        for number, member in zip(group["params"], of_group, strict=True) if member is not None]
     _require_this_place(engine, about, pairs)
     if optimizer.inner is None:
         _load_adam(core, pairs, about)

@@ -74,8 +74,7 @@ def load_weights(engine, path, strict=False):
 
 class _PretrainedStartUp(StartUp):
     """A start whose model comes from a checkpoint. Work that needs no other ranks runs beside the phases, in threads:
-    opening the device and the files, importing and building the model, planning, loading the kernels of a first step.
-    """
+    opening the device and the files, importing and building the model, planning, loading a first step's kernels."""
 
     def __init__(self, path, model_class, strict, model_arguments, config, optimizer, *others):
         super().__init__(config, None, optimizer, *others)

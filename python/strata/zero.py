@@ -15,7 +15,6 @@ from .rank_logging import show_logs
 from .ranks.runtime import init_distributed, rank_and_world_size
 from .tiles.host_copy import HostCopy
 
-
 _ITS_OWN = 0  # stands for memory of the engine
 
 
@@ -118,12 +117,9 @@ class GatheredParameters:
             core.release(indices, True)
 
     def _require_unchanged(self):
-        changed = [
-            parameter
-            for key, parameter in self._managed.items()
-            if _version(parameter) > max(self._versions[key], parameter.__dict__.get("_strata_published", 0))
-            or _memory(parameter) not in (self._memory[key], _ITS_OWN)
-        ]
+        changed = [parameter for key, parameter in self._managed.items()
+                   if _version(parameter) > max(self._versions[key], parameter.__dict__.get("_strata_published", 0))
+                   or _memory(parameter) not in (self._memory[key], _ITS_OWN)]
         if changed:
             core, index = owner_of(changed[0])
             first = f"'{core.parameter_name(index)}'" if core is not None else f"of shape {tuple(changed[0].shape)}"

@@ -82,8 +82,7 @@ def private(name):
 
 
 def build(cls, config, dtype, arguments):
-    """A model of class ``cls``, in the dtype; its constructors compute no values. ``arguments`` are of from_pretrained.
-    """
+    """A model of class ``cls``, in the dtype; its constructors compute no values. ``arguments``: of from_pretrained."""
     with private("no_init_weights")():
         return cls._from_config(config, **{dtype_name(config): dtype}, **arguments)
 

@@ -16,8 +16,7 @@ class Refusal(NamedTuple):
 
 
 def refused(name, refusal):
-    """A class that stands for ``name``, a full name ("deepspeed.pipe.PipelineModule"); calls as a function raise, too.
-    """
+    """A class that stands for ``name``, a full name ("deepspeed.pipe.PipelineModule"); a call of it raises, too."""
     return _Refused(name.rpartition(".")[2], (), {"_refused": (name, refusal), "__doc__": _text(name, refusal)})
 
 
@@ -164,8 +163,7 @@ CONSTANTS = {
         **_lower("GRADIENT_ACCUMULATION_STEPS GRADIENT_CLIPPING LOG_LEVEL TRAIN_BATCH_SIZE "
                  "TRAIN_MICRO_BATCH_SIZE_PER_GPU"),
         "GRADIENT_CLIPPING_DEFAULT": 1.0, "LOG_LEVEL_DEFAULT": None,
-        "ROUTE_EVAL": "eval", "ROUTE_PREDICT": "predict", "ROUTE_TRAIN": "train",
-    },
+        "ROUTE_EVAL": "eval", "ROUTE_PREDICT": "predict", "ROUTE_TRAIN": "train"},
     "runtime.lr_schedules": {
         **_SCHEDULES, "VALID_LR_SCHEDULES": list(_SCHEDULES.values()),
         **_lower("LR_SCHEDULE LR_RANGE_TEST_MIN_LR LR_RANGE_TEST_STEP_RATE LR_RANGE_TEST_STEP_SIZE "
@@ -173,14 +171,12 @@ CONSTANTS = {
                  "CYCLE_SECOND_STEP_SIZE CYCLE_SECOND_STAIR_COUNT DECAY_STEP_SIZE CYCLE_MIN_LR CYCLE_MAX_LR "
                  "DECAY_LR_RATE CYCLE_MIN_MOM CYCLE_MAX_MOM DECAY_MOM_RATE WARMUP_MIN_LR WARMUP_MAX_LR "
                  "WARMUP_NUM_STEPS WARMUP_TYPE WARMUP_MIN_RATIO COS_MIN_RATIO TOTAL_NUM_STEPS"),
-        "WARMUP_LOG_RATE": "log", "WARMUP_LINEAR_RATE": "linear",
-    },
+        "WARMUP_LOG_RATE": "log", "WARMUP_LINEAR_RATE": "linear"},
     "runtime.swap_tensor": {"MIN_SWAPPABLE_BYTES": 1024 * 1024},
     "runtime.zero.config": _lower("ZERO_OPTIMIZATION"),
     "runtime.zero.leaf_module_config": {"DEFAULT_LEAF_MODULE_CLASSES": LEAVES, "DEFAULT_LEAF_MODULE_NAMES": [],
                                         "DEFAULT_LEAF_MODULE_NAME_SUFFIXES": []},
-    "runtime.zero.offload_states": {},
-}  # fmt: skip
+    "runtime.zero.offload_states": {}}
 
 
 # --- names that Strata offers ---
@@ -219,11 +215,10 @@ strata.compat.communication | utils utils.groups | _get_data_parallel_group=get_
     _get_data_parallel_group_ranks=get_all_ranks_from_group _get_data_parallel_rank=get_rank
     _get_data_parallel_world_size=get_world_size _get_model_parallel_world_size=one
     _get_sequence_data_parallel_group=get_world_group _get_sequence_data_parallel_rank=get_rank
-    _get_sequence_data_parallel_world_size=get_world_size _get_sequence_parallel_group
-    _get_sequence_parallel_rank=zero _get_sequence_parallel_world_size=one
-    get_data_parallel_group=get_world_group get_data_parallel_rank=get_rank get_data_parallel_world_size=get_world_size
-    get_model_parallel_rank=zero get_model_parallel_world_size=one get_tensor_model_parallel_rank=zero
-    get_tensor_model_parallel_world_size=one
+    _get_sequence_data_parallel_world_size=get_world_size _get_sequence_parallel_group _get_sequence_parallel_rank=zero
+    _get_sequence_parallel_world_size=one get_data_parallel_group=get_world_group get_data_parallel_rank=get_rank
+    get_data_parallel_world_size=get_world_size get_model_parallel_rank=zero get_model_parallel_world_size=one
+    get_tensor_model_parallel_rank=zero get_tensor_model_parallel_world_size=one
 strata.compat.config | . runtime.config | DeepSpeedConfig get_gradient_clipping get_log_level
 strata.compat.config | . runtime.config runtime.zero.config | DeepSpeedZeroConfig
 strata.compat.config | runtime.lr_schedules | get_lr_from_config get_torch_optimizer

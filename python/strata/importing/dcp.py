@@ -169,13 +169,10 @@ def _stand_ins():
         "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
         "MetadataIndex", "StorageMeta")] + [(filesystem, "_StorageInfo"), (filesystem, "_StoragePrefix")]  # fmt: skip
     found = {key: type(key[1], (_Record,), {}) for key in records}
-    sized = type("Size", (tuple,), {})
-    found.update({
-        ("torch", "Size"): sized,
-        (metadata, "_MEM_FORMAT_ENCODING"): lambda value: value,
-        ("torch.serialization", "_get_layout"): lambda name: name,
-        ("collections", "OrderedDict"): type("OrderedDict", (dict,), {}),
-    })  # fmt: skip
+    found |= {("torch", "Size"): type("Size", (tuple,), {}),
+              ("collections", "OrderedDict"): type("OrderedDict", (dict,), {}),
+              (metadata, "_MEM_FORMAT_ENCODING"): lambda value: value,
+              ("torch.serialization", "_get_layout"): lambda name: name}
     for module in ("pathlib", "pathlib._local"):
         for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"):
             found[module, name] = lambda *parts: "/".join(map(str, parts))

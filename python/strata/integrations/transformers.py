@@ -147,8 +147,7 @@ class StrataTrainer(StrataTrainerMixin, Trainer):
 DEFAULT = {"zero_optimization": {"stage": 3}}
 _TRAINERS = {  # sections that the configuration must not have: the arguments of Trainer that replace each
     "optimizer": "optim, learning_rate, weight_decay, adam_beta1, adam_beta2 and adam_epsilon",
-    "scheduler": "lr_scheduler_type, warmup_steps and lr_scheduler_kwargs",
-}
+    "scheduler": "lr_scheduler_type, warmup_steps and lr_scheduler_kwargs"}
 
 
 def engine_settings(config, args):

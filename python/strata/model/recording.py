@@ -14,7 +14,6 @@ from .. import _C
 
 logger = logging.getLogger("strata")
 
-
 aten = torch.ops.aten
 
 KEPT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -105,24 +104,13 @@ def _clone(memory_format=None):
     return []
 
 
-_WRITES = {
-    "zero": lambda: [("fill", 0.0, 0.0)],
-    "fill": _fill,
-    "copy": _fill,
-    "uniform": lambda a=0.0, b=1.0, generator=None: [("uniform", a, b)],
-    "normal": lambda mean=0.0, std=1.0, generator=None: [("normal", mean, std)],
-}
-_CHANGES = {
-    "add": _add(1.0),
-    "sub": _add(-1.0),
-    "mul": lambda other: [("multiply", _number(other), 0.0)],
-    "div": _div,
-    "neg": lambda: [("multiply", -1.0, 0.0)],
-    "clamp": _clamp,
-    "clamp_min": lambda min: _clamp(min=min),
-    "clamp_max": lambda max: _clamp(max=max),
-    "erfinv": lambda: [("erfinv", 0.0, 0.0)],
-}
+_WRITES = {"zero": lambda: [("fill", 0.0, 0.0)], "fill": _fill, "copy": _fill,
+           "uniform": lambda a=0.0, b=1.0, generator=None: [("uniform", a, b)],
+           "normal": lambda mean=0.0, std=1.0, generator=None: [("normal", mean, std)]}
+_CHANGES = {"add": _add(1.0), "sub": _add(-1.0), "mul": lambda other: [("multiply", _number(other), 0.0)],
+            "div": _div, "neg": lambda: [("multiply", -1.0, 0.0)], "clamp": _clamp,
+            "clamp_min": lambda min: _clamp(min=min), "clamp_max": lambda max: _clamp(max=max),
+            "erfinv": lambda: [("erfinv", 0.0, 0.0)]}
 _IN_PLACE = {f"{name}_": steps for name, steps in (_WRITES | _CHANGES).items()}
 _COPYING = {**_CHANGES, "clone": _clone, "rsub": lambda other, alpha=1: [("multiply", -_number(alpha), 0.0),
                                                                          ("add", _number(other), 0.0)]}

@@ -13,7 +13,6 @@ from torch.utils.flop_counter import flop_registry
 
 from ..views.tables import Tables
 
-
 _aten = torch.ops.aten
 
 

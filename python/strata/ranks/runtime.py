@@ -21,7 +21,6 @@ from .. import _C
 
 logger = logging.getLogger("strata")
 
-
 # [_C.UsedBackends], each of some collectives, oldest first. Those of gloo were made for these, and end with them.
 _used = []
 _defaults = []  # [(a weak reference to a default process group, whether Strata has made it)]
@@ -164,8 +163,7 @@ def make_collectives(config, device, waits=None):
         config, rank, world_size, device, dist.distributed_c10d._get_default_store(),
         partial(_new_backend, timeout=timedelta(seconds=config.timeout_s), device=device),
         lambda warning, text: choices.log(logging.WARNING if warning else logging.INFO, "%s", text),
-        waits=waits, **facts,
-    )  # fmt: skip
+        waits=waits, **facts)
     _used.append(backends)
     collectives.probe, collectives.backends = probe, backends
     return collectives

@@ -18,7 +18,6 @@ from .host_copy import HostCopy, values_on_host
 
 logger = logging.getLogger("strata")
 
-
 _TILE = 256 << 20  # bytes, the default
 
 

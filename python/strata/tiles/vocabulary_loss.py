@@ -19,7 +19,6 @@ from ..model.interception import replaced
 from ..model.tiles import Destination, ProductSum, Tile, tiles_of, write_product
 from .functions import linear
 
-
 _BLOCK_BYTES = 128 << 20  # of fp32 logits at once
 _BLOCK_ROWS = 8192  # of a weight that is not in tiles
 
