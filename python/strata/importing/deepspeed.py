@@ -62,13 +62,14 @@ def _states_of(files, model):
 def _assemble(files, model, states):
     aliases = model.aliases()
     tensors, steps, scalars = [], {}, {}
+    counted = max((group.get("step", 0) for group in states.param_groups or []), default=0)  # there by FusedAdam
     for group in model.shapes:
         for name, shape in group.items():
             kinds = states.kinds_of(name, shape)
             dtype = model.dtype_of(name, kinds[VALUE].dtype)
             tensors.append(WholeTensor(name, shape, dtype, kinds, trainable=True, aliases=aliases.get(name, [])))
             scalars[name] = states.scalars_of(name)
-            steps[name] = int(scalars[name].get("step", _step_of_groups(states.param_groups)))
+            steps[name] = int(scalars[name].get("step", counted))
     frozen = model.frozen()
     tensors += [WholeTensor(n, shape, s.dtype, {VALUE: s}, aliases=aliases.get(n, [])) for n, shape, s in frozen]
     tensors += model.buffers()
@@ -77,11 +78,6 @@ def _assemble(files, model, states):
     training["without_frozen"] = not frozen
     world = len(files.optimizer) or int(model.first.get("dp_world_size") or 1)
     return WholeCheckpoint(files.tag, tensors + client_tensors(beside), training, world, states.stage)
-
-
-def _step_of_groups(groups):
-    """The number of steps in the param groups, where FusedAdam counts them."""
-    return max((group.get("step", 0) for group in groups or []), default=0)
 
 
 def _training_of(model, states, beside, steps, scalars):

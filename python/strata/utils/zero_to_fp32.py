@@ -89,8 +89,8 @@ def main(arguments=None):
     parser.add_argument("checkpoint_dir", help="folder of the checkpoints, such as '.'")
     parser.add_argument("output_dir", help="folder for the weights; made if need be")
     parser.add_argument("--max_shard_size", default="5GB", help="bytes of one file at most, such as 5GB (default)")
-    parser.add_argument("--safe_serialization", action="store_true", help="write safetensors instead of torch.save's "
-                                                                          "files")
+    parser.add_argument("--safe_serialization", action="store_true",
+                        help="write safetensors instead of torch.save's files")
     parser.add_argument("-t", "--tag", help="which checkpoint; default: the one that 'latest' names")
     parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out what was not trained")
     parser.add_argument("-d", "--debug", action="store_true", help="accepted, without effect")
@@ -112,10 +112,6 @@ def _read(folder, tag):
     return read_deepspeed(folder, tag) if path is None else read_own(path)
 
 
-def _fp32(tensor):
-    return tensor.float() if tensor.dtype.is_floating_point else tensor
-
-
 def _dtype_of(lazy):
     return torch.float32 if lazy.dtype.is_floating_point else lazy.dtype
 
@@ -124,7 +120,7 @@ def _write_safetensors(state_dict, folder, most):
     specs = [(name, list(lazy.shape), _dtype_of(lazy)) for name, lazy in state_dict.items()]
     writer = _C.WeightsWriter(folder, specs, most)
     for index, lazy in enumerate(tqdm(state_dict.values(), desc="writing", unit="tensor", delay=1, disable=None)):
-        writer.write(index, _fp32(lazy.contiguous()))
+        writer.write(index, lazy.contiguous().to(_dtype_of(lazy)))
     writer.finish()
 
 
@@ -140,7 +136,7 @@ def _write_pickles(state_dict, folder, most):
             for member in members:
                 lazy = state_dict[member]
                 if id(lazy) not in values:
-                    values[id(lazy)] = _fp32(lazy.contiguous())
+                    values[id(lazy)] = lazy.contiguous().to(_dtype_of(lazy))
             files.add({member: values[id(state_dict[member])] for member in members}, name)
             index["weight_map"].update(dict.fromkeys(members, name))
         if len(shards) > 1 and any(os.path.lexists(os.path.join(folder, name)) for name in names):
