@@ -201,9 +201,8 @@ class DeepSpeedZeroConfig(_Section):
             self.overlap_comm = self.stage == ZeroStageEnum.weights
         pinned = {} if self.cpu_offload_use_pin_memory is None else {"pin_memory": self.cpu_offload_use_pin_memory}
         for name, old, section in (
-            ("offload_param", self.cpu_offload_param or self.cpu_offload_params, DeepSpeedZeroOffloadParamConfig),
-            ("offload_optimizer", self.cpu_offload, DeepSpeedZeroOffloadOptimizerConfig),
-        ):
+                ("offload_param", self.cpu_offload_param or self.cpu_offload_params, DeepSpeedZeroOffloadParamConfig),
+                ("offload_optimizer", self.cpu_offload, DeepSpeedZeroOffloadOptimizerConfig)):
             given = getattr(self, name)
             if given is None and old:
                 given = {"device": "cpu", **pinned}

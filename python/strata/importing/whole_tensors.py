@@ -114,8 +114,8 @@ def optimizer_steps(steps):
 def optimizer_values(of_class, groups, left_out, scalars, tensors):
     """JSON of an optimizer: its param groups but for the keys ``left_out``, and ``scalars``, {name: {key: number}}."""
     kept = [{k: v for k, v in group.items() if k not in left_out} for group in groups]
-    return {"class": of_class, "param_groups": [plain_values(g, tensors, f"optimizer.param_groups[{i}]")
-                                                for i, g in enumerate(kept)],
+    return {"class": of_class,
+            "param_groups": [plain_values(g, tensors, f"optimizer.param_groups[{i}]") for i, g in enumerate(kept)],
             "scalars": {name: plain_values(values, tensors, name) for name, values in scalars.items()}}
 
 

@@ -152,8 +152,8 @@ def merged(accounts):
     peaks = ("seconds", "device_growth_bytes", "host_peak_bytes", "pinned_bytes")
     return {"tier": first["tier"], "reason": first["reason"], "placement": first["placement"],
             "reading": _merged_reading([account["reading"] for account in accounts if account["reading"]]),
-            "world_size": len(accounts), "phases": listed, **{what: max(account[what] for account in accounts)
-                                                              for what in peaks}, "link_gb_per_s": link}
+            "world_size": len(accounts), "phases": listed,
+            **{what: max(account[what] for account in accounts) for what in peaks}, "link_gb_per_s": link}
 
 
 def _merged_reading(readings):
