@@ -69,8 +69,9 @@ PendingRange::Call PendingRange::next_call() const {
   const std::byte* const memory = reading() ? target() : source();
   const Bytes address(static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(memory)));
   if (address % File::kDirectBlock != past_block) return buffered;  // the blocks never align
-  if (past_block > Bytes())
+  if (past_block > Bytes()) {
     return {file_->fd(), at, std::min(rest, File::kDirectBlock - past_block).size(), false};
+  }
   const Bytes whole = rest - rest % File::kDirectBlock;
   if (whole == Bytes()) return buffered;
   return {file_->direct_fd(), at, whole.size(), true};
@@ -85,7 +86,9 @@ void PendingRange::accept(const Call& call, std::int64_t result) {
     direct_ = false;
     return;
   }
-  if (result < 0) fail(reading() ? "read failed" : "write failed", static_cast<int>(-result));
+  if (result < 0) {
+    fail(reading() ? "read failed" : "write failed", static_cast<int>(-result));
+  }
   if (result == 0 && reading()) {
     fail("the file ends before the range to read does; it is truncated, or is not the file meant",
          0);
@@ -99,10 +102,11 @@ void PendingRange::accept(const Call& call, std::int64_t result) {
 void PendingRange::run(SystemCalls& calls) {
   while (!complete()) {
     const Call call = next_call();
-    if (reading())
+    if (reading()) {
       accept(call, calls.read_at(call.fd, {target(), call.bytes}, call.offset));
-    else
+    } else {
       accept(call, calls.write_at(call.fd, {source(), call.bytes}, call.offset));
+    }
   }
 }
 
