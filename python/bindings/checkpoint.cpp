@@ -37,10 +37,9 @@ class Checkpoint {
 
   std::vector<SpecTuple> tensors() const {
     std::vector<SpecTuple> list;
-    for (const format::CheckpointTensor& tensor : index_.tensors()) {
+    for (const format::CheckpointTensor& tensor : index_.tensors())
       list.emplace_back(tensor.info.name, tensor.info.shape,
                         torch::to_scalar_type(tensor.info.dtype));
-    }
     return list;
   }
 
@@ -50,15 +49,12 @@ class Checkpoint {
 
   at::Tensor read(const std::string& name) {
     const format::CheckpointTensor* tensor = index_.find(name);
-    if (tensor == nullptr) {
-      throw FormatError("{}: there is no tensor '{}'", index_.path(), name);
-    }
+    if (tensor == nullptr) throw FormatError("{}: there is no tensor '{}'", index_.path(), name);
     at::Tensor result = at::empty(
         tensor->info.shape, at::TensorOptions().dtype(torch::to_scalar_type(tensor->info.dtype)));
     const std::span<std::byte> target = torch::mutable_bytes(result);
-    if (!target.empty()) {
+    if (!target.empty())
       io_.read(index_.files()[tensor->file].file(), tensor->info.offset, target)->wait();
-    }
     return result;
   }
 
@@ -72,10 +68,9 @@ std::unique_ptr<format::WeightMap> make_map(const std::vector<SourcesTuple>& sou
   std::vector<format::ParamSources> params;
   for (const auto& [name, shape, dtype, pieces] : sources) {
     format::ParamSources param{name, shape, torch::from_scalar_type(dtype), {}};
-    for (const auto& [tensor, tensor_shape, destination, begin, numel] : pieces) {
+    for (const auto& [tensor, tensor_shape, destination, begin, numel] : pieces)
       param.pieces.push_back({tensor, tensor_shape, Numel(destination), Numel(begin),
                               numel ? std::optional(Numel(*numel)) : std::nullopt});
-    }
     params.push_back(std::move(param));
   }
   return std::make_unique<format::WeightMap>(params, checkpoint.index().tensors(),
@@ -87,13 +82,12 @@ void store(ShardedModel& model, int param, const at::Tensor& values) {
       torch::in_memory_order(values.reshape(model.specs()[static_cast<std::size_t>(param)].shape),
                              model.channels_last(param))
           .contiguous();
-  if (dense.device() == model.place()) {
+  if (dense.device() == model.place())
     torch::ValueIntake(model.engine(), model.place()).store(param, Numel(), dense);
-  } else {
+  else
     model.engine().weights().store(param, Numel(), Numel(dense.numel()),
                                    torch::const_bytes(dense).data(),
                                    torch::from_scalar_type(dense.scalar_type()));
-  }
 }
 
 // Loads one model, or several of one device one after the other. Pins its buffers once, and chooses
@@ -127,9 +121,8 @@ class Saver {
     std::vector<engine::SavedTensor> saved;
     for (const auto& [name, shape, dtype, pieces] : tensors) {
       engine::SavedTensor tensor{{name, torch::from_scalar_type(dtype), shape}, {}};
-      for (const auto& [param, begin, numel] : pieces) {
+      for (const auto& [param, begin, numel] : pieces)
         tensor.pieces.push_back({param, Numel(begin), Numel(numel)});
-      }
       saved.push_back(std::move(tensor));
     }
     engine::WeightSaverOptions options;

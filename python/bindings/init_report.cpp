@@ -49,10 +49,9 @@ py::object reading_of(const engine::InitReport& report) {
 py::dict init_report(ShardedModel& model) {
   const engine::InitReport& report = model.engine().init_report();
   py::list phases;
-  for (const engine::InitPhase& phase : report.phases()) {
+  for (const engine::InitPhase& phase : report.phases())
     phases.append(py::dict("name"_a = phase.name, "seconds"_a = phase.seconds,
                            "bytes"_a = phase.bytes.value));
-  }
   // Host memory is pinned for a link only; without a link none is pinned.
   const Bytes staging = model.ledger().peak(memory::Tier::kHost, memory::Kind::kStaging);
   return py::dict("tier"_a = report.tier, "reason"_a = report.reason,
@@ -106,10 +105,9 @@ py::object placement(ShardedModel& model) {
   if (options.states.uses(memory::Tier::kNvme))
     folders["states"] = fmt::format("{}", fmt::join(options.states.folders, ", "));
   py::list rules;
-  for (const engine::RuleUse& use : engine::rule_uses(model.specs(), offload)) {
+  for (const engine::RuleUse& use : engine::rule_uses(model.specs(), offload))
     rules.append(
         py::dict("rule"_a = use.rule, "parameters"_a = use.params, "bytes"_a = use.bytes.value));
-  }
   const py::dict budgets("device"_a = mapped(model.room().device, &Bytes::value),
                          "host"_a = mapped(model.room().host, &Bytes::value));
   return py::dict("kinds"_a = kinds_of(foreseen), "folders"_a = folders, "rules"_a = rules,

@@ -63,11 +63,10 @@ class InterceptedForward {
       result = forward_(*args, **kwargs);
     } catch (...) {
       const py::gil_scoped_release release;
-      if (!scope_) {
+      if (!scope_)
         model_->leave_root({});
-      } else if (model_->alive()) {
+      else if (model_->alive())
         model_->scopes().abandon(*scope_);
-      }
       throw;
     }
     std::vector<at::Tensor> inputs;

@@ -34,14 +34,11 @@ std::optional<plan::TileOf> tile_from(const std::optional<TileTuple>& tile) {
 torch::ModelInput input_from(const std::vector<ParameterTuple>& parameters,
                              const std::vector<ModuleTuple>& modules) {
   torch::ModelInput input;
-  for (const auto& [name, tensor, shape, has_values, group, owner, owner_index, tile] :
-       parameters) {
+  for (const auto& [name, tensor, shape, has_values, group, owner, owner_index, tile] : parameters)
     input.parameters.push_back(
         {name, tensor, shape, has_values, group, owner, owner_index, tile_from(tile)});
-  }
-  for (const auto& [path, class_name, parent, params, callable, read_in_backward, leaf] : modules) {
+  for (const auto& [path, class_name, parent, params, callable, read_in_backward, leaf] : modules)
     input.tree.push_back({path, class_name, parent, params, callable, read_in_backward, leaf});
-  }
   return input;
 }
 
@@ -160,13 +157,12 @@ py::dict memory_report(ShardedModel& model) {
 
 py::list units(ShardedModel& model) {
   py::list result;
-  for (const engine::Unit& unit : model.engine().weights().units()) {
+  for (const engine::Unit& unit : model.engine().weights().units())
     result.append(py::dict(py::arg("name") = unit.name(), py::arg("params") = unit.spec.params,
                            py::arg("dtype") = std::string(name_of(unit.layout.dtype())),
                            py::arg("trainable") = unit.trainable(), py::arg("whole") = unit.whole,
                            py::arg("shard_numel") = unit.layout.shard().value,
                            py::arg("flat_bytes") = unit.layout.flat_bytes().value));
-  }
   return result;
 }
 

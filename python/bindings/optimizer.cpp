@@ -23,21 +23,18 @@ using HostParameter = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor,
 
 void check_adam_tensors(const HostParameter& parameter) {
   const auto& [weight, gradient, exp_avg, exp_avg_sq, step] = parameter;
-  if (exp_avg.scalar_type() != exp_avg_sq.scalar_type()) {
+  if (exp_avg.scalar_type() != exp_avg_sq.scalar_type())
     throw UsageError("both moments of a parameter are of one type; found {} and {}",
                      c10::toString(exp_avg.scalar_type()), c10::toString(exp_avg_sq.scalar_type()));
-  }
   for (const at::Tensor& tensor : {weight, gradient, exp_avg, exp_avg_sq}) {
-    if (!tensor.device().is_cpu() || tensor.layout() != c10::kStrided) {
+    if (!tensor.device().is_cpu() || tensor.layout() != c10::kStrided)
       throw UsageError("Adam on the host updates dense tensors in host memory; found one on {}, {}",
                        tensor.device().str(), tensor.is_sparse() ? "sparse" : "dense");
-    }
-    if (!tensor.sizes().equals(weight.sizes())) {
+    if (!tensor.sizes().equals(weight.sizes()))
       throw UsageError(
           "a parameter, its gradient and its moments have one shape; load states that belong to "
           "this parameter; found {} elements and {}",
           weight.numel(), tensor.numel());
-    }
   }
 }
 
@@ -70,11 +67,10 @@ class AlignedTensors {
     const auto& [weight, gradient, exp_avg, exp_avg_sq, step] = original_;
     write_back(exp_avg, exp_avg_);
     write_back(exp_avg_sq, exp_avg_sq_);
-    if (weight_.is_alias_of(weight)) {
+    if (weight_.is_alias_of(weight))
       weight.unsafeGetTensorImpl()->bump_version();
-    } else {
+    else
       weight.copy_(weight_);
-    }
   }
 
  private:

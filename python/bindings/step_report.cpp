@@ -47,11 +47,10 @@ py::dict device_memory(const memory::Ledger& ledger) {
 py::dict offload_dict(const engine::LinkReport& report, const offload::StoreCounts& stores) {
   constexpr std::array<const char*, offload::kLinkCount> kNames{"up", "down", "read", "write"};
   py::dict links;
-  for (const engine::LinkUse& use : report.uses) {
+  for (const engine::LinkUse& use : report.uses)
     links[kNames.at(static_cast<std::size_t>(use.link))] = py::dict(
         "bytes"_a = use.bytes.value, "seconds"_a = use.seconds, "gb_per_s"_a = use.gb_per_s,
         "limit_gb_per_s"_a = use.limit_gb_per_s, "of_limit"_a = use.of_limit());
-  }
   py::list drives;
   for (const offload::DriveWrites& each : report.drive_writes)
     drives.append(py::dict("folder"_a = each.folder, "written_bytes"_a = each.written.value));

@@ -54,10 +54,9 @@ engine::SavedContent content_from(const std::vector<std::vector<std::string>>& a
     content.tensors.push_back(
         {{name, role_from(role), shape, torch::from_scalar_type(dtype), false, {}}, bytes, rank});
   }
-  for (const auto& [param, kind, tensor] : states) {
+  for (const auto& [param, kind, tensor] : states)
     content.states.push_back({param, kind, torch::from_scalar_type(tensor.scalar_type()),
                               torch::const_bytes(tensor).data()});
-  }
   return content;
 }
 
@@ -93,11 +92,10 @@ class TrainingSaver : NonCopyable {
         content_from(aliases, tensors, states, frozen),
         texts,
         {latest, model_->config().keep_checkpoints}};
-    if (async_ != nullptr) {
+    if (async_ != nullptr)
       async_->start(request);
-    } else {
+    else
       engine::save_training(model_->engine(), request, *io_, *calls_);
-    }
   }
   // Collective.
   void wait() {
@@ -125,11 +123,10 @@ class Opened {
   // [(role, name, shape, dtype, trainable, aliases)]
   py::list tensors() const {
     py::list list;
-    for (const format::ManifestTensor& tensor : checkpoint_.manifest().tensors) {
+    for (const format::ManifestTensor& tensor : checkpoint_.manifest().tensors)
       list.append(py::make_tuple(std::string(name_of(tensor.role)), tensor.name, tensor.shape,
                                  torch::to_scalar_type(tensor.dtype), tensor.trainable,
                                  tensor.aliases));
-    }
     return list;
   }
 
@@ -148,9 +145,7 @@ class Opened {
 
   at::Tensor read(const std::string& role, const std::string& name, const std::string& kind) {
     const auto tensor = checkpoint_.find(role_from(role), name);
-    if (!tensor) {
-      throw FormatError("{}: there is no {} '{}'", checkpoint_.path(), role, name);
-    }
+    if (!tensor) throw FormatError("{}: there is no {} '{}'", checkpoint_.path(), role, name);
     const auto& entry = checkpoint_.manifest().tensors[*tensor];
     const auto& extents = checkpoint_.extents(*tensor, kind);
     const DType dtype =
@@ -181,10 +176,9 @@ class Opened {
     request.states = states;
     request.strict = strict;
     request.without_frozen = without_frozen;
-    for (const auto& [param, kind, tensor] : targets) {
+    for (const auto& [param, kind, tensor] : targets)
       request.targets.push_back({param, kind, torch::from_scalar_type(tensor.scalar_type()),
                                  torch::mutable_bytes(tensor).data()});
-    }
     io::ThreadEngine io(torch::reading_options(model.threads()));
     engine::load_training(model.engine(), checkpoint_, request, io);
   }
@@ -239,11 +233,10 @@ void write_whole(const std::string& folder, const std::string& tag,
     const checkpoint::WholeTensor& declared = whole.tensors[tensor];
     const DType wanted = declared.kinds[kind].second;
     const DType found = torch::from_scalar_type(dense.scalar_type());
-    if (wanted != found) {
+    if (wanted != found)
       throw UsageError(
           "a tensor has another dtype than was declared: tensor='{}' wanted={} found={}",
           declared.tensor.name, name_of(wanted), name_of(found));
-    }
     return torch::const_bytes(dense);
   };
   const py::gil_scoped_release release;

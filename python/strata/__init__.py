@@ -9,8 +9,7 @@ The entry points are those of DeepSpeed::
     engine.step()
 
 Importing this package starts nothing: no process group, no device, no threads. Torch and the engine are imported when
-one of its names is first asked for, so that ``import strata.compat.deepspeed`` costs nothing before other imports.
-"""
+one of its names is first asked for, so that ``import strata.compat.deepspeed`` costs nothing before other imports."""
 
 import importlib
 import sys

@@ -46,10 +46,8 @@ class Batches:
         micro, world_size = self.train_micro_batch_size_per_gpu(), self._engine.world_size
         in_one_forward = micro * world_size
         if train_batch_size < 1 or train_batch_size % in_one_forward != 0:
-            raise _C.UsageError(
-                f"a batch is made of micro-batches of {micro} samples on {world_size} ranks; give a multiple of "
-                f"{in_one_forward}; found {train_batch_size}"
-            )
+            raise _C.UsageError(f"a batch is made of micro-batches of {micro} samples on {world_size} ranks; give a "
+                                f"multiple of {in_one_forward}; found {train_batch_size}")
         self._change_batch(train_batch_size, micro, train_batch_size // in_one_forward)
 
     def set_train_micro_batch_size(self, micro_batch_size):
@@ -136,15 +134,10 @@ class Batches:
         drop_last = self._engine._config.drop_last
         if data_sampler is None:
             data_sampler = self._sampler(dataset, _ROUTES[route], drop_last and route == "train")
-        return DataLoader(
-            dataset,
-            batch_size=batch_size or self.train_micro_batch_size_per_gpu(),
-            sampler=data_sampler,
-            collate_fn=collate_fn or self._engine.collate_fn,
-            pin_memory=bool(pin_memory) and self._engine.device.type == "cuda",
-            drop_last=drop_last,
-            num_workers=num_local_io_workers or 0,
-        )
+        return DataLoader(dataset, batch_size=batch_size or self.train_micro_batch_size_per_gpu(), sampler=data_sampler,
+                          collate_fn=collate_fn or self._engine.collate_fn,
+                          pin_memory=bool(pin_memory) and self._engine.device.type == "cuda", drop_last=drop_last,
+                          num_workers=num_local_io_workers or 0)
 
     def _sampler(self, dataset, shuffle, drop_last):
         world_size, rank = self._engine.world_size, self._engine.global_rank

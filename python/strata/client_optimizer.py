@@ -34,8 +34,7 @@ def choose_parts(sharded, config, world_size, device):
             raise _C.UsageError(
                 f"{name} cannot have its states on a drive ({why_not}): there the engine calls step() once for each "
                 "unit, on parts of its parameters. Write zero_optimization.offload_optimizer.device \"cpu\" or "
-                "\"none\", or take an elementwise optimizer, such as AdamW, Lion or SGD; found \"nvme\""
-            )
+                "\"none\", or take an elementwise optimizer, such as AdamW, Lion or SGD; found \"nvme\"")
     if reason is None:
         return
     if places != [device] and why_not_by_element(sharded.inner, device) is None:
@@ -43,12 +42,10 @@ def choose_parts(sharded, config, world_size, device):
                             "what rests there. Write zero_optimization.offload_optimizer.device \"none\", or take an "
                             f"optimizer that works on the CPU, such as AdamW; found {sorted(config.states_tiers)}")
     if stage != 0 and world_size > 1:
-        raise _C.UsageError(
-            f"{name} does not update each element by itself ({reason}). At stages 1 to 3 a rank has a part of each "
-            "parameter, from which its steps would be wrong. Write zero_optimization.stage 0, where it gets whole "
-            f"parameters, or take AdamW, Lion, SGD or another elementwise optimizer; found stage {stage} on "
-            f"{world_size} ranks"
-        )
+        raise _C.UsageError(f"{name} does not update each element by itself ({reason}). At stages 1 to 3 a rank has a "
+                            "part of each parameter, from which its steps would be wrong. Write "
+                            "zero_optimization.stage 0, where it gets whole parameters, or take AdamW, Lion, SGD or "
+                            f"another elementwise optimizer; found stage {stage} on {world_size} ranks")
     sharded.takes_whole = True
 
 
@@ -219,8 +216,7 @@ class WholeStates(SegmentStates):
     updates all of them in the same way, and the engine takes the elements that the rank owns.
 
     On several ranks each step gathers masters and gradients from all ranks' parts, into memory that is allocated once:
-    8 bytes an element on each rank, beside the optimizer's states.
-    """
+    8 bytes an element on each rank, beside the optimizer's states."""
 
     def _lend(self, core):
         self._take_masters(core)
@@ -306,8 +302,7 @@ class DriveStates(SegmentStates):
 
     Each step calls the optimizer once for all parts that rest elsewhere, and once for each unit on the drive. Between
     the calls a state with one entry an element is on the drive, and a tensor without memory of its own stands for it.
-    Those who read such a state get a copy.
-    """
+    Those who read such a state get a copy."""
 
     def _lend(self, core):
         super()._lend(core)
@@ -431,8 +426,7 @@ class LentPart(torch.nn.Parameter):
             raise _C.UsageError(
                 "the param groups of this optimizer have fp32 parts of the parameters that this rank owns, whose .grad "
                 "is there in step() alone; read, clip or drop the gradients of the model's own parameters "
-                "(engine.module.parameters()), call engine.zero_grad(), or set gradient_clipping in the configuration"
-            )
+                "(engine.module.parameters()), call engine.zero_grad(), or set gradient_clipping in the configuration")
 
 
 def lend_parts(states, engine):

@@ -16,8 +16,7 @@ def read_config(config):
         return _C.Config.parse(_json_of(config))
     if not isinstance(config, (str, os.PathLike)):
         raise _C.ConfigError(
-            f"config must be a dict, a path or JSON text; found {type(config).__name__}. Pass config=..."
-        )
+            f"config must be a dict, a path or JSON text; found {type(config).__name__}. Pass config=...")
     source = os.fspath(config)
     try:
         return _C.Config.parse(source)
@@ -46,8 +45,7 @@ def _json_of(document):
         return json.dumps(document)
     except (TypeError, ValueError) as error:
         raise _C.ConfigError(
-            f"the configuration holds what JSON cannot say; write numbers and texts: {error}"
-        ) from None
+            f"the configuration holds what JSON cannot say; write numbers and texts: {error}") from None
 
 
 def _read_hjson(source, problem):
@@ -56,8 +54,7 @@ def _read_hjson(source, problem):
         import hjson
     except ImportError:
         raise _C.ConfigError(
-            f"{problem}; if it is Hjson, install the package that reads it: pip install hjson"
-        ) from None
+            f"{problem}; if it is Hjson, install the package that reads it: pip install hjson") from None
     if os.path.isfile(source):
         with open(source, encoding="utf-8") as file:
             source = file.read()

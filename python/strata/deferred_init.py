@@ -138,10 +138,8 @@ class DeferredInit:
         recipes = json.loads(texts[0])
         sizes = [len(json.loads(text)) for text in texts]
         if len(set(sizes)) > 1:
-            raise _C.UsageError(
-                "zero.Init: every rank builds the same modules; found parameters without memory on ranks 0, 1, ...: "
-                f"{sizes}. Let constructors do the same on all ranks"
-            )
+            raise _C.UsageError("zero.Init: every rank builds the same modules; found parameters without memory on "
+                                f"ranks 0, 1, ...: {sizes}. Let constructors do the same on all ranks")
         return {id(p): _C.Recipe.from_steps(steps) for p, steps in zip(parameters, recipes)}
 
     def _connect(self, homes):

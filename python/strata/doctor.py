@@ -3,8 +3,7 @@
 The program ``strata doctor`` shows the machine first, then becomes ``python -m strata.doctor --machine JSON``. This
 module imports neither torch nor the engine, so it works where they are missing or broken; processes of their own import
 them, and may crash. ``python -m strata.doctor`` without that option, and ``ds_report`` under STRATA_COMPAT=deepspeed,
-start the program. Exit codes: 0 fine, 1 something is wrong, 2 usage.
-"""
+start the program. Exit codes: 0 fine, 1 something is wrong, 2 usage."""
 
 import argparse
 import importlib.metadata

@@ -1,7 +1,6 @@
 """One rank of ``strata doctor --ranks N``, which torchrun starts: sums with the others by gloo and NCCL, trains a step.
 
-Rank 0 prints [stage, text] as JSON after each, and a rank that fails ["error", text].
-"""
+Rank 0 prints [stage, text] as JSON after each, and a rank that fails ["error", text]."""
 
 import json
 import os

@@ -83,9 +83,8 @@ class Engine(EngineCheckpoints, torch.nn.Module):
                     _C.show_tiled(self.core, known.parameter, known.shape, [part.index for part in known.parts])
         take_ownership(self.core, parameters, config.stage)
         self._interception = intercept(self.core, [module for _, module, _ in tree.modules])
-        self._restore_arguments = intercept_arguments(
-            tree.model, self.device if config.move_inputs else None, torch.float16 if config.cast_inputs else None
-        )
+        self._restore_arguments = intercept_arguments(tree.model, self.device if config.move_inputs else None,
+                                                      torch.float16 if config.cast_inputs else None)
         self.timers, self.tput_timer = Timers(self.device), ThroughputTimer()
         self._watching = None  # a StepWatch, where this rank shows something of its steps
         self.core.free_originals()
@@ -242,8 +241,7 @@ class Engine(EngineCheckpoints, torch.nn.Module):
     micro_steps = property(attrgetter("core.micro_steps"), doc="int: calls of ``step()`` so far.")
     global_rank = property(attrgetter("_collectives.rank"), doc="int: this process's rank.")
     world_size = property(attrgetter("_collectives.world_size"), doc="int: number of ranks.")
-    collectives_name = property(attrgetter("_collectives.name"),
-                                doc='str: "local", "shm", "gloo", "nccl" or "peer".')  # fmt: skip
+    collectives_name = property(attrgetter("_collectives.name"), doc='str: "local", "shm", "gloo", "nccl" or "peer".')
     device = property(attrgetter("core.device"), doc="torch.device on which gathered parameters are.")
 
     @property

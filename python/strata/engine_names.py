@@ -99,8 +99,7 @@ class EngineNames:
         ``memory_report()``'s kinds of the tier "device", once it has trained for some steps. ``tier="host"``: what it
         will hold of host memory for what is offloaded, staged, loaded and saved; ``tier="nvme"``: of drives. The
         numbers mean the same as those of ``strata.memory_forecast``. Takes milliseconds, and is not collective: any
-        rank may call it alone.
-        """
+        rank may call it alone."""
         return self._engine.core.memory_forecast(tier)
 
     def record_steps(self, on=True):

@@ -16,34 +16,23 @@ _VALUES = {
         "contiguous_gradients": True, "elastic_checkpoint": False, "ignore_unused_parameters": True,
         "legacy_stage1": False, "load_from_fp32_weights": True, "log_trace_cache_warnings": False,
         "overlap_comm": None, "parameter_alignment": False, "reduce_bucket_size": 500_000_000, "reduce_scatter": True,
-        "round_robin_gradients": False, "save_muon_momentum_buffer_in_memory": False, "sub_group_size": 1_000_000_000,
-    },
+        "round_robin_gradients": False, "save_muon_momentum_buffer_in_memory": False, "sub_group_size": 1_000_000_000},
     ("zero_", "zero_optimization.stage3_"): {
         "allgather_sequential": False, "gather_16bit_weights_on_model_save": False, "max_live_parameters": None,
         "max_reuse_distance": None, "model_persistence_threshold": None, "module_granularity_threshold": 0,
-        "param_persistence_threshold": 100_000, "prefetch_bucket_size": 50_000_000,
-    },
-    ("", "zero_optimization."): {
-        "zero_hpz_partition_size": 1, "zero_quantized_gradients": False, "zero_quantized_nontrainable_weights": False,
-        "zero_quantized_weights": False,
-    },
+        "param_persistence_threshold": 100_000, "prefetch_bucket_size": 50_000_000},
+    ("", "zero_optimization."): {"zero_hpz_partition_size": 1, "zero_quantized_gradients": False,
+                                 "zero_quantized_nontrainable_weights": False, "zero_quantized_weights": False},
     ("flops_profiler_", "flops_profiler."): {
         "detailed": True, "enabled": False, "module_depth": -1, "output_file": None, "profile_step": 1,
-        "recompute_fwd_factor": 0.0, "top_modules": 1,
-    },
-    ("fp16_", "fp16."): {
-        "auto_cast": False, "enabled": False,
-    },
-    ("torch_autocast_", "torch_autocast."): {
-        "enabled": False, "lower_precision_safe_modules": None,
-    },
+        "recompute_fwd_factor": 0.0, "top_modules": 1},
+    ("fp16_", "fp16."): {"auto_cast": False, "enabled": False},
+    ("torch_autocast_", "torch_autocast."): {"enabled": False, "lower_precision_safe_modules": None},
     ("", ""): {
         "dataloader_drop_last": False, "dump_state": False, "gradient_allreduce_op": "mean", "gradient_clipping": 1.0,
         "gradient_predivide_factor": 1.0, "log_level": None, "managed_gradient_accumulation": True,
         "memory_breakdown": False, "wall_clock_breakdown": False, "zero_allow_untested_optimizer": False,
-        "zero_force_ds_cpu_optimizer": True,
-    },
-}
+        "zero_force_ds_cpu_optimizer": True}}
 
 # {method: (path, default)}: the same for methods with names of their own.
 _OTHER_VALUES = {
@@ -62,30 +51,20 @@ _OTHER_VALUES = {
     "is_sanity_checks_enabled": ("zero_optimization.enable_sanity_checks", False),
     "zero_multi_rank_bucket_allreduce": ("zero_optimization.use_multi_rank_bucket_allreduce", True),
     "bf16_optimizer_states": ("bf16.bf16_optimizer_states", False),
-    "use_node_local_storage": ("checkpoint.use_node_local_storage", False),
-}
+    "use_node_local_storage": ("checkpoint.use_node_local_storage", False)}
 
 # (DeepSpeed's value for "off", methods about features that the configuration must leave off).
 _OFF = (
-    (False, (
-        "amp_enabled", "autotuning_enabled", "autotuning_profile_model_info", "compile_autosp", "compile_autotp",
-        "compile_zero_optimization_stage", "curriculum_learning_enabled", "data_efficiency_enabled",
-        "data_sampling_enabled", "is_deepcompile_active", "is_deepcompile_enabled", "random_ltd_enabled",
-        "uses_parallelization_pass_only",
-    )),
-    (0, ("autotp_size", "get_model_parallel_rank", "get_tensor_parallel_rank")),
-    (5, ("autotuning_end_profile_step",)),
-    ("throughput", ("autotuning_metric",)),
-    (3, ("autotuning_start_profile_step",)),
-    ({"enabled": False}, (
-        "curriculum_learning_config", "data_efficiency_config", "data_sampling_config", "random_ltd_config",
-    )),
-    ([], ("get_compile_time",)),
-    (None, ("get_sequence_parallel_group", "swap_tensor_config", "tensor_parallel_config", "zenflow_config")),
-    ("autotuning_metric.json", ("autotuning_metric_path",)),
-    ("autotuning_model_info.json", ("autotuning_model_info_path",)),
-)
-
+    (False, "amp_enabled autotuning_enabled autotuning_profile_model_info compile_autosp compile_autotp "
+            "compile_zero_optimization_stage curriculum_learning_enabled data_efficiency_enabled data_sampling_enabled "
+            "is_deepcompile_active is_deepcompile_enabled random_ltd_enabled uses_parallelization_pass_only"),
+    (0, "autotp_size get_model_parallel_rank get_tensor_parallel_rank"),
+    (5, "autotuning_end_profile_step"), ("throughput", "autotuning_metric"), (3, "autotuning_start_profile_step"),
+    ({"enabled": False}, "curriculum_learning_config data_efficiency_config data_sampling_config random_ltd_config"),
+    ([], "get_compile_time"),
+    (None, "get_sequence_parallel_group swap_tensor_config tensor_parallel_config zenflow_config"),
+    ("autotuning_metric.json", "autotuning_metric_path"),
+    ("autotuning_model_info.json", "autotuning_model_info_path"))
 
 _ELEMENT_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -99,13 +78,11 @@ def _place(tier):
 
 
 def _scale_args(settings):
-    return {
-        "init_scale": settings.initial_dynamic_scale(),
-        "scale_window": settings._configured("fp16.loss_scale_window", 1000),
-        "delayed_shift": settings._configured("fp16.hysteresis", 2),
-        "consecutive_hysteresis": settings._configured("fp16.consecutive_hysteresis", False),
-        "min_scale": settings._configured("fp16.min_loss_scale", 1),
-    }
+    return {"init_scale": settings.initial_dynamic_scale(),
+            "scale_window": settings._configured("fp16.loss_scale_window", 1000),
+            "delayed_shift": settings._configured("fp16.hysteresis", 2),
+            "consecutive_hysteresis": settings._configured("fp16.consecutive_hysteresis", False),
+            "min_scale": settings._configured("fp16.min_loss_scale", 1)}
 
 
 # (method, its documentation, function of the ``EngineSettings``).
@@ -147,9 +124,7 @@ _COMPUTED = (
      "error in any case.", lambda s: _tag_validation(s) == "fail"),
     ("checkpoint_writer_enabled", "bool: whether the configuration has a section ``checkpoint.writer``, which has no "
      "effect.", lambda s: any(path.startswith("checkpoint.writer.") for path in s._config.hint_values)),
-    ("aio_config", "{name: value}: the section ``aio``, with its defaults.", lambda s: s._section("aio")),
-)
-
+    ("aio_config", "{name: value}: the section ``aio``, with its defaults.", lambda s: s._section("aio")))
 
 _PATHS = {method + name: (path + name, default)
           for (method, path), defaults in _VALUES.items() for name, default in defaults.items()} | _OTHER_VALUES
@@ -205,7 +180,7 @@ for _name, (_path, _default) in _PATHS.items():
     _add_getter(_name, f"``{_path}`` of the configuration; {_default!r} where it says nothing.",
                 EngineSettings._configured, _path, _default)
 for _default, _names in _OFF:
-    for _name in _names:
+    for _name in _names.split():
         _add_getter(_name, f"{_default!r}: the feature is not offered.", lambda _, off: copy.copy(off), _default)
 for _row in _COMPUTED:
     _add_getter(*_row)

@@ -60,8 +60,7 @@ class EngineWeights:
 
         Collective at stage 3: the engine gathers parameters one at a time and copies them to the host of rank 0, which
         needs room for the whole model; other ranks get an empty dict. ``save_pretrained`` needs no such room. At stages
-        0 to 2 every rank has the whole model, and this is ``engine.module.state_dict()``.
-        """
+        0 to 2 every rank has the whole model, and this is ``engine.module.state_dict()``."""
         return self._state_dict(self._engine.global_rank == 0, destination, prefix, keep_vars)
 
     def _state_dict(self, keep, destination, prefix, keep_vars, with_frozen=True):

@@ -7,18 +7,8 @@ from .optimizer import groups_of
 from .tiles.cutting import Budget, cut_parameters
 
 
-def memory_forecast(
-    model,
-    config,
-    world_size,
-    device="cuda",
-    optimizer=None,
-    model_parameters=None,
-    ranks_per_host=None,
-    tier="device",
-    device_memory=None,
-    host_memory=None,
-):
+def memory_forecast(model, config, world_size, device="cuda", optimizer=None, model_parameters=None,
+                    ranks_per_host=None, tier="device", device_memory=None, host_memory=None):
     """{kind: bytes, "total": bytes} that the engine will hold at most on each rank's device, or of another tier.
 
     The call needs no ranks and no GPU, and a model on the meta device suffices. The engine itself runs for three steps

@@ -16,9 +16,8 @@ from .model.model_input import ModelTree, find_device, make_current
 from .model.parameter import require_values
 from .optimizer import ShardedOptimizer, optimizer_from_config, wrap_torch_optimizer
 from .rank_logging import show_logs
-from .ranks.runtime import (
-    agree_after, init_distributed, make_collectives, notifying_ranks, rank_and_world_size, require_group,
-)
+from .ranks.runtime import (agree_after, init_distributed, make_collectives, notifying_ranks, rank_and_world_size,
+                            require_group)
 from .schedule import schedule_from_config
 
 logger = logging.getLogger("strata")
@@ -34,21 +33,9 @@ def parse_config(config, world_size=None):
     return parsed
 
 
-def initialize(
-    args=None,
-    model=None,
-    optimizer=None,
-    model_parameters=None,
-    training_data=None,
-    lr_scheduler=None,
-    distributed_port=None,
-    mpu=None,
-    dist_init_required=None,
-    collate_fn=None,
-    config=None,
-    mesh_param=None,
-    config_params=None,
-):
+def initialize(args=None, model=None, optimizer=None, model_parameters=None, training_data=None, lr_scheduler=None,
+               distributed_port=None, mpu=None, dist_init_required=None, collate_fn=None, config=None, mesh_param=None,
+               config_params=None):
     """Puts ``model`` under the engine. Collective: every rank calls it with the same model.
 
     The signature is DeepSpeed's. The engine takes over the model's parameters: at stage 3 they are empty
@@ -215,10 +202,8 @@ class StartUp:
     def make_engine(self):
         """Makes the engine, which takes the model over."""
         runtime, collectives = self.runtime.joined(self.collectives), self.collectives
-        self.engine = self.engine_class(
-            self.tree, self.config, self.sharded_optimizer, self.rule, collectives, runtime, self.from_files,
-            self.clock.progress(collectives.rank, collectives.world_size),
-        )
+        self.engine = self.engine_class(self.tree, self.config, self.sharded_optimizer, self.rule, collectives, runtime,
+                                        self.from_files, self.clock.progress(collectives.rank, collectives.world_size))
         self.clock.core = self.engine.core
 
     def schedule(self):
@@ -266,10 +251,8 @@ def make_optimizer(config, tree, optimizer, model_parameters):
         return sharded, rule
     if not isinstance(optimizer, torch.optim.Optimizer):
         if not callable(optimizer):
-            raise _C.UsageError(
-                "optimizer must be a torch.optim.Optimizer or a callable that makes one from parameters; "
-                f"found {type(optimizer).__name__}"
-            )
+            raise _C.UsageError("optimizer must be a torch.optim.Optimizer or a callable that makes one from "
+                                f"parameters; found {type(optimizer).__name__}")
         optimizer = optimizer(parameters)
     if isinstance(optimizer, ShardedOptimizer):
         raise _C.UsageError("this optimizer belongs to another engine; make a new one from the model's parameters")
@@ -287,10 +270,8 @@ def _log_hints(config, engine):
     problem = unsupported() if is_transformers_model(engine.module) else None
     if problem is not None:
         logger.warning("save_pretrained and load_weights will refuse this model: %s", problem)
-    for level, are_missed, what in (
-        (logging.WARNING, True, "settings without effect that ask for memory or output:"),
-        (logging.INFO, False, "accepted settings without effect:"),
-    ):
+    for level, are_missed, what in ((logging.WARNING, True, "settings without effect that ask for memory or output:"),
+                                    (logging.INFO, False, "accepted settings without effect:")):
         hints = [f"\n  {path}: {reason}" for path, reason, missed in config.hints if missed == are_missed]
         if hints:
             logger.log(level, "%s%s", what, "".join(hints))

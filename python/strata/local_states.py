@@ -2,8 +2,7 @@
 
 A part holds the elements of a parameter that this rank owns, in one dimension; where these are all elements, it has the
 parameter's shape. Parameters are numbered as torch numbers them, group by group. Beside torch's two keys there is
-"strata": the ranges of the parts, the number of steps, and, where weights are in 16 bits, the fp32 masters.
-"""
+"strata": the ranges of the parts, the number of steps, and, where weights are in 16 bits, the fp32 masters."""
 
 import copy
 import math
@@ -58,18 +57,15 @@ class _Member:
             raise _C.UsageError(
                 f"load_state_dict: this state is another rank's part, or of another number of ranks or stage: of "
                 f"'{self.name}' this rank has elements {self.ranges}; found {place}. Save with engine.save_checkpoint "
-                "and load with engine.load_checkpoint, which go from any number of ranks to any other"
-            )
+                "and load with engine.load_checkpoint, which go from any number of ranks to any other")
         return list(flat.split(self.sizes))
 
 
 def _members(optimizer, engine):
     """[[``_Member``, or None for a parameter that the engine does not train]], by param group."""
     known = {id(known.parameter): known for known in engine.known}
-    return [
-        [_Member(engine.core, known[id(p)]) if id(p) in known and p.requires_grad else None for p in group]
-        for group in optimizer.members
-    ]
+    return [[_Member(engine.core, known[id(p)]) if id(p) in known and p.requires_grad else None for p in group]
+            for group in optimizer.members]
 
 
 def state_dict(optimizer, engine):
@@ -97,11 +93,9 @@ def state_dict(optimizer, engine):
         if member.dtype in (torch.bfloat16, torch.float16):
             masters[number] = member.shaped(_read(member, "master"))
     first = [sum(len(group) for group in members[:i]) for i in range(len(members))]
-    groups = [
-        {**{k: v for k, v in group.items() if k not in ("params", "param_names")},
-         "params": list(range(first[i], first[i] + len(members[i])))}
-        for i, group in enumerate(optimizer.param_groups)
-    ]  # fmt: skip
+    groups = [{**{k: v for k, v in group.items() if k not in ("params", "param_names")},
+               "params": list(range(first[i], first[i] + len(members[i])))}
+              for i, group in enumerate(optimizer.param_groups)]
     about = {"rank": engine.global_rank, "world_size": engine.world_size, "stage": engine.zero_optimization_stage(),
              "parts": {number: member.ranges for number, member in enumerate(numbered) if member is not None},
              "by_element": by_element, "masters": masters, "steps": 0 if steps is None else steps[0]}
@@ -147,8 +141,7 @@ def load_state_dict(optimizer, engine, saved):
         (member, saved["state"].get(number, {}),
          (about.get("parts", {}).get(number), about.get("by_element", {}).get(number)), number)
         for group, of_group in zip(groups, members, strict=True)
-        for number, member in zip(group["params"], of_group, strict=True) if member is not None
-    ]  # fmt: skip
+        for number, member in zip(group["params"], of_group, strict=True) if member is not None]
     _require_this_place(engine, about, pairs)
     if optimizer.inner is None:
         _load_adam(core, pairs, about)
@@ -175,12 +168,10 @@ def _require_this_place(engine, about, pairs):
     whole = all(place is None or sum(last - first for first, last in place) == member.numel
                 for member, _, (place, _), _ in pairs)
     if there != mine and not whole:
-        raise _C.UsageError(
-            f"load_state_dict: this state is the part of rank {there['rank']} of {there['world_size']} ranks, and "
-            f"this is rank {mine['rank']} of {mine['world_size']}. Give each rank its own, or save with "
-            "engine.save_checkpoint and load with engine.load_checkpoint, which go from any number of ranks to any "
-            "other"
-        )
+        raise _C.UsageError(f"load_state_dict: this state is the part of rank {there['rank']} of {there['world_size']} "
+                            f"ranks, and this is rank {mine['rank']} of {mine['world_size']}. Give each rank its own, "
+                            "or save with engine.save_checkpoint and load with engine.load_checkpoint, which go from "
+                            "any number of ranks to any other")
 
 
 def _load_adam(core, pairs, about):

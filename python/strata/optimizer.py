@@ -152,8 +152,7 @@ class ShardedOptimizer(_WithoutCompiler):
         since its last call; and as ``engine.step()``.
 
         Returns the result of ``closure``, None or a callable that runs forward and backward and returns the loss; it is
-        called once, first.
-        """
+        called once, first."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -166,8 +165,7 @@ class ShardedOptimizer(_WithoutCompiler):
         it has ``step`` and this rank's part of ``exp_avg`` and ``exp_avg_sq``, or the states of the user's optimizer.
         On one rank the parts are whole, in the parameter's shape. States of the engine's own Adam are copied to the
         host. ``load_state_dict()`` takes the result on the same rank of a job with the same number of ranks.
-        ``engine.save_checkpoint()`` saves for any number of ranks, with the weights.
-        """
+        ``engine.save_checkpoint()`` saves for any number of ranks, with the weights."""
         if not self.trains():
             return super().state_dict()
         from .local_states import state_dict  # not before the first use
@@ -292,10 +290,8 @@ def log_left_out(parameters, groups, rank):
     if not left_out:
         return []
     if len(left_out) == len(trainable):
-        raise _C.UsageError(
-            "no trainable parameter of the model is in a param group of the optimizer; make the optimizer from this "
-            f"model's parameters. First: '{left_out[0][0]}'"
-        )
+        raise _C.UsageError("no trainable parameter of the model is in a param group of the optimizer; make the "
+                            f"optimizer from this model's parameters. First: '{left_out[0][0]}'")
     if rank == 0:
         logger.warning("%d trainable parameters are in no param group of the optimizer and do not change; first: "
                        "'%s'", len(left_out), left_out[0][0])
@@ -351,10 +347,8 @@ def wrap_torch_optimizer(inner):
     from .ops.adam import adam_mode  # not at `import strata`
 
     if any(float(state.get("step", 1)) > 0 for state in inner.state.values()):
-        raise _C.UsageError(
-            f"the {type(inner).__name__} has taken steps already, and its state cannot be sharded; give initialize() a "
-            "new one"
-        )
+        raise _C.UsageError(f"the {type(inner).__name__} has taken steps already, and its state cannot be sharded; "
+                            "give initialize() a new one")
     if adam_mode(inner) is not None:
         return _sharded(inner, None), adam_mode(inner)
     kind = getattr(type(inner), "_strata_likeness", type(inner))

@@ -22,12 +22,10 @@ class EngineStates(collections.defaultdict):
     def __missing__(self, parameter):
         if self._trained() is None:
             return super().__missing__(parameter)
-        raise _C.UsageError(
-            "optimizer.state[p] was asked for, and the engine keeps this optimizer's states, in shards; call "
-            "strata.utils.safe_get_full_optimizer_state(p, 'exp_avg') and safe_set_full_optimizer_state() for a whole "
-            "one on every rank, or optimizer.state_dict() for this rank's part of all; optimizer.state.clear() begins "
-            "anew"
-        )
+        raise _C.UsageError("optimizer.state[p] was asked for, and the engine keeps this optimizer's states, in "
+                            "shards; call strata.utils.safe_get_full_optimizer_state(p, 'exp_avg') and "
+                            "safe_set_full_optimizer_state() for a whole one on every rank, or optimizer.state_dict() "
+                            "for this rank's part of all; optimizer.state.clear() begins anew")
 
     def clear(self):
         """Drops the engine's states on this rank; every rank must call it."""

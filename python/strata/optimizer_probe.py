@@ -1,8 +1,7 @@
 """Tells whether an optimizer updates each element by itself, so that it can run on parts of parameters.
 
 The probe runs it on small tensors: once on whole ones, and once as two ranks would, each with its own optimizer and
-one-dimensional pieces. It updates element by element if both give equal bits after a few steps.
-"""
+one-dimensional pieces. It updates element by element if both give equal bits after a few steps."""
 
 import collections
 import copy
@@ -27,8 +26,7 @@ def needs_closure(optimizer):
 def updates_by_another(optimizer):
     """The attribute's name, such as "inside", of another optimizer in ``optimizer`` that has param groups of its own;
     None: there is none. The other optimizer would keep updating its own parameters when those in the groups of
-    ``optimizer`` are replaced. A wrapper that shares the groups of the optimizer inside does not count.
-    """
+    ``optimizer`` are replaced. A wrapper that shares the groups of the optimizer inside does not count."""
     own = {id(group) for group in optimizer.param_groups}
     for name, value in vars(optimizer).items():
         held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
@@ -108,10 +106,8 @@ def _values(shape, seed):
     """(weights, gradients of each step), flat, of mixed sizes, and the shape."""
     generator = torch.Generator().manual_seed(seed + 1)
     numel = torch.Size(shape).numel()
-    gradients = [
-        torch.randn(numel, generator=generator) * 10 ** torch.randn(numel, generator=generator) * size
-        for size in _STEPS
-    ]  # fmt: skip
+    gradients = [torch.randn(numel, generator=generator) * 10 ** torch.randn(numel, generator=generator) * size
+                 for size in _STEPS]
     return torch.randn(numel, generator=generator), gradients, shape
 
 

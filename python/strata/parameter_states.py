@@ -9,8 +9,7 @@ takes this rank's part of the value. Every getter returns None where no rank has
 for a parameter that no engine owns, for a gradient before the first reduction of a step or after the step, for a state
 before the first step. For a parameter that is used in tiles the whole tensor is on the host, and a rank's part joins
 its elements of each tile. These functions wait for the device; call them between ``engine.backward()`` and
-``engine.step()``, or between steps.
-"""
+``engine.step()``, or between steps."""
 
 import functools
 
@@ -93,10 +92,8 @@ def _write(param, value, optim_state_key, whole):
     else:
         is_set = _C.write_state(core, index, name, whole, flat)
     if not is_set:
-        raise _C.UsageError(
-            f"there is no {name} to set: the parameter is frozen, or it is too early (gradients exist from backward to "
-            "step, states from the first step on)"
-        )
+        raise _C.UsageError(f"there is no {name} to set: the parameter is frozen, or it is too early (gradients exist "
+                            "from backward to step, states from the first step on)")
 
 
 def _kept_outside(core, name):
@@ -139,8 +136,7 @@ _KINDS = {
              "collective."),
     "optimizer_state": (None, 'The state ``optim_state_key`` of ``param`` ("exp_avg", "exp_avg_sq"; other optimizers '
                         'have others for each element, such as "momentum_buffer"); or None. A read of a whole one is '
-                        "collective."),
-}  # fmt: skip
+                        "collective.")}
 
 for _kind, (_state, _doc) in _KINDS.items():
     _named = {} if _state is None else {"optim_state_key": _state}

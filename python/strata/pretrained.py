@@ -26,19 +26,8 @@ from .views.start_up import StartUpClock
 __all__ = ["load_pretrained", "load_weights", "save_pretrained"]
 
 
-def load_pretrained(
-    path,
-    config,
-    *,
-    model_class=None,
-    optimizer=None,
-    model_parameters=None,
-    training_data=None,
-    lr_scheduler=None,
-    collate_fn=None,
-    strict=False,
-    **model_arguments,
-):
+def load_pretrained(path, config, *, model_class=None, optimizer=None, model_parameters=None, training_data=None,
+                    lr_scheduler=None, collate_fn=None, strict=False, **model_arguments):
     """Loads a transformers checkpoint as a model under the engine, never whole on any rank. Collective. Returns
     (engine, optimizer, dataloader, lr_scheduler) as ``strata.initialize`` does.
 
@@ -63,10 +52,8 @@ def load_pretrained(
         UsageError: for a version of transformers that is not supported.
         ConfigError, CommError, OutOfMemoryError: as ``strata.initialize``.
     """
-    return _PretrainedStartUp(
-        path, model_class, strict, model_arguments, config, optimizer, model_parameters, training_data, lr_scheduler,
-        collate_fn,
-    ).run()
+    return _PretrainedStartUp(path, model_class, strict, model_arguments, config, optimizer, model_parameters,
+                              training_data, lr_scheduler, collate_fn).run()
 
 
 def load_weights(engine, path, strict=False):
@@ -87,8 +74,7 @@ def load_weights(engine, path, strict=False):
 
 class _PretrainedStartUp(StartUp):
     """A start whose model comes from a checkpoint. Work that needs no other ranks runs beside the phases, in threads:
-    opening the device and the files, importing and building the model, planning, loading the kernels of a first step.
-    """
+    opening the device and the files, importing and building the model, planning, loading a first step's kernels."""
 
     def __init__(self, path, model_class, strict, model_arguments, config, optimizer, *others):
         super().__init__(config, None, optimizer, *others)
@@ -116,8 +102,7 @@ class _PretrainedStartUp(StartUp):
         _, self.runtime = self._opening.result()
         make_current(self.runtime.device)
         self._building = self._beside.submit(_build_flat, self._class, self._files, self.config, self._model_arguments)
-        self._planning = self._beside.submit(
-            lambda: [plan(strict=self._strict) for plan in self._building.result()[2]])
+        self._planning = self._beside.submit(lambda: [plan(strict=self._strict) for plan in self._building.result()[2]])
 
     def build(self):
         with self.agreed(self._what):
@@ -259,8 +244,7 @@ def _import_class(path, opening, model_class):
         if model_class is None:
             raise _C.FormatError(
                 f"{path}: config.json names no architecture of transformers {transformers.__version__}; pass "
-                f"model_class=<class>. Found architectures {config.architectures}"
-            )
+                f"model_class=<class>. Found architectures {config.architectures}")
     return model_class, config
 
 
@@ -305,11 +289,8 @@ def _tie(model, files):
 
 def _entries(parameters, names, config):
     """The argument ``parameters`` of a LoadPlan: those of [(index, parameter, full shape)] whose ids have ``names``."""
-    return [
-        (index, names[id(p)], list(shape), config.weight_dtype(p.dtype))
-        for index, p, shape in parameters
-        if id(p) in names
-    ]
+    return [(index, names[id(p)], list(shape), config.weight_dtype(p.dtype))
+            for index, p, shape in parameters if id(p) in names]
 
 
 def _load(engine, plans, clock):

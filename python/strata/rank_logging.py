@@ -2,8 +2,7 @@
 
 A program that configures logging (handlers of the root, or of "strata") gets every record, and Strata itself shows
 none. In any other program rank 0 shows its records from INFO on and the other ranks show their warnings, on standard
-error.
-"""
+error."""
 
 import logging
 import os

@@ -200,29 +200,24 @@ def _schedule(name, base, text, *required, **optional):
 WarmupLR = _schedule(
     "WarmupLR", ScheduledLR, "From ``warmup_min_lr`` to ``warmup_max_lr`` (None: the optimizer's rate), then constant. "
     "A rate is a number, or a list of one a param group.",
-    warmup_min_lr=0.0, warmup_max_lr=None, warmup_num_steps=1000, warmup_type="log",
-)  # fmt: skip
+    warmup_min_lr=0.0, warmup_max_lr=None, warmup_num_steps=1000, warmup_type="log")
 WarmupDecayLR = _schedule(
     "WarmupDecayLR", WarmupLR, "``WarmupLR``, then linearly to 0 at ``total_num_steps``.", "total_num_steps",
-    warmup_min_lr=0.0, warmup_max_lr=0.001, warmup_num_steps=1000, warmup_type="log",
-)  # fmt: skip
+    warmup_min_lr=0.0, warmup_max_lr=0.001, warmup_num_steps=1000, warmup_type="log")
 WarmupCosineLR = _schedule(
     "WarmupCosineLR", ScheduledLR, "From ``warmup_min_ratio`` of the optimizer's rate to all of it, then by a cosine "
     "to ``cos_min_ratio`` of it.", "total_num_steps",
-    warmup_min_ratio=0.0, warmup_num_steps=1000, cos_min_ratio=0.0001, warmup_type="log",
-)  # fmt: skip
+    warmup_min_ratio=0.0, warmup_num_steps=1000, cos_min_ratio=0.0001, warmup_type="log")
 OneCycle = _schedule(
     "OneCycle", ScheduledLR, "Up from ``cycle_min_lr`` to ``cycle_max_lr`` and down again, then decaying; beta1 the "
     "other way round.", "cycle_min_lr", "cycle_max_lr",
     decay_lr_rate=0.0, cycle_first_step_size=2000, cycle_second_step_size=None, cycle_first_stair_count=0,
     cycle_second_stair_count=None, decay_step_size=0, cycle_momentum=True, cycle_min_mom=0.8, cycle_max_mom=0.9,
-    decay_mom_rate=0.0,
-)  # fmt: skip
+    decay_mom_rate=0.0)
 LRRangeTest = _schedule(
     "LRRangeTest", ScheduledLR, "Up from ``lr_range_test_min_lr``, to find the rate at which training becomes "
     "unstable.",
-    lr_range_test_min_lr=1e-3, lr_range_test_step_size=2000, lr_range_test_step_rate=1.0, lr_range_test_staircase=False,
-)  # fmt: skip
+    lr_range_test_min_lr=1e-3, lr_range_test_step_size=2000, lr_range_test_step_rate=1.0, lr_range_test_staircase=False)
 
 
 def schedule_from_config(config, optimizer):

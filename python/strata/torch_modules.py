@@ -4,8 +4,7 @@ torch's C++ interface changes between minor versions, also where no name changes
 minor would overwrite memory, so it is never loaded. This module imports neither torch nor the engine.
 
 A folder ``_torch/t2_13`` holds the modules for torch 2.13, one for each Python, and ``built_for.txt`` the whole version
-of the torch whose headers they were compiled with. The idea is that of NIXL and moodist, whose wheels do the same.
-"""
+of the torch whose headers they were compiled with. The idea is that of NIXL and moodist, whose wheels do the same."""
 
 import importlib.machinery
 import importlib.metadata
@@ -74,8 +73,7 @@ def choose(version):
     if version != built_for and not re.fullmatch(r"\d+\.\d+\.\d+(\+[\w.]+)?", version):
         raise WrongTorch(
             f"torch {version} is no release, so it may differ from the torch {built_for} that this Strata was built "
-            f"for; {_BUILD}, or load that module at your own risk: {CHOICE}={'.'.join(version.split('.')[:2])}"
-        )
+            f"for; {_BUILD}, or load that module at your own risk: {CHOICE}={'.'.join(version.split('.')[:2])}")
     return module
 
 
@@ -85,8 +83,7 @@ def require_same(version):
     if str(torch.__version__).split("+")[0] != version.split("+")[0]:
         raise WrongTorch(
             f"this Python has two torches: its packages name torch {version}, and 'import torch' brought "
-            f"{torch.__version__} from {os.path.dirname(torch.__file__)}; remove one, or see what PYTHONPATH names"
-        )
+            f"{torch.__version__} from {os.path.dirname(torch.__file__)}; remove one, or see what PYTHONPATH names")
 
 
 def explain(error, path):

@@ -15,7 +15,6 @@ from .rank_logging import show_logs
 from .ranks.runtime import init_distributed, rank_and_world_size
 from .tiles.host_copy import HostCopy
 
-
 _ITS_OWN = 0  # stands for memory of the engine
 
 
@@ -118,20 +117,15 @@ class GatheredParameters:
             core.release(indices, True)
 
     def _require_unchanged(self):
-        changed = [
-            parameter
-            for key, parameter in self._managed.items()
-            if _version(parameter) > max(self._versions[key], parameter.__dict__.get("_strata_published", 0))
-            or _memory(parameter) not in (self._memory[key], _ITS_OWN)
-        ]
+        changed = [parameter for key, parameter in self._managed.items()
+                   if _version(parameter) > max(self._versions[key], parameter.__dict__.get("_strata_published", 0))
+                   or _memory(parameter) not in (self._memory[key], _ITS_OWN)]
         if changed:
             core, index = owner_of(changed[0])
             first = f"'{core.parameter_name(index)}'" if core is not None else f"of shape {tuple(changed[0].shape)}"
-            self._changed(
-                f"{len(changed)} parameters were changed within GatheredParameters(modifier_rank=None), which is for "
-                "reading; pass modifier_rank=<the rank whose changes shall be everybody's>, or change a copy. First: "
-                f"{first}"
-            )
+            self._changed(f"{len(changed)} parameters were changed within GatheredParameters(modifier_rank=None), "
+                          "which is for reading; pass modifier_rank=<the rank whose changes shall be everybody's>, or "
+                          f"change a copy. First: {first}")
             self._put_back()
 
     def _changed(self, message):
@@ -193,20 +187,9 @@ class Init:
             exception, leaves no values behind: parameters to which the script still refers are empty.
     """
 
-    def __init__(
-        self,
-        module=None,
-        data_parallel_group=None,
-        mem_efficient_linear=True,
-        remote_device=None,
-        pin_memory=False,
-        config_dict_or_path=None,
-        config=None,
-        enabled=True,
-        dtype=None,
-        mpu=None,
-        **_ignored,
-    ):
+    def __init__(self, module=None, data_parallel_group=None, mem_efficient_linear=True, remote_device=None,
+                 pin_memory=False, config_dict_or_path=None, config=None, enabled=True, dtype=None, mpu=None,
+                 **_ignored):
         self._enabled = enabled
         self._reads = None  # while the context is open
         if not enabled:
@@ -230,10 +213,8 @@ class Init:
             self._roots = []
             self._watch = ConstructorWatch(self._begin, self._end)
             rank, world = rank_and_world_size()
-            self._recording = Recording(
-                self._config.replay_above, self._watch.running, self._config.threads, world,
-                self._config.partition_stream_chunk, warns=rank == 0,
-            )
+            self._recording = Recording(self._config.replay_above, self._watch.running, self._config.threads, world,
+                                        self._config.partition_stream_chunk, warns=rank == 0)
             reads = ConstructorReads(self._deferred.of_all, self._recording.paused, self._tidy)
             with ExitStack() as undo:
                 undo.callback(self._deferred.close)

@@ -14,10 +14,8 @@ from .names import state_names
 from .whole_files import moved_into
 
 # Methods of PEFT whose file holds every trained tensor unchanged, so that a model without values can be filled from it.
-_READABLE = {
-    "BOFT", "C3A", "FOURIERFT", "HRA", "IA3", "LN_TUNING", "LOHA", "LOKR", "LORA", "MISS", "OFT", "PREFIX_TUNING",
-    "PROMPT_TUNING", "VBLORA", "VERA",
-}  # fmt: skip
+_READABLE = {"BOFT", "C3A", "FOURIERFT", "HRA", "IA3", "LN_TUNING", "LOHA", "LOKR", "LORA", "MISS", "OFT",
+             "PREFIX_TUNING", "PROMPT_TUNING", "VBLORA", "VERA"}
 # LoRA's initializations that do not change the base model's weights.
 _INITS = (None, True, False, "gaussian", "orthogonal", "eva")
 _PROMPTS = "prompt_embeddings"  # the name in the file, for methods that learn a prompt
@@ -50,10 +48,8 @@ def read_adapter_config(folder):
     config.inference_mode = False
     base = config.base_model_name_or_path
     if not base or not os.path.isdir(base):
-        raise _C.FormatError(
-            f"{folder}: {CONFIG} names the base model {base!r}, and there is no such folder; wanted the folder of a "
-            "checkpoint in 'base_model_name_or_path'"
-        )
+        raise _C.FormatError(f"{folder}: {CONFIG} names the base model {base!r}, and there is no such folder; wanted "
+                             "the folder of a checkpoint in 'base_model_name_or_path'")
     return config, base
 
 
@@ -87,14 +83,11 @@ def _require_readable(config, folder):
     if kind not in _READABLE or getattr(config, "prefix_projection", False):
         what = "prefix_projection" if kind in _READABLE else f"the method {kind}"
         raise _C.UsageError(
-            f"{folder}: the file of an adapter with {what} does not hold every trained tensor unchanged{_INSTEAD}"
-        )
+            f"{folder}: the file of an adapter with {what} does not hold every trained tensor unchanged{_INSTEAD}")
     if not any(init is known or init == known for known in _INITS):
-        raise _C.UsageError(
-            f"{folder}: an adapter with init_lora_weights={init!r} changes the base model's weights when it is "
-            f"attached, and here these are read from their own files{_INSTEAD}, or let PEFT convert the adapter: "
-            "save_pretrained(path_initial_model_for_weight_conversion=...)"
-        )
+        raise _C.UsageError(f"{folder}: an adapter with init_lora_weights={init!r} changes the base model's weights "
+                            f"when it is attached, and here these are read from their own files{_INSTEAD}, or let PEFT "
+                            "convert the adapter: save_pretrained(path_initial_model_for_weight_conversion=...)")
 
 
 @contextmanager
@@ -119,10 +112,8 @@ def _give_memory(wrapped, config, in_file):
             if buffer is None or not buffer.is_meta:
                 continue
             if id(buffer) not in in_file:
-                raise _C.UsageError(
-                    f"the adapter of method {config.peft_type.value} computes '{path}.{name}' from other weights when "
-                    f"it is attached, and its file does not hold it{_INSTEAD}"
-                )
+                raise _C.UsageError(f"the adapter of method {config.peft_type.value} computes '{path}.{name}' from "
+                                    f"other weights when it is attached, and its file does not hold it{_INSTEAD}")
             if id(buffer) not in made:
                 made[id(buffer)] = torch.zeros_like(buffer, device="cpu"), buffer  # keeps the old one, and so its id
             module._buffers[name] = made[id(buffer)][0]
@@ -166,6 +157,5 @@ def _in_file(model, adapter, state):
         raise _C.UsageError(
             f"PEFT computes '{computed[0]}' of an adapter of method {model.peft_config[adapter].peft_type.value} when "
             "it saves it; call engine.module.save_pretrained(folder) within strata.zero.GatheredParameters("
-            "list(engine.module.parameters())), on every rank, with a folder for each"
-        )
+            "list(engine.module.parameters())), on every rank, with a folder for each")
     return {name: state[name_of[id(stand_in)]] for name, stand_in in chosen.items()}

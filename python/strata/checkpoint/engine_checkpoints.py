@@ -51,10 +51,8 @@ class EngineCheckpoints:
 
         return save_checkpoint(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
 
-    def load_checkpoint(
-        self, load_dir, tag=None, load_module_strict=True, load_optimizer_states=True, load_lr_scheduler_states=True,
-        load_module_only=False, custom_load_fn=None,
-    ):  # fmt: skip
+    def load_checkpoint(self, load_dir, tag=None, load_module_strict=True, load_optimizer_states=True,
+                        load_lr_scheduler_states=True, load_module_only=False, custom_load_fn=None):
         """Loads a checkpoint of ``save_checkpoint``, which any number of ranks may have saved at any stage. Collective,
         between steps; each rank reads and verifies the ranges of its own shards. Returns (path of the checkpoint,
         client state); (None, None), with a warning, where ``load_dir`` has no ``latest``.
@@ -86,7 +84,5 @@ class EngineCheckpoints:
 
 def _buffer_bytes(model):
     """int: the bytes of the buffers that a checkpoint has."""
-    return sum(
-        buffer.nbytes for module in model.modules() for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
-    )  # fmt: skip
+    return sum(buffer.nbytes for module in model.modules() for name, buffer in module._buffers.items()
+               if buffer is not None and name not in module._non_persistent_buffers_set)

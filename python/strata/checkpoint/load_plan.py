@@ -1,8 +1,7 @@
 """Plans the reads that fill a model from a checkpoint, and builds models that have no memory before they are filled.
 
 A plan needs only headers, so that a checkpoint that does not fit is refused before any value is stored. A transformers
-model is built with parameters that have no memory and with real buffers.
-"""
+model is built with parameters that have no memory and with real buffers."""
 
 import logging
 import math
@@ -100,8 +99,7 @@ class LoadPlan:
         """After ``read``: stores tensors that must be computed, and buffers. All ranks then call
         ``_C.weights_changed``.
 
-        Memory: one of the tensors and its sources.
-        """
+        Memory: one of the tensors and its sources."""
         for place, tensor in self._computed:
             _store(core, place, known, tensor.compute(self._checkpoint.read))
         for place, value in self._constructed:
@@ -209,7 +207,5 @@ def _swap(parameter, other):
     try:
         torch.utils.swap_tensors(parameter, other)
     except RuntimeError as error:
-        raise _C.UsageError(
-            f"the model keeps references to its parameters' memory while it is built ({error}); build it as usual "
-            "and pass it to strata.initialize"
-        ) from error
+        raise _C.UsageError(f"the model keeps references to its parameters' memory while it is built ({error}); build "
+                            "it as usual and pass it to strata.initialize") from error

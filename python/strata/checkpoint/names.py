@@ -52,8 +52,7 @@ def model_tensors(model, known, tensors):
 def saved_tensors(model, tensors):
     """The reverse of ``model_tensors``: {name in the checkpoint: RangeTensor}, of {name in the model: RangeTensor}.
 
-    Tied parameters must be in ``tensors`` once.
-    """
+    Tied parameters must be in ``tensors`` once."""
     if not is_transformers_model(model):
         return tensors
     ignored = model._keys_to_ignore_on_save or ()

@@ -2,8 +2,7 @@
 
 Dicts, lists, tuples, numbers (complex ones, too), texts, bytes, None, ``argparse.Namespace``, tensors, and numpy's
 numbers and arrays.
-Any other value is refused, with its path in the message, since reading it back would run code.
-"""
+Any other value is refused, with its path in the message, since reading it back would run code."""
 
 import argparse
 import base64
@@ -52,10 +51,8 @@ def to_plain(value, tensors, where):
         return {_MARK: "namespace", "items": _from_dict(vars(value), tensors, where)}
     if type(value).__module__ == "numpy":
         return _from_numpy(value, tensors, where)
-    raise _C.UsageError(
-        f"{where}: a checkpoint keeps dicts, lists, tuples, numbers, texts, bytes and tensors; found a value of "
-        f"{type(value).__module__}.{type(value).__qualname__}; give its parts"
-    )
+    raise _C.UsageError(f"{where}: a checkpoint keeps dicts, lists, tuples, numbers, texts, bytes and tensors; found a "
+                        f"value of {type(value).__module__}.{type(value).__qualname__}; give its parts")
 
 
 def from_plain(value, read):

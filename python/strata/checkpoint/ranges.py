@@ -3,8 +3,7 @@
 A checkpoint and a model rarely store the same tensors: experts are fused, projections split, names
 differ. Libraries write such conversions as torch operations. Run on ``RangeTensor`` arguments, the same
 operations give the source of every element. A conversion that only moves runs of elements becomes a list of
-ranges; any other one can be computed later from its own sources alone.
-"""
+ranges; any other one can be computed later from its own sources alone."""
 
 import bisect
 import math

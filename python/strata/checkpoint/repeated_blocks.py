@@ -2,8 +2,7 @@
 
 A model's layers have tensors of the same names and shapes, and libraries convert them alike. Asking a library about
 each of ten thousand experts takes longer than reading gigabytes of them. So we ask about the first and the last block
-of those that look alike. If both answers differ in the number only, they hold for the blocks between as well.
-"""
+of those that look alike. If both answers differ in the number only, they hold for the blocks between as well."""
 
 import re
 

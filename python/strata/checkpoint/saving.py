@@ -170,11 +170,8 @@ def _of_rank_0(engine, state_dict, buffers):
     first = engine.global_rank == 0
     with agree_after(engine._collectives, "loading the state dict"):
         own = {name: value for name, value in state_dict.items() if isinstance(value, torch.Tensor)} if first else {}
-        listed = json.dumps([
-            [n, list(v.shape), str(v.dtype).removeprefix("torch."),
-             to_plain(v, None, n) if n in buffers and v.numel() else None]
-            for n, v in own.items()
-        ])  # fmt: skip
+        listed = json.dumps([[n, list(v.shape), str(v.dtype).removeprefix("torch."),
+                              to_plain(v, None, n) if n in buffers and v.numel() else None] for n, v in own.items()])
     text = engine._collectives.all_gather_text(listed)[0]
     if first:
         return own

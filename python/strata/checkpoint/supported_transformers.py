@@ -82,8 +82,7 @@ def private(name):
 
 
 def build(cls, config, dtype, arguments):
-    """A model of class ``cls``, in the dtype; its constructors compute no values. ``arguments`` are of from_pretrained.
-    """
+    """A model of class ``cls``, in the dtype; its constructors compute no values. ``arguments``: of from_pretrained."""
     with private("no_init_weights")():
         return cls._from_config(config, **{dtype_name(config): dtype}, **arguments)
 
@@ -101,11 +100,9 @@ def unsupported():
     """str: why the installed version is not supported, and the remedy; None where it is supported."""
     if _generation() is not None:
         return None
-    return (
-        "checkpoints are converted by functions of transformers that change between its versions; wanted "
-        f"{' or '.join(map(str, GENERATIONS))}, found transformers {installed()}. A model that the script builds "
-        f"trains with this version, too. To load and save checkpoints, run pip install '{requirement()}'"
-    )
+    return ("checkpoints are converted by functions of transformers that change between its versions; wanted "
+            f"{' or '.join(map(str, GENERATIONS))}, found transformers {installed()}. A model that the script builds "
+            f"trains with this version, too. To load and save checkpoints, run pip install '{requirement()}'")
 
 
 def dtype_name(config):

@@ -1,8 +1,7 @@
 """Training checkpoints: the work of ``engine.save_checkpoint`` and ``engine.load_checkpoint``.
 
 The core writes and reads shards. This module adds the script's part: the state of a scheduler and of param groups, the
-states of an optimizer of the user's, buffers, and the script's own values.
-"""
+states of an optimizer of the user's, buffers, and the script's own values."""
 
 import functools
 import json
@@ -37,14 +36,10 @@ def save_checkpoint(engine, folder, tag, client_state, save_latest, exclude_froz
         if engine._unapplied and engine.global_rank == 0:
             logger.warning("the gradients of the %d micro-steps since the last update are not saved", engine._unapplied)
         tensors = {}
-        training = {
-            "client_state": to_plain(dict(client_state or {}), tensors, "client_state"),
-            "scheduler": _scheduler_state(engine, tensors),
-            "optimizer": optimizer_state(engine, tensors),
-            "config": dict(line.split(" = ", 1) for line in engine._config.digest().splitlines()),
-            "written_by": written_by(),
-            "without_frozen": bool(exclude_frozen_parameters),
-        }
+        training = {"client_state": to_plain(dict(client_state or {}), tensors, "client_state"),
+                    "scheduler": _scheduler_state(engine, tensors), "optimizer": optimizer_state(engine, tensors),
+                    "config": dict(line.split(" = ", 1) for line in engine._config.digest().splitlines()),
+                    "written_by": written_by(), "without_frozen": bool(exclude_frozen_parameters)}
         aliases = _aliases(engine)
         extras = [_extra("client", name, 0, t) for name, t in tensors.items()] if engine.global_rank == 0 else []
         buffers = {name: _on_host(b) for name, b in state_names(engine.module)[1].items()}
@@ -53,10 +48,8 @@ def save_checkpoint(engine, folder, tag, client_state, save_latest, exclude_froz
     if training["optimizer"] is not None and "scalars" in training["optimizer"]:
         training["optimizer"]["scalars"] = of_all_ranks(engine, training["optimizer"]["scalars"])
     extras = _of_rank_0(engine, extras) + _extra_buffers(engine, buffers)
-    engine.checkpoint_saver().save(
-        folder, str(tag), json.dumps(training), aliases, extras, states, texts, not exclude_frozen_parameters,
-        save_latest,
-    )  # fmt: skip
+    engine.checkpoint_saver().save(folder, str(tag), json.dumps(training), aliases, extras, states, texts,
+                                   not exclude_frozen_parameters, save_latest)
     if engine.global_rank == 0:
         place_script(folder)
     return True
@@ -277,10 +270,8 @@ def optimizer_state(engine, tensors):
     optimizer = engine.optimizer
     if not isinstance(optimizer, torch.optim.Optimizer):  # none, or the stand-in's placeholder
         return None
-    groups = [
-        {k: to_plain(v, tensors, f"optimizer.param_groups[{i}].{k}") for k, v in group.items() if k != "params"}
-        for i, group in enumerate(optimizer.param_groups)
-    ]
+    groups = [{k: to_plain(v, tensors, f"optimizer.param_groups[{i}].{k}") for k, v in group.items() if k != "params"}
+              for i, group in enumerate(optimizer.param_groups)]
     state = {"class": type(optimizer.inner or optimizer).__name__, "param_groups": groups, "members": _members(engine)}
     if optimizer.inner is not None:
         mine, states = {}, engine.core.segment_states
@@ -299,10 +290,8 @@ def optimizer_state(engine, tensors):
 def _members(engine):
     """[[names]] of each param group's parameters, in its order: exports to flat formats need it."""
     known_by = {id(known.parameter): known for known in engine.known}
-    return [
-        [engine.core.known_name(part.index) for p in group if id(p) in known_by for part in known_by[id(p)].parts]
-        for group in engine.optimizer.members
-    ]  # fmt: skip
+    return [[engine.core.known_name(part.index) for p in group if id(p) in known_by for part in known_by[id(p)].parts]
+            for group in engine.optimizer.members]
 
 
 def _large(value, tensors):

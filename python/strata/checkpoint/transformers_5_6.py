@@ -90,8 +90,7 @@ def _converted(model, mapping, known, tensors, asked):
             steps = [type(step).__name__ for step in getattr(group, "operations", ())] or ["renaming"]
             raise _C.FormatError(
                 f"transformers {installed()} cannot make '{target}' of the checkpoint's {sorted(sources)[:4]} "
-                f"({len(sources)} tensors) by {', '.join(steps)}: {error}"
-            ) from error
+                f"({len(sources)} tensors) by {', '.join(steps)}: {error}") from error
         for name, tensor in result.items():
             converted[name] = tensor[0] if isinstance(tensor, list) else tensor
     return converted, unexpected

@@ -18,25 +18,21 @@ _OF_CUDA = frozenset(  # the functions of torch.cuda themselves
     "Event Stream current_device current_stream default_stream device_count empty_cache get_rng_state initial_seed "
     "is_bf16_supported manual_seed manual_seed_all max_memory_allocated max_memory_reserved memory_allocated "
     "memory_reserved memory_stats reset_max_memory_allocated reset_max_memory_cached reset_peak_memory_stats "
-    "set_device set_rng_state stream synchronize".split()
-)
+    "set_device set_rng_state stream synchronize".split())
 _SYNCHRONIZED = "handles_memory_backpressure is_synchronized_device resolves_data_dependency use_host_timers".split()
 _GPU = ("is_fp16_supported", "is_triton_supported")
 _BOTH = {"is_available": True, "get_compile_backend": "inductor"}
 _RESULTS = {  # by device: the results of functions that say what the device is, or do nothing on a CPU
     "cuda": {
         **_BOTH, **dict.fromkeys(_SYNCHRONIZED, False), **dict.fromkeys(_GPU, True),
-        "communication_backend_name": "nccl", "visible_devices_envs": ["CUDA_VISIBLE_DEVICES"],
-    },
+        "communication_backend_name": "nccl", "visible_devices_envs": ["CUDA_VISIBLE_DEVICES"]},
     "cpu": {
         **_BOTH, **dict.fromkeys(_SYNCHRONIZED, True), **dict.fromkeys(_GPU, False),
         "communication_backend_name": "gloo", "visible_devices_envs": [], "is_bf16_supported": True, "device_count": 1,
         **dict.fromkeys("current_device max_memory_allocated max_memory_reserved memory_allocated memory_reserved"
                         .split(), 0),
         **dict.fromkeys("empty_cache range_pop range_push reset_max_memory_allocated reset_max_memory_cached "
-                        "reset_peak_memory_stats set_device synchronize".split()),
-    },
-}  # fmt: skip
+                        "reset_peak_memory_stats set_device synchronize".split())}}
 _OF_TORCH = {"manual_seed_all": torch.manual_seed, "manual_seed": torch.manual_seed, "initial_seed": torch.initial_seed,
              "get_rng_state": torch.get_rng_state, "set_rng_state": torch.set_rng_state}  # fmt: skip
 
@@ -148,12 +144,9 @@ def _cut(version):
 
 
 TORCH_INFO = {
-    "version": _cut(torch.__version__),
-    "bf16_support": True,
-    "cuda_version": _cut(torch.version.cuda),
+    "version": _cut(torch.__version__), "bf16_support": True, "cuda_version": _cut(torch.version.cuda),
     "nccl_version": _cut(".".join(map(str, torch.cuda.nccl.version()))) if torch.cuda.is_available() else "0.0",
-    "hip_version": _cut(torch.version.hip),
-}
+    "hip_version": _cut(torch.version.hip)}
 
 
 def required_torch_version(min_version=None, max_version=None):
@@ -192,16 +185,14 @@ class OnDevice:
 
 
 # By builder: DeepSpeed's name of the operator, the operator's work, and whether Strata does this work.
-_OPERATORS = {
-    "AsyncIOBuilder": ("async_io", "Reads and writes of drives.", True),
-    "CPUAdamBuilder": ("cpu_adam", "Adam on the host.", True),
-    "CPUAdagradBuilder": ("cpu_adagrad", "Adagrad on the host.", True),
-    "CPULionBuilder": ("cpu_lion", "Lion on the host.", True),
-    "FusedAdamBuilder": ("fused_adam", "Adam on a GPU.", True),
-    "FusedLionBuilder": ("fused_lion", "Lion on a GPU.", True),
-    "FusedLambBuilder": ("fused_lamb", "LAMB on a GPU, which Strata does not offer.", False),
-    "UtilsBuilder": ("utils", "Flattening of tensors.", True),
-}
+_OPERATORS = {"AsyncIOBuilder": ("async_io", "Reads and writes of drives.", True),
+              "CPUAdamBuilder": ("cpu_adam", "Adam on the host.", True),
+              "CPUAdagradBuilder": ("cpu_adagrad", "Adagrad on the host.", True),
+              "CPULionBuilder": ("cpu_lion", "Lion on the host.", True),
+              "FusedAdamBuilder": ("fused_adam", "Adam on a GPU.", True),
+              "FusedLionBuilder": ("fused_lion", "Lion on a GPU.", True),
+              "FusedLambBuilder": ("fused_lamb", "LAMB on a GPU, which Strata does not offer.", False),
+              "UtilsBuilder": ("utils", "Flattening of tensors.", True)}
 COMPATIBLE = {operator: offered for operator, _, offered in _OPERATORS.values()}
 
 

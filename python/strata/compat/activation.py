@@ -6,8 +6,7 @@ process whose environment has ``STRATA_COMPAT=deepspeed``; launchers pass the va
 does not change; this process does not see it.
 
 Each module below ``deepspeed`` has the names of one table of ``names.py``, and finds an object at first use. So
-``import deepspeed`` imports neither torch nor the engine.
-"""
+``import deepspeed`` imports neither torch nor the engine."""
 
 import importlib
 import sys
@@ -27,16 +26,12 @@ def activate():
     real = sys.modules.get(NAME)
     if real is not None:
         where = getattr(real, "__file__", None) or "a module made by the program"
-        raise ImportError(
-            f"'{NAME}' cannot become Strata: DeepSpeed {getattr(real, '__version__', '')} was imported first, from "
-            f"{where}. {_ADVICE}"
-        )
+        raise ImportError(f"'{NAME}' cannot become Strata: DeepSpeed {getattr(real, '__version__', '')} was imported "
+                          f"first, from {where}. {_ADVICE}")
     early = [name for name in _TOO_LATE if name in sys.modules]
     if early:
-        raise ImportError(
-            f"'{NAME}' cannot become Strata: '{early[0]}' was imported first, and has decided whether there "
-            f"is a DeepSpeed. {_ADVICE}"
-        )
+        raise ImportError(f"'{NAME}' cannot become Strata: '{early[0]}' was imported first, and has decided whether "
+                          f"there is a DeepSpeed. {_ADVICE}")
     sys.meta_path.insert(0, Finder())
 
 
@@ -55,10 +50,8 @@ def is_active():
     return any(isinstance(finder, Finder) for finder in sys.meta_path)
 
 
-_ADVICE = (
-    "Write 'import strata.compat.deepspeed' as the first line of the script; or leave the script unchanged, and start "
-    f"it by 'strata run', or with {VARIABLE}={NAME} in the environment"
-)
+_ADVICE = ("Write 'import strata.compat.deepspeed' as the first line of the script; or leave the script unchanged, and "
+           f"start it by 'strata run', or with {VARIABLE}={NAME} in the environment")
 
 
 class Finder:
@@ -73,9 +66,7 @@ class Finder:
         if not is_known(name):
             raise ModuleNotFoundError(
                 f"Strata, which stands in for DeepSpeed here, has no module '{name}'; docs/MIGRATING.md lists what it "
-                f"has. Unset {VARIABLE} to use DeepSpeed itself",
-                name=name,
-            )
+                f"has. Unset {VARIABLE} to use DeepSpeed itself", name=name)
         return ModuleSpec(name, self, origin=__file__, is_package=True)
 
     def find_distributions(self, context=None):
@@ -108,11 +99,8 @@ class Finder:
 def _distribution():
     import importlib.metadata
 
-    texts = {
-        "METADATA": f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {VERSION}\n"
-        "Summary: Strata under the names of DeepSpeed\n",
-        "top_level.txt": f"{NAME}\n",
-    }
+    texts = {"METADATA": f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {VERSION}\n"
+                         "Summary: Strata under the names of DeepSpeed\n", "top_level.txt": f"{NAME}\n"}
 
     class Distribution(importlib.metadata.Distribution):
         """The metadata of the distribution "deepspeed", which has no files."""
@@ -166,10 +154,8 @@ def _find(module, names, name):
         return found
     if not name.startswith("__") and is_known(full):
         return importlib.import_module(full)
-    raise AttributeError(
-        f"module '{module.__name__}' has no attribute '{name}': Strata, which stands in for DeepSpeed here, does not "
-        "know it; docs/MIGRATING.md lists what it has"
-    )
+    raise AttributeError(f"module '{module.__name__}' has no attribute '{name}': Strata, which stands in for DeepSpeed "
+                         "here, does not know it; docs/MIGRATING.md lists what it has")
 
 
 def _target(target):
@@ -211,5 +197,4 @@ class DeepSpeedEngine(metaclass=_StandIn):
     """The class of engines that ``deepspeed.initialize`` makes, in a process that has no engine.
 
     Frameworks call ``isinstance(model, DeepSpeedEngine)`` in every job, also in those that never make an engine; this
-    class answers without an import of the engine.
-    """
+    class answers without an import of the engine."""

@@ -80,8 +80,7 @@ def _existing(folder, pattern):
     if not found:
         raise FileNotFoundError(
             f"'{folder}' has no file {pattern} of DeepSpeed. zero_to_fp32.py beside a checkpoint of Strata makes one "
-            "file of fp32 weights of it, and `strata consolidate` a Hugging Face folder"
-        )
+            "file of fp32 weights of it, and `strata consolidate` a Hugging Face folder")
     return found
 
 

@@ -13,18 +13,8 @@ def is_initialized():
     return dist.is_available() and dist.is_initialized()
 
 
-def init_distributed(
-    dist_backend=None,
-    auto_mpi_discovery=True,
-    distributed_port=29500,
-    verbose=True,
-    timeout=None,
-    init_method=None,
-    dist_init_required=None,
-    config=None,
-    rank=-1,
-    world_size=-1,
-):
+def init_distributed(dist_backend=None, auto_mpi_discovery=True, distributed_port=29500, verbose=True, timeout=None,
+                     init_method=None, dist_init_required=None, config=None, rank=-1, world_size=-1):
     """Opens torch's default process group where there is none, from the environment of torchrun. RuntimeError where
     there must be a group already and is none, and for a group of other ranks than the launcher's.
 

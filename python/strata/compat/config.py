@@ -18,8 +18,7 @@ from .names import LEAVES
 
 def settings_of(document):
     """The dict for Strata's parser, from one that frameworks have filled in. It lacks settings that have no effect in
-    DeepSpeed either (keys with dots, an infinite ``steps_per_print``), and its whole numbers are ints.
-    """
+    DeepSpeed either (keys with dots, an infinite ``steps_per_print``), and its whole numbers are ints."""
     settings = _whole({key: value for key, value in document.items() if "." not in str(key)})
     if settings.get("steps_per_print") == math.inf:
         del settings["steps_per_print"]
@@ -70,9 +69,8 @@ class DeepSpeedConfig:
         self.zero_optimization_stage = parsed.stage
         self.zero_enabled = parsed.stage > 0
         self.zero_config = get_zero_config(self._param_dict)
-        self.optimizer_params, self.scheduler_params = (
-            (self._param_dict.get(name) or {}).get("params") for name in ("optimizer", "scheduler")
-        )
+        self.optimizer_params, self.scheduler_params = ((self._param_dict.get(name) or {}).get("params")
+                                                        for name in ("optimizer", "scheduler"))
         self._values = EngineSettings(parsed)  # the methods of an engine about its configuration
 
     def __getattr__(self, name):
@@ -192,12 +190,9 @@ class DeepSpeedZeroConfig(_Section):
         "pipeline_loading_checkpoint": False, "override_module_apply": True, "log_trace_cache_warnings": False,
         "enable_sanity_checks": False, "save_muon_momentum_buffer_in_memory": False, "leaf_module": None,
         "stage3_partition_stream_chunk_size": None, "cpu_offload": None, "cpu_offload_params": None,
-        "cpu_offload_param": None, "cpu_offload_use_pin_memory": None, "aio": None,
-    }  # fmt: skip
-    SECOND_NAMES = {
-        **{f"stage3_{name}": name for name in _STAGE3},
-        "stage3_gather_fp16_weights_on_model_save": "gather_16bit_weights_on_model_save",
-    }
+        "cpu_offload_param": None, "cpu_offload_use_pin_memory": None, "aio": None}
+    SECOND_NAMES = {**{f"stage3_{name}": name for name in _STAGE3},
+                    "stage3_gather_fp16_weights_on_model_save": "gather_16bit_weights_on_model_save"}
 
     def __init__(self, strict=False, **settings):
         super().__init__(strict, **settings)
@@ -206,9 +201,8 @@ class DeepSpeedZeroConfig(_Section):
             self.overlap_comm = self.stage == ZeroStageEnum.weights
         pinned = {} if self.cpu_offload_use_pin_memory is None else {"pin_memory": self.cpu_offload_use_pin_memory}
         for name, old, section in (
-            ("offload_param", self.cpu_offload_param or self.cpu_offload_params, DeepSpeedZeroOffloadParamConfig),
-            ("offload_optimizer", self.cpu_offload, DeepSpeedZeroOffloadOptimizerConfig),
-        ):
+                ("offload_param", self.cpu_offload_param or self.cpu_offload_params, DeepSpeedZeroOffloadParamConfig),
+                ("offload_optimizer", self.cpu_offload, DeepSpeedZeroOffloadOptimizerConfig)):
             given = getattr(self, name)
             if given is None and old:
                 given = {"device": "cpu", **pinned}

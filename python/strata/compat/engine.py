@@ -45,8 +45,7 @@ class DeepSpeedEngine(Engine):
         """bool: whether this engine updates anything."""
         return not isinstance(self.optimizer, (type(None), ParameterOffload))
 
-    def save_checkpoint(self, save_dir, tag=None, client_state=None, save_latest=True,
-                        exclude_frozen_parameters=False):  # fmt: skip
+    def save_checkpoint(self, save_dir, tag=None, client_state=None, save_latest=True, exclude_frozen_parameters=False):
         """As Strata's. ValueError where ``save_dir`` is None or empty."""
         if not save_dir:
             raise ValueError(f"save_checkpoint: pass the folder for checkpoints; found {save_dir!r}")
@@ -70,21 +69,9 @@ for _name, _refusal in REFUSED_METHODS.items():
     setattr(DeepSpeedEngine, _name, refused_method(f"engine.{_name}", _refusal))
 
 
-def initialize(
-    args=None,
-    model=None,
-    optimizer=None,
-    model_parameters=None,
-    training_data=None,
-    lr_scheduler=None,
-    distributed_port=29500,
-    mpu=None,
-    dist_init_required=None,
-    collate_fn=None,
-    config=None,
-    mesh_param=None,
-    config_params=None,
-):
+def initialize(args=None, model=None, optimizer=None, model_parameters=None, training_data=None, lr_scheduler=None,
+               distributed_port=29500, mpu=None, dist_init_required=None, collate_fn=None, config=None, mesh_param=None,
+               config_params=None):
     """``strata.initialize`` in the form that frameworks expect: the engine is a ``DeepSpeedEngine``, and its ``config``
     is the given dict. Other arguments, results and errors are ``strata.initialize``'s.
 
@@ -100,9 +87,7 @@ def initialize(
         raise _C.ConfigError("deepspeed.initialize() needs a configuration: pass config=<dict, path or JSON text>")
     log_dist(f"DeepSpeed info: version={VERSION}; Strata's engine stands in its place", ranks=[0])
     document = document_of(given)
-    result = initialize_as(
-        DeepSpeedEngine, model, mpu, mesh_param, settings_of(document), optimizer, model_parameters, training_data,
-        lr_scheduler, collate_fn, dist_init_required,
-    )  # fmt: skip
+    result = initialize_as(DeepSpeedEngine, model, mpu, mesh_param, settings_of(document), optimizer, model_parameters,
+                           training_data, lr_scheduler, collate_fn, dist_init_required)
     result[0].document = document
     return result

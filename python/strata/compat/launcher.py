@@ -2,8 +2,7 @@
 
 It takes the arguments of DeepSpeed's launcher. torchrun starts and watches the ranks of a host; ssh reaches the hosts.
 On one host this process becomes torchrun; on several it holds one ssh connection to each. Exit codes: those of the job;
-2 for wrong arguments, with a message that names the remedy.
-"""
+2 for wrong arguments, with a message that names the remedy."""
 
 import argparse
 import os

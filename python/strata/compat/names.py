@@ -1,8 +1,7 @@
 """The names of each module below ``deepspeed``: {path: {name: target}}.
 
 A target is "module:name" of an object in Strata, "module:" for a module itself, a ``Refusal``, or a value. Scripts can
-import a name that Strata does not offer, and inherit from it; any use raises.
-"""
+import a name that Strata does not offer, and inherit from it; any use raises."""
 
 from typing import NamedTuple
 
@@ -17,8 +16,7 @@ class Refusal(NamedTuple):
 
 
 def refused(name, refusal):
-    """A class that stands for ``name``, a full name ("deepspeed.pipe.PipelineModule"); calls as a function raise, too.
-    """
+    """A class that stands for ``name``, a full name ("deepspeed.pipe.PipelineModule"); a call of it raises, too."""
     return _Refused(name.rpartition(".")[2], (), {"_refused": (name, refusal), "__doc__": _text(name, refusal)})
 
 
@@ -34,8 +32,7 @@ def refused_method(name, refusal):
 
 def _text(name, refusal):
     return f"{name}: Strata does not offer {refusal.what}. " + (
-        refusal.instead or "Use DeepSpeed itself for it: start without STRATA_COMPAT and 'strata run'."
-    )
+        refusal.instead or "Use DeepSpeed itself for it: start without STRATA_COMPAT and 'strata run'.")
 
 
 class _Refused(type):
@@ -87,11 +84,9 @@ REFUSALS = {
 
 # Methods of the engine.
 REFUSED_METHODS = {
-    "load_moe_state_dict": REFUSALS["experts"],
-    "random_ltd_initialize": Refusal("random layerwise token dropping"),
+    "load_moe_state_dict": REFUSALS["experts"], "random_ltd_initialize": Refusal("random layerwise token dropping"),
     "register_compile_pass": Refusal("passes of DeepCompile", "Use torch.compile: engine.compile(backend=...)."),
-    "set_custom_curriculum_learning_schedule": REFUSALS["curriculum"],
-}
+    "set_custom_curriculum_learning_schedule": REFUSALS["curriculum"]}
 
 # Columns: the key in REFUSALS; paths below ``deepspeed``, whose own path is "."; names there.
 _REFUSED = """
@@ -153,11 +148,9 @@ def _lower(names):
 _CONFIGURED = {f"{name}_OPTIMIZER": name.lower() for name in "ADAGRAD ADAM ADAMW LAMB LION MUON".split()}
 _SCHEDULES = {"LR_RANGE_TEST": "LRRangeTest", "ONE_CYCLE": "OneCycle", "WARMUP_LR": "WarmupLR",
               "WARMUP_DECAY_LR": "WarmupDecayLR", "WARMUP_COSINE_LR": "WarmupCosineLR"}  # fmt: skip
-LEAVES = [
-    "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
-    "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
-    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
-]
+LEAVES = ["transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
+          "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
+          "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock"]
 _VERSION = {"version": VERSION, "git_hash": None, "git_branch": None}
 _MAJOR, _MINOR, _PATCH = (int(part) for part in VERSION.partition("+")[0].split("."))
 
@@ -170,8 +163,7 @@ CONSTANTS = {
         **_lower("GRADIENT_ACCUMULATION_STEPS GRADIENT_CLIPPING LOG_LEVEL TRAIN_BATCH_SIZE "
                  "TRAIN_MICRO_BATCH_SIZE_PER_GPU"),
         "GRADIENT_CLIPPING_DEFAULT": 1.0, "LOG_LEVEL_DEFAULT": None,
-        "ROUTE_EVAL": "eval", "ROUTE_PREDICT": "predict", "ROUTE_TRAIN": "train",
-    },
+        "ROUTE_EVAL": "eval", "ROUTE_PREDICT": "predict", "ROUTE_TRAIN": "train"},
     "runtime.lr_schedules": {
         **_SCHEDULES, "VALID_LR_SCHEDULES": list(_SCHEDULES.values()),
         **_lower("LR_SCHEDULE LR_RANGE_TEST_MIN_LR LR_RANGE_TEST_STEP_RATE LR_RANGE_TEST_STEP_SIZE "
@@ -179,23 +171,18 @@ CONSTANTS = {
                  "CYCLE_SECOND_STEP_SIZE CYCLE_SECOND_STAIR_COUNT DECAY_STEP_SIZE CYCLE_MIN_LR CYCLE_MAX_LR "
                  "DECAY_LR_RATE CYCLE_MIN_MOM CYCLE_MAX_MOM DECAY_MOM_RATE WARMUP_MIN_LR WARMUP_MAX_LR "
                  "WARMUP_NUM_STEPS WARMUP_TYPE WARMUP_MIN_RATIO COS_MIN_RATIO TOTAL_NUM_STEPS"),
-        "WARMUP_LOG_RATE": "log", "WARMUP_LINEAR_RATE": "linear",
-    },
+        "WARMUP_LOG_RATE": "log", "WARMUP_LINEAR_RATE": "linear"},
     "runtime.swap_tensor": {"MIN_SWAPPABLE_BYTES": 1024 * 1024},
     "runtime.zero.config": _lower("ZERO_OPTIMIZATION"),
     "runtime.zero.leaf_module_config": {"DEFAULT_LEAF_MODULE_CLASSES": LEAVES, "DEFAULT_LEAF_MODULE_NAMES": [],
                                         "DEFAULT_LEAF_MODULE_NAME_SUFFIXES": []},
-    "runtime.zero.offload_states": {},
-}  # fmt: skip
+    "runtime.zero.offload_states": {}}
 
 
 # --- names that Strata offers ---
 
 # Second names of modules: {path: path of MODULES}.
-ALIASES = {
-    "checkpointing": "runtime.activation_checkpointing.checkpointing",
-    "zero": "runtime.zero",
-}
+ALIASES = {"checkpointing": "runtime.activation_checkpointing.checkpointing", "zero": "runtime.zero"}
 
 # Columns: the module of the objects; paths below ``deepspeed``; names, as "name=object" where the two differ.
 _OFFERED = """
@@ -228,11 +215,10 @@ strata.compat.communication | utils utils.groups | _get_data_parallel_group=get_
     _get_data_parallel_group_ranks=get_all_ranks_from_group _get_data_parallel_rank=get_rank
     _get_data_parallel_world_size=get_world_size _get_model_parallel_world_size=one
     _get_sequence_data_parallel_group=get_world_group _get_sequence_data_parallel_rank=get_rank
-    _get_sequence_data_parallel_world_size=get_world_size _get_sequence_parallel_group
-    _get_sequence_parallel_rank=zero _get_sequence_parallel_world_size=one
-    get_data_parallel_group=get_world_group get_data_parallel_rank=get_rank get_data_parallel_world_size=get_world_size
-    get_model_parallel_rank=zero get_model_parallel_world_size=one get_tensor_model_parallel_rank=zero
-    get_tensor_model_parallel_world_size=one
+    _get_sequence_data_parallel_world_size=get_world_size _get_sequence_parallel_group _get_sequence_parallel_rank=zero
+    _get_sequence_parallel_world_size=one get_data_parallel_group=get_world_group get_data_parallel_rank=get_rank
+    get_data_parallel_world_size=get_world_size get_model_parallel_rank=zero get_model_parallel_world_size=one
+    get_tensor_model_parallel_rank=zero get_tensor_model_parallel_world_size=one
 strata.compat.config | . runtime.config | DeepSpeedConfig get_gradient_clipping get_log_level
 strata.compat.config | . runtime.config runtime.zero.config | DeepSpeedZeroConfig
 strata.compat.config | runtime.lr_schedules | get_lr_from_config get_torch_optimizer

@@ -2,8 +2,7 @@
 
 In transformers' own way every rank reads every file, and gathers, overwrites and shards one module after another. Where
 ``checkpoint/names.py`` can map a checkpoint's tensors to the model's, Strata instead gathers nothing and moves nothing
-between ranks. Otherwise it takes transformers' way, and logs the reason once.
-"""
+between ranks. Otherwise it takes transformers' way, and logs the reason once."""
 
 import functools
 import inspect
@@ -154,10 +153,8 @@ class _Plans:
             by_core.setdefault(id(core), (core, []))[1].append((index, [name], shape, parameter.dtype))
         if whole:
             raise _Unfit(f"'{whole[0]}' is not sharded")
-        self._plans = [
-            (core, LoadPlan(model, checkpoint, path, entries, {}, leaves=leaves, found=self._found))
-            for core, entries in by_core.values()
-        ]
+        self._plans = [(core, LoadPlan(model, checkpoint, path, entries, {}, leaves=leaves, found=self._found))
+                       for core, entries in by_core.values()]
         self._checkpoint = checkpoint
 
     def run(self):

@@ -2,8 +2,7 @@
 ``deepspeed`` is Strata. ``strata run`` starts this on every rank.
 
 DeepSpeed's launcher passes ``--local_rank`` to every script. Strata passes it only to scripts whose text contains it,
-since others, written for torchrun, refuse it.
-"""
+since others, written for torchrun, refuse it."""
 
 import importlib.util
 import os

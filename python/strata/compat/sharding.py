@@ -71,8 +71,7 @@ class ParameterOffload:
 
     Libraries remove DeepSpeed's hooks from it (``forward_hooks``, ``backward_hooks``: [], may be assigned) before they
     generate with gathered parameters, and put them back afterwards. Strata's hooks need not be removed: a forward uses
-    parameters that are gathered already.
-    """
+    parameters that are gathered already."""
 
     inner = None
     overflow = False
@@ -134,12 +133,11 @@ class DeepSpeedOptimizer(metaclass=_OfStages):
 
 
 for _name, _doc, _stages, _precisions in (
-    ("ZeROOptimizer", "One that is sharded.", (1, 2, 3), None),
-    ("DeepSpeedZeroOptimizer", "One of stages 1 and 2.", (1, 2), None),
-    ("DeepSpeedZeroOptimizer_Stage3", "One of stage 3.", (3,), None),
-    ("FP16_Optimizer", "One of stage 0 under fp16 or bf16, fused or not.", (0,), ("float16", "bfloat16")),
-    ("BF16_Optimizer", "One of stages 1 and 2 under bf16.", (1, 2), ("bfloat16",)),
-):
+        ("ZeROOptimizer", "One that is sharded.", (1, 2, 3), None),
+        ("DeepSpeedZeroOptimizer", "One of stages 1 and 2.", (1, 2), None),
+        ("DeepSpeedZeroOptimizer_Stage3", "One of stage 3.", (3,), None),
+        ("FP16_Optimizer", "One of stage 0 under fp16 or bf16, fused or not.", (0,), ("float16", "bfloat16")),
+        ("BF16_Optimizer", "One of stages 1 and 2 under bf16.", (1, 2), ("bfloat16",))):
     globals()[_name] = _OfStages(_name, (DeepSpeedOptimizer,), {
         "__doc__": _doc, "__module__": __name__, "_stages": _stages, "_precisions": _precisions})  # fmt: skip
 

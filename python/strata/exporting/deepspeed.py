@@ -1,8 +1,7 @@
 """Converts training checkpoints of Strata to checkpoints of DeepSpeed's ZeRO, so that DeepSpeed continues training.
 
 The files are as version 0.19.8 writes them. This module has their contents, the offset of each element of the trained
-parameters in the flat tensors of each rank, and pickles of DeepSpeed's classes.
-"""
+parameters in the flat tensors of each rank, and pickles of DeepSpeed's classes."""
 
 import collections
 import functools
@@ -271,11 +270,9 @@ class Files:
         for tensor in self._trained.values():
             kinds.update((kind, stored.dtype) for kind, stored in tensor.kinds.items())
         kinds[VALUE] = torch.float32
-        return {
-            kind: [[_on_disk(os.path.join(work, f"{i}-{rank}-{flat}"), numel, dtype)
-                    for flat, numel in enumerate(self._layout.numel)] for rank in range(self._layout.world_size)]
-            for i, (kind, dtype) in enumerate(kinds.items())
-        }  # fmt: skip
+        return {kind: [[_on_disk(os.path.join(work, f"{i}-{rank}-{flat}"), numel, dtype)
+                        for flat, numel in enumerate(self._layout.numel)] for rank in range(self._layout.world_size)]
+                for i, (kind, dtype) in enumerate(kinds.items())}
 
     def _fill(self, flats, work):
         """({name: tensor of the module's state dict}, {name: frozen tensor}), after it has filled ``flats``."""
@@ -325,27 +322,16 @@ class Files:
         listed = layout.stage > 1  # stage 1 does not list frozen parameters apart
         shared = {alias: t.name for t in self._tensors if t.role == "parameter" for alias in t.aliases}
         steps = int(self._training.get("global_steps") or 0)
-        return {
-            "module": ordered({**module, **buffers}),
-            "buffer_names": list(buffers),
-            "optimizer": None,
-            "param_shapes": [ordered((n, torch.Size(s)) for n, s in shapes.items()) for shapes in layout.shapes],
-            "frozen_param_shapes": ordered((n, v.shape) for n, v in frozen.items()) if listed else None,
-            "shared_params": shared if rank == 0 else {},
-            "frozen_param_fragments": ordered(frozen if fragments is None else fragments) if listed else None,
-            "lr_scheduler": self._scheduler,
-            "data_sampler": None,
-            "random_ltd": None,
-            "skipped_steps": int(self._training.get("skipped_steps") or 0),
-            "global_steps": steps,
-            "global_samples": steps * self._number("", "train_batch_size", 0),
-            "dp_world_size": layout.world_size,
-            "mp_world_size": 1,
-            "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
-            "ds_config": self._config,
-            "ds_version": _VERSION,
-            **self._client_state,
-        }
+        return {"module": ordered({**module, **buffers}), "buffer_names": list(buffers), "optimizer": None,
+                "param_shapes": [ordered((n, torch.Size(s)) for n, s in shapes.items()) for shapes in layout.shapes],
+                "frozen_param_shapes": ordered((n, v.shape) for n, v in frozen.items()) if listed else None,
+                "shared_params": shared if rank == 0 else {},
+                "frozen_param_fragments": ordered(frozen if fragments is None else fragments) if listed else None,
+                "lr_scheduler": self._scheduler, "data_sampler": None, "random_ltd": None,
+                "skipped_steps": int(self._training.get("skipped_steps") or 0), "global_steps": steps,
+                "global_samples": steps * self._number("", "train_batch_size", 0), "dp_world_size": layout.world_size,
+                "mp_world_size": 1, "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+                "ds_config": self._config, "ds_version": _VERSION, **self._client_state}
 
     def _buffers(self, rank):
         """{name: tensor}: rank 0's, or the rank's own where the same number of ranks saved it."""
@@ -366,22 +352,14 @@ class Files:
         if layout.stage == 3:
             return {**state, "zero_stage": 3, "partition_count": layout.world_size,
                     "optimizer_state_dict": self._torch_state(flats, rank), "fp32_flat_groups": masters}  # fmt: skip
-        return {
-            **state,
-            "clip_grad": self._number("", "gradient_clipping", 0.0),
-            "base_optimizer_state": self._torch_state(flats, rank),
-            "single_partition_of_fp32_groups": masters,
-            "zero_stage": layout.stage,
-            "group_paddings": layout.paddings[rank],
-            "param_alignment_paddings": [[0] * len(shapes) for shapes in layout.shapes],
-            "partition_count": [layout.world_size] * len(layout.shapes),
-            "ds_version": _VERSION,
-            "param_slice_mappings": [
-                collections.OrderedDict((name, _fragment_address(numel=numel, start=start))
-                                        for name, (numel, start) in fragments.items())
-                for fragments in layout.fragments[rank]
-            ],
-        }  # fmt: skip
+        return {**state, "clip_grad": self._number("", "gradient_clipping", 0.0),
+                "base_optimizer_state": self._torch_state(flats, rank), "single_partition_of_fp32_groups": masters,
+                "zero_stage": layout.stage, "group_paddings": layout.paddings[rank],
+                "param_alignment_paddings": [[0] * len(shapes) for shapes in layout.shapes],
+                "partition_count": [layout.world_size] * len(layout.shapes), "ds_version": _VERSION,
+                "param_slice_mappings": [collections.OrderedDict((name, _fragment_address(numel=numel, start=start))
+                                                                 for name, (numel, start) in fragments.items())
+                                         for fragments in layout.fragments[rank]]}
 
     def _torch_state(self, flats, rank):
         """The result of ``state_dict()`` of the optimizer of ``rank``."""
@@ -421,8 +399,7 @@ class Files:
             min_scale=self._number("fp16", "min_loss_scale", 1), delayed_shift=hysteresis,
             cur_hysteresis=int(saved.get("hysteresis_left", hysteresis)),
             consecutive_hysteresis=self._config.get("fp16", {}).get("consecutive_hysteresis") is True,
-            raise_error_at_min_scale=True, dtype=torch.half,
-        )  # fmt: skip
+            raise_error_at_min_scale=True, dtype=torch.half)
 
 
 def _groups(optimizer, by_name):
@@ -442,8 +419,7 @@ def _groups(optimizer, by_name):
     groups = [{name: by_name[name].shape for name in names
                if by_name[name].trainable and math.prod(by_name[name].shape)} for names in members]
     if not all(groups):
-        raise _C.FormatError("a param group of the checkpoint trains nothing, which DeepSpeed's files cannot "
-                             "hold")
+        raise _C.FormatError("a param group of the checkpoint trains nothing, which DeepSpeed's files cannot hold")
     return groups
 
 

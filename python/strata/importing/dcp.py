@@ -6,8 +6,7 @@ model's state dict alone. Other entries are the script's values.
 ``.metadata``, which lists the offsets of tensors in files, is a pickle. The unpickler here knows a handful of names,
 each of which stands for data. In place of torch's own classes it has empty ones, new for each file, so that reading
 neither calls nor changes any code of torch. The data files hold a ``torch.save`` for each piece; torch's restricted
-unpickler reads these.
-"""
+unpickler reads these."""
 
 import io
 import math
@@ -18,18 +17,8 @@ import torch
 
 from .. import _C
 from ..checkpoint.plain_values import written_by
-from .whole_tensors import (
-    VALUE,
-    Stored,
-    WholeCheckpoint,
-    WholeTensor,
-    client_tensors,
-    number_of,
-    optimizer_steps,
-    optimizer_values,
-    plain_values,
-    write_checkpoint,
-)
+from .whole_tensors import (VALUE, Stored, WholeCheckpoint, WholeTensor, client_tensors, number_of, optimizer_steps,
+                            optimizer_values, plain_values, write_checkpoint)
 
 _MODELS, _OPTIMIZERS = ("model", "module"), ("optimizer", "optim")
 _SCHEDULERS = ("lr_scheduler", "scheduler")
@@ -156,16 +145,9 @@ def _training_of(files, others, groups, scalars, beside):
         scheduler = {"class": None, "state": plain_values(values.pop(name), beside, "scheduler")}
     left_out = ("params", "param_names")
     optimizer = None if groups is None else optimizer_values(None, groups, left_out, scalars, beside)
-    return {
-        "client_state": plain_values(values, beside, "client_state"),
-        "scheduler": scheduler,
-        "optimizer": optimizer,
-        "config": {},
-        "written_by": written_by(),
-        "without_frozen": False,
-        "global_steps": most, "micro_steps": most, "skipped_steps": 0, "loss_scale": 1.0,
-        "optimizer_steps": counts,
-    }  # fmt: skip
+    return {"client_state": plain_values(values, beside, "client_state"), "scheduler": scheduler,
+            "optimizer": optimizer, "config": {}, "written_by": written_by(), "without_frozen": False,
+            "global_steps": most, "micro_steps": most, "skipped_steps": 0, "loss_scale": 1.0, "optimizer_steps": counts}
 
 
 # --- the folder ---
@@ -187,13 +169,10 @@ def _stand_ins():
         "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
         "MetadataIndex", "StorageMeta")] + [(filesystem, "_StorageInfo"), (filesystem, "_StoragePrefix")]  # fmt: skip
     found = {key: type(key[1], (_Record,), {}) for key in records}
-    sized = type("Size", (tuple,), {})
-    found.update({
-        ("torch", "Size"): sized,
-        (metadata, "_MEM_FORMAT_ENCODING"): lambda value: value,
-        ("torch.serialization", "_get_layout"): lambda name: name,
-        ("collections", "OrderedDict"): type("OrderedDict", (dict,), {}),
-    })  # fmt: skip
+    found |= {("torch", "Size"): type("Size", (tuple,), {}),
+              ("collections", "OrderedDict"): type("OrderedDict", (dict,), {}),
+              (metadata, "_MEM_FORMAT_ENCODING"): lambda value: value,
+              ("torch.serialization", "_get_layout"): lambda name: name}
     for module in ("pathlib", "pathlib._local"):
         for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"):
             found[module, name] = lambda *parts: "/".join(map(str, parts))
@@ -317,8 +296,7 @@ def _overlap(boxes):
     """The first two of ``boxes``, [(offsets, sizes)], that have an element in common; None where no two have.
 
     The function sweeps along the first dimension, and compares a box with those that have begun and not ended. Pieces
-    that are cut along this dimension have none to compare with, so thousands of ranks cost only a sort.
-    """
+    that are cut along this dimension have none to compare with, so thousands of ranks cost only a sort."""
     under_way = []
     for box in sorted(box for box in boxes if math.prod(box[1]) > 0):
         begin = box[0][0] if box[0] else 0  # a tensor of no dimension has one element

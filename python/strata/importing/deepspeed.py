@@ -11,27 +11,15 @@ import torch
 from .. import _C
 from ..checkpoint.plain_values import written_by
 from .deepspeed_states import FlatStates, UniversalStates
-from .whole_tensors import (
-    VALUE,
-    Stored,
-    WholeCheckpoint,
-    WholeTensor,
-    client_tensors,
-    load_tensors,
-    optimizer_steps,
-    optimizer_values,
-    plain_values,
-    stored,
-    write_checkpoint,
-)
+from .whole_tensors import (VALUE, Stored, WholeCheckpoint, WholeTensor, client_tensors, load_tensors, optimizer_steps,
+                            optimizer_values, plain_values, stored, write_checkpoint)
 
 # Keys that DeepSpeed itself writes into a model's file; all others are the script's.
-_OWN_KEYS = {
-    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments",
-    "shared_params", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps",
-    "global_steps", "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config",
-    "ds_version", "universal_checkpoint_info", "num_experts", "ds_autoep_layers", "autoep_layers",
-}  # fmt: skip
+_OWN_KEYS = {"module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments",
+             "shared_params", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names",
+             "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size",
+             "checkpoint_parallel_dimensions", "ds_config", "ds_version", "universal_checkpoint_info", "num_experts",
+             "ds_autoep_layers", "autoep_layers"}
 
 
 def import_deepspeed(checkpoint, out, tag=None):
@@ -74,13 +62,14 @@ def _states_of(files, model):
 def _assemble(files, model, states):
     aliases = model.aliases()
     tensors, steps, scalars = [], {}, {}
+    counted = max((group.get("step", 0) for group in states.param_groups or []), default=0)  # there by FusedAdam
     for group in model.shapes:
         for name, shape in group.items():
             kinds = states.kinds_of(name, shape)
             dtype = model.dtype_of(name, kinds[VALUE].dtype)
             tensors.append(WholeTensor(name, shape, dtype, kinds, trainable=True, aliases=aliases.get(name, [])))
             scalars[name] = states.scalars_of(name)
-            steps[name] = int(scalars[name].get("step", _step_of_groups(states.param_groups)))
+            steps[name] = int(scalars[name].get("step", counted))
     frozen = model.frozen()
     tensors += [WholeTensor(n, shape, s.dtype, {VALUE: s}, aliases=aliases.get(n, [])) for n, shape, s in frozen]
     tensors += model.buffers()
@@ -91,26 +80,16 @@ def _assemble(files, model, states):
     return WholeCheckpoint(files.tag, tensors + client_tensors(beside), training, world, states.stage)
 
 
-def _step_of_groups(groups):
-    """The number of steps in the param groups, where FusedAdam counts them."""
-    return max((group.get("step", 0) for group in groups or []), default=0)
-
-
 def _training_of(model, states, beside, steps, scalars):
     first = model.first
     config = first.get("ds_config") if isinstance(first.get("ds_config"), dict) else {}
     global_steps = int(first.get("global_steps") or 0)
-    training = {
-        "client_state": plain_values({k: v for k, v in first.items() if k not in _OWN_KEYS}, beside, "client_state"),
-        "scheduler": None,
-        "optimizer": None,
-        "config": _flattened(config),
-        "written_by": written_by(deepspeed=str(first.get("ds_version"))),
-        "global_steps": global_steps,
-        "micro_steps": global_steps * _accumulation_steps(config, int(first.get("dp_world_size") or 1)),
-        "skipped_steps": int(first.get("skipped_steps") or 0),
-        "optimizer_steps": optimizer_steps(steps),
-    }
+    own = {k: v for k, v in first.items() if k not in _OWN_KEYS}
+    training = {"client_state": plain_values(own, beside, "client_state"), "scheduler": None, "optimizer": None,
+                "config": _flattened(config), "written_by": written_by(deepspeed=str(first.get("ds_version"))),
+                "global_steps": global_steps,
+                "micro_steps": global_steps * _accumulation_steps(config, int(first.get("dp_world_size") or 1)),
+                "skipped_steps": int(first.get("skipped_steps") or 0), "optimizer_steps": optimizer_steps(steps)}
     if isinstance(first.get("lr_scheduler"), dict):
         # The configuration's scheduler; DeepSpeed does not write the class of a script's.
         name = "ScheduledLR" if config.get("scheduler") else None
@@ -125,10 +104,9 @@ def _training_of(model, states, beside, steps, scalars):
     scaler = states.loss_scaler
     training["loss_scale"] = float(getattr(scaler, "cur_scale", 1.0))
     if getattr(scaler, "dynamic", False):
-        training["loss_scaler"] = {
-            "scale": training["loss_scale"], "iteration": int(scaler.cur_iter),
-            "last_overflow": int(scaler.last_overflow_iter), "hysteresis_left": int(scaler.cur_hysteresis),
-        }  # fmt: skip
+        training["loss_scaler"] = {"scale": training["loss_scale"], "iteration": int(scaler.cur_iter),
+                                   "last_overflow": int(scaler.last_overflow_iter),
+                                   "hysteresis_left": int(scaler.cur_hysteresis)}
     return training
 
 

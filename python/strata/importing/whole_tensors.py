@@ -114,11 +114,9 @@ def optimizer_steps(steps):
 def optimizer_values(of_class, groups, left_out, scalars, tensors):
     """JSON of an optimizer: its param groups but for the keys ``left_out``, and ``scalars``, {name: {key: number}}."""
     kept = [{k: v for k, v in group.items() if k not in left_out} for group in groups]
-    return {
-        "class": of_class,
-        "param_groups": [plain_values(g, tensors, f"optimizer.param_groups[{i}]") for i, g in enumerate(kept)],
-        "scalars": {name: plain_values(values, tensors, name) for name, values in scalars.items()},
-    }
+    return {"class": of_class,
+            "param_groups": [plain_values(g, tensors, f"optimizer.param_groups[{i}]") for i, g in enumerate(kept)],
+            "scalars": {name: plain_values(values, tensors, name) for name, values in scalars.items()}}
 
 
 def client_tensors(tensors):
@@ -193,11 +191,10 @@ def load_tensors(path):
         with torch.serialization.safe_globals(_DEEPSPEED_CLASSES + _plain_classes()):
             refused = torch.serialization.get_unsafe_globals_in_checkpoint(path)
             if refused:
-                raise _C.FormatError(
-                    f"'{path}' holds objects of {', '.join(sorted(refused)[:8])}, and is not read: making them could "
-                    "run code that is in the file. If you trust it and the class holds data alone, allow it with "
-                    "torch.serialization.add_safe_globals and call strata.importing from Python; or save again without "
-                    "it")
+                raise _C.FormatError(f"'{path}' holds objects of {', '.join(sorted(refused)[:8])}, and is not read: "
+                                     "making them could run code that is in the file. If you trust it and the class "
+                                     "holds data alone, allow it with torch.serialization.add_safe_globals and call "
+                                     "strata.importing from Python; or save again without it")
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except OSError as error:
         if error.errno == errno.EINVAL:  # torch looks for the file's end before its beginning

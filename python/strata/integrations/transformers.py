@@ -4,8 +4,7 @@
     trainer = StrataTrainer(model=model, args=TrainingArguments(...), train_dataset=..., strata_config={...})
     trainer.train()
 
-For trainers of other libraries the mixin goes first: ``class Sharded(StrataTrainerMixin, SFTTrainer): pass``.
-"""
+For trainers of other libraries the mixin goes first: ``class Sharded(StrataTrainerMixin, SFTTrainer): pass``."""
 
 import copy
 import os
@@ -135,9 +134,8 @@ class StrataTrainerMixin:
             self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
 
     def _load_best_model(self):
-        self.engine.load_checkpoint(
-            self.state.best_model_checkpoint, load_module_strict=not is_peft_model(self.model), load_module_only=True
-        )
+        self.engine.load_checkpoint(self.state.best_model_checkpoint, load_module_strict=not is_peft_model(self.model),
+                                    load_module_only=True)
 
 
 class StrataTrainer(StrataTrainerMixin, Trainer):
@@ -149,8 +147,7 @@ class StrataTrainer(StrataTrainerMixin, Trainer):
 DEFAULT = {"zero_optimization": {"stage": 3}}
 _TRAINERS = {  # sections that the configuration must not have: the arguments of Trainer that replace each
     "optimizer": "optim, learning_rate, weight_decay, adam_beta1, adam_beta2 and adam_epsilon",
-    "scheduler": "lr_scheduler_type, warmup_steps and lr_scheduler_kwargs",
-}
+    "scheduler": "lr_scheduler_type, warmup_steps and lr_scheduler_kwargs"}
 
 
 def engine_settings(config, args):

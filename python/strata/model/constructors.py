@@ -1,6 +1,5 @@
 """Constructors under ``zero.Init``: observes their beginnings and ends, gathers the sharded parameters that they read,
-and discards the shards of those that fail.
-"""
+and discards the shards of those that fail."""
 
 import functools
 import gc
@@ -37,8 +36,7 @@ class ConstructorWatch:
     and ``end(module, failed)`` after it. Calls of base classes' constructors are part of a constructor. ``running``:
     [torch.nn.Module] whose constructors run now, the innermost last.
 
-    It wraps every class of modules, also those that are declared meanwhile. Other threads are not affected.
-    """
+    It wraps every class of modules, also those that are declared meanwhile. Other threads are not affected."""
 
     def __init__(self, begin, end):
         self._begin, self._end = begin, end
@@ -124,8 +122,7 @@ class ShardedConstruction(dict):
 
     Within ``zero.Init`` a parameter stays whole as ``ConstructorReads`` documents; there ``items()`` and ``values()``
     gather, too, while a constructor runs. Elsewhere it stays whole until the next backward pass ends, or under no_grad
-    until the next forward begins.
-    """
+    until the next forward begins."""
 
     def __getitem__(self, name):
         reads = open_reads()

@@ -93,8 +93,7 @@ def intercept_arguments(module, device, floating):
     BatchEncoding) and dataclasses, to ``device``, that of the model's parameters (None: no copies); the host does not
     wait for the copy of a pinned tensor. ``module(...)`` casts floating tensors to the torch.dtype ``floating``, or
     None. They pass on tensors of that device and all other values, do not change the caller's objects, and raise
-    UsageError for a tensor that is neither on the host nor on ``device``.
-    """
+    UsageError for a tensor that is neither on the host nor on ``device``."""
     if device is None and floating is None:
         return lambda: None
     handle = module.register_forward_pre_hook(
@@ -122,15 +121,12 @@ def moved_arguments(args, kwargs, device, floating=None):
             if tensor.device.type != "cpu":
                 raise _C.UsageError(
                     f"the model is on {device}, and its argument {name} has a tensor on {tensor.device}; bring the "
-                    f"batch to {device}, or leave it on the host, from where the engine moves it"
-                )
+                    f"batch to {device}, or leave it on the host, from where the engine moves it")
             tensor = tensor.to(device, non_blocking=True)
         return tensor.to(floating) if floating is not None and tensor.is_floating_point() else tensor
 
-    return (
-        tuple(map_tensors(value, functools.partial(there, number)) for number, value in enumerate(args)),
-        {name: map_tensors(value, functools.partial(there, f"'{name}'")) for name, value in kwargs.items()},
-    )
+    return (tuple(map_tensors(value, functools.partial(there, number)) for number, value in enumerate(args)),
+            {name: map_tensors(value, functools.partial(there, f"'{name}'")) for name, value in kwargs.items()})
 
 
 def map_tensors(value, change):

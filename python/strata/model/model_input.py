@@ -9,7 +9,6 @@ from .leaves import z3_leaf_module
 from .parameter import owner_of
 from .tiles import known_as, tile_of, tiles_of
 
-
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, torch.nn.ParameterDict)
 
 

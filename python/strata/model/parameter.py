@@ -3,8 +3,7 @@
 
 The user's Parameter objects stay the same objects; while an engine of stage 3 or ``zero.Init`` manages them, their
 class is ``ShardedParameter``, also where they stay whole (small ones, and all on one rank). A deep copy or pickle of
-one is a plain ``torch.nn.Parameter``; copying gathers it, which all ranks do then.
-"""
+one is a plain ``torch.nn.Parameter``; copying gathers it, which all ranks do then."""
 
 import contextlib
 import enum
@@ -133,19 +132,12 @@ class ShardedParameter(torch.nn.Parameter):
     def ds_summary(self, use_debug_name=False):
         """{text: value}: facts about this parameter, for logs. ``use_debug_name``: "id" is its name in the model."""
         core, index = owner_of(self)
-        return {
-            "id": core.parameter_name(index) if use_debug_name and core is not None else self.ds_id,
-            "status": self.ds_status.name,
-            "numel": self.numel(),
-            "ds_numel": self.ds_numel,
-            "shape": tuple(self.shape),
-            "ds_shape": tuple(self.ds_shape),
-            "requires_grad": self.requires_grad,
-            "grad_shape": tuple(self.grad.shape) if self.grad is not None else None,
-            "persist": self.ds_persist,
-            "active_sub_modules": self.ds_active_sub_modules,
-            "ds_tensor.shape": torch.Size([self.partition_numel()]),
-        }
+        return {"id": core.parameter_name(index) if use_debug_name and core is not None else self.ds_id,
+                "status": self.ds_status.name, "numel": self.numel(), "ds_numel": self.ds_numel,
+                "shape": tuple(self.shape), "ds_shape": tuple(self.ds_shape), "requires_grad": self.requires_grad,
+                "grad_shape": tuple(self.grad.shape) if self.grad is not None else None, "persist": self.ds_persist,
+                "active_sub_modules": self.ds_active_sub_modules,
+                "ds_tensor.shape": torch.Size([self.partition_numel()])}
 
     def all_gather(self, param_list=None, async_op=False, hierarchy=0):
         """Makes the parameters (``param_list``, of ShardedParameters; None: this one) whole until ``partition()``.
@@ -274,15 +266,12 @@ def require_values(named_parameters):
         if tiles is not None and tiles[0].core is not None:
             raise _C.UsageError(
                 f"'{name}' is used in tiles by an engine that lives, from which no other can take it over; end that "
-                "one first, with engine.destroy(keep_values=True) to go on with its values"
-            )
+                "one first, with engine.destroy(keep_values=True) to go on with its values")
     lost = [name for name, parameter in named_parameters if _is_lost(parameter)]
     if lost:
-        raise _C.UsageError(
-            f"{len(lost)} parameters of this model are empty: their engine was destroyed, or dropped, and the shards "
-            "went with it. End it with engine.destroy(keep_values=True), or build or load the model again. First: "
-            f"'{lost[0]}'"
-        )
+        raise _C.UsageError(f"{len(lost)} parameters of this model are empty: their engine was destroyed, or dropped, "
+                            "and the shards went with it. End it with engine.destroy(keep_values=True), or build or "
+                            f"load the model again. First: '{lost[0]}'")
 
 
 def _is_lost(parameter):

@@ -1,6 +1,5 @@
 """Deferred initialization: records the operators of constructors on large tensors, which have no memory meanwhile, as
-steps of recipes (_C.Recipe).
-"""
+steps of recipes (_C.Recipe)."""
 
 import logging
 import math
@@ -14,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .. import _C
 
 logger = logging.getLogger("strata")
-
 
 aten = torch.ops.aten
 
@@ -36,12 +34,9 @@ class Made(NamedTuple):
 # operator: (where its shape is: "size", "like" or "new"; step, or how many of the arguments after the shape fill it)
 _FILLS = {"empty": None, "zeros": ("fill", 0.0, 0.0), "ones": ("fill", 1.0, 0.0), "full": 1,
           "rand": ("uniform", 0.0, 1.0), "randn": ("normal", 0.0, 1.0)}  # fmt: skip
-_FACTORIES = {
-    getattr(aten, form.format(name)): (where, step)
-    for where, form in (("size", "{}"), ("like", "{}_like"), ("new", "new_{}"))
-    for name, step in _FILLS.items()
-    if where != "new" or "rand" not in name
-}
+_FACTORIES = {getattr(aten, form.format(name)): (where, step)
+              for where, form in (("size", "{}"), ("like", "{}_like"), ("new", "new_{}"))
+              for name, step in _FILLS.items() if where != "new" or "rand" not in name}
 
 # These operators read no value of their arguments.
 READ_NOTHING = {packet for packet, (where, _) in _FACTORIES.items() if where != "size"} | {aten.is_pinned}
@@ -109,24 +104,13 @@ def _clone(memory_format=None):
     return []
 
 
-_WRITES = {
-    "zero": lambda: [("fill", 0.0, 0.0)],
-    "fill": _fill,
-    "copy": _fill,
-    "uniform": lambda a=0.0, b=1.0, generator=None: [("uniform", a, b)],
-    "normal": lambda mean=0.0, std=1.0, generator=None: [("normal", mean, std)],
-}
-_CHANGES = {
-    "add": _add(1.0),
-    "sub": _add(-1.0),
-    "mul": lambda other: [("multiply", _number(other), 0.0)],
-    "div": _div,
-    "neg": lambda: [("multiply", -1.0, 0.0)],
-    "clamp": _clamp,
-    "clamp_min": lambda min: _clamp(min=min),
-    "clamp_max": lambda max: _clamp(max=max),
-    "erfinv": lambda: [("erfinv", 0.0, 0.0)],
-}
+_WRITES = {"zero": lambda: [("fill", 0.0, 0.0)], "fill": _fill, "copy": _fill,
+           "uniform": lambda a=0.0, b=1.0, generator=None: [("uniform", a, b)],
+           "normal": lambda mean=0.0, std=1.0, generator=None: [("normal", mean, std)]}
+_CHANGES = {"add": _add(1.0), "sub": _add(-1.0), "mul": lambda other: [("multiply", _number(other), 0.0)],
+            "div": _div, "neg": lambda: [("multiply", -1.0, 0.0)], "clamp": _clamp,
+            "clamp_min": lambda min: _clamp(min=min), "clamp_max": lambda max: _clamp(max=max),
+            "erfinv": lambda: [("erfinv", 0.0, 0.0)]}
 _IN_PLACE = {f"{name}_": steps for name, steps in (_WRITES | _CHANGES).items()}
 _COPYING = {**_CHANGES, "clone": _clone, "rsub": lambda other, alpha=1: [("multiply", -_number(alpha), 0.0),
                                                                          ("add", _number(other), 0.0)]}
@@ -174,10 +158,8 @@ _MOST_STEPS = 1000  # of one recipe: each piece goes through all of them
 _TO_COPY = torch.ops.aten._to_copy.default
 _COPY = torch.ops.aten.copy_.default
 # These read memory without an operator of torch.
-_DIRECT_READS = {
-    torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__, torch.Tensor.__repr__,
-    torch.Tensor.__reduce_ex__,
-}
+_DIRECT_READS = {torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__,
+                 torch.Tensor.__repr__, torch.Tensor.__reduce_ex__}
 
 
 class DeferredTensor:
@@ -375,8 +357,7 @@ class Recording(TorchDispatchMode):
             "(normal_, uniform_, trunc_normal_, fill_, arithmetic with numbers) is replayed in pieces%s", what,
             tensor.nbytes / 1e9, _wanted_by(func),
             ". It draws from torch's generator after one number for each recorded operation: other numbers than "
-            "without zero.Init" if drawn else "",
-        )
+            "without zero.Init" if drawn else "")
 
 
 class _DirectReads(TorchFunctionMode):

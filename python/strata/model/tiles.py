@@ -2,8 +2,7 @@
 
 A parameter that is cut stays in its module, under its name, and is empty: users, optimizers and checkpoints see it.
 The engine sees its tiles, Parameters of their own that are in no module. ``owned_parameters`` maps the one to the
-other.
-"""
+other."""
 
 import math
 import weakref
@@ -22,8 +21,7 @@ def write_product(target, one, other, holds=False, factor=1.0):
 
     The BLAS does it all where the three have one dtype, and on GPUs where the target is fp32 and the others have 16
     bits; the product is not rounded before the addition then. Elsewhere the product is first rounded to the dtype of
-    ``one``.
-    """
+    ``one``."""
     scale = factor if holds else 1.0
     if one.dtype == target.dtype:
         target.addmm_(one, other, beta=float(holds), alpha=scale)
@@ -273,8 +271,7 @@ class Tiles(Sequence):
             raise _C.UsageError(
                 f"'{self.name}' is used in tiles, and all of it at once is too much to gather: {self.nbytes} bytes, of "
                 f"at most {self.most_read}. Use strata.iter_pieces(parameter), which gives its rows tile by tile, or "
-                "strata.zero.GatheredParameters, which makes it whole on the host"
-            )
+                "strata.zero.GatheredParameters, which makes it whole on the host")
 
 
 def tiles_of(parameter):

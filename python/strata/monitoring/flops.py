@@ -1,8 +1,7 @@
 """Counts the floating-point operations of a pass by module, while torch runs its operators, and shows them as text.
 
 Products of matrices, convolutions and attention count, by the formulas of ``torch.utils.flop_counter``. Element-wise
-operators do not, nor do kernels that torch does not know. A multiplication and an addition are two operations.
-"""
+operators do not, nor do kernels that torch does not know. A multiplication and an addition are two operations."""
 
 import time
 from contextlib import ExitStack, contextmanager
@@ -13,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from ..views.tables import Tables
-
 
 _aten = torch.ops.aten
 

@@ -2,8 +2,7 @@
 
 Rank 0 has a writer for each: TensorBoard, Weights & Biases, CSV files, Comet. A writer takes its section of the
 configuration as a dict, opens when it is made, and has ``write(events)`` and ``close()``. An event is (name, float,
-samples so far).
-"""
+samples so far)."""
 
 import csv
 import json
@@ -24,8 +23,7 @@ def require_packages(config):
         if package is not None and not _is_there(package):
             raise _C.ConfigError(
                 f"{section}.enabled: wanted the package {package}, which writes these metrics and is not installed; "
-                f"install it (pip install {package.replace('_', '-')}), or write false; found true"
-            )
+                f"install it (pip install {package.replace('_', '-')}), or write false; found true")
 
 
 def _is_there(package):
@@ -147,8 +145,7 @@ class Monitor:
         self.enabled = bool(sections)
         made = {name: WRITERS[name](section) for name, section in sections.items() if rank == 0}
         self.tb_monitor, self.wandb_monitor, self.csv_monitor, self.comet_monitor = (
-            made.get(name) for name in ("tensorboard", "wandb", "csv_monitor", "comet")
-        )
+            made.get(name) for name in ("tensorboard", "wandb", "csv_monitor", "comet"))
         self._writers = made
         self._failed = set()
 

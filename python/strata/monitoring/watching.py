@@ -1,6 +1,5 @@
 """Rank 0's output about each step: lines of progress and of times, metrics, the profile of one step, and
-``deepspeed.comm.log_summary()``.
-"""
+``deepspeed.comm.log_summary()``."""
 
 import json
 import logging
@@ -159,10 +158,9 @@ def transfers_line(transfers):
     return "; ".join(parts) or "no transfers"
 
 
-_TIMERS = {  # {timer: metric}
-    "fwd": "forward", "bwd": "backward", "bwd_inner": "backward_inner", "bwd_allreduce": "backward_allreduce",
-    "step": "step",
-}  # fmt: skip
+# {timer: metric}
+_TIMERS = {"fwd": "forward", "bwd": "backward", "bwd_inner": "backward_inner", "bwd_allreduce": "backward_allreduce",
+           "step": "step"}
 
 
 def watch_steps(engine, config, monitor):

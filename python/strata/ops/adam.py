@@ -29,10 +29,8 @@ class _Adam(ElementwiseOptimizer):
         tensors = [(p, p.grad, state["exp_avg"], state["exp_avg_sq"], count)
                    for p, state, count in zip(parameters, states, counts, strict=True)]  # fmt: skip
         beta1, beta2 = group["betas"]
-        self._host.step(
-            tensors, float(group["lr"]), float(beta1), float(beta2), float(group["eps"]),
-            float(group["weight_decay"]), self.adam_w_mode, bool(group["bias_correction"]),
-        )  # fmt: skip
+        self._host.step(tensors, float(group["lr"]), float(beta1), float(beta2), float(group["eps"]),
+                        float(group["weight_decay"]), self.adam_w_mode, bool(group["bias_correction"]))
 
 
 class DeepSpeedCPUAdam(_Adam):
@@ -104,20 +102,10 @@ class FusedAdam(_Adam):
         number = count if group["bias_correction"] else _NO_CORRECTION
         counted = torch.full((), number, dtype=torch.float32, device=device)
         (torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_)(
-            parameters,
-            [_laid_out_as(p, p.grad) for p in parameters],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            [counted] * len(parameters),
-            lr=float(group["lr"]),
-            beta1=float(beta1),
-            beta2=float(beta2),
-            weight_decay=float(group["weight_decay"]),
-            eps=float(group["eps"]),
-            amsgrad=False,
-            maximize=False,
-        )
+            parameters, [_laid_out_as(p, p.grad) for p in parameters], [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states], [], [counted] * len(parameters), lr=float(group["lr"]),
+            beta1=float(beta1), beta2=float(beta2), weight_decay=float(group["weight_decay"]), eps=float(group["eps"]),
+            amsgrad=False, maximize=False)
 
 
 def _laid_out_as(parameter, gradient):

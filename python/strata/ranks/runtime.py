@@ -3,8 +3,7 @@
 Process groups end with the engine that uses them, at the latest with the program. Threads of gloo release tensors that
 Python owns; one that does so while the interpreter ends aborts the process. A destroyed group keeps its threads while
 any reference to it is left, such as the defaults of ``torch.distributed.nn.functional``, so Strata takes the object
-with the threads out of the group.
-"""
+with the threads out of the group."""
 
 import atexit
 import itertools
@@ -21,7 +20,6 @@ import torch.distributed as dist
 from .. import _C
 
 logger = logging.getLogger("strata")
-
 
 # [_C.UsedBackends], each of some collectives, oldest first. Those of gloo were made for these, and end with them.
 _used = []
@@ -100,11 +98,9 @@ def require_group():
     if dist.is_initialized():
         _require_launchers_group()
     elif processes > 1:
-        raise _C.UsageError(
-            "initialize(dist_init_required=False) takes the process group that the script has made, and there is none: "
-            "call torch.distributed.init_process_group() before it, or leave dist_init_required out; the launcher "
-            f"says WORLD_SIZE={processes}"
-        )
+        raise _C.UsageError("initialize(dist_init_required=False) takes the process group that the script has made, "
+                            "and there is none: call torch.distributed.init_process_group() before it, or leave "
+                            f"dist_init_required out; the launcher says WORLD_SIZE={processes}")
 
 
 def _launched(name, otherwise=None):
@@ -127,8 +123,7 @@ def _require_launchers_group():
             f"torch's default process group has {world_size} ranks, of which this process is rank {rank}, and the "
             f"launcher's environment says WORLD_SIZE={launched_size} and RANK={launched_rank}: make the group from the "
             "environment (torch.distributed.init_process_group() without rank and world_size), or leave it to "
-            "strata.initialize; if the group is right, correct or remove these variables"
-        )
+            "strata.initialize; if the group is right, correct or remove these variables")
 
 
 def rank_and_world_size():
@@ -168,8 +163,7 @@ def make_collectives(config, device, waits=None):
         config, rank, world_size, device, dist.distributed_c10d._get_default_store(),
         partial(_new_backend, timeout=timedelta(seconds=config.timeout_s), device=device),
         lambda warning, text: choices.log(logging.WARNING if warning else logging.INFO, "%s", text),
-        waits=waits, **facts,
-    )  # fmt: skip
+        waits=waits, **facts)
     _used.append(backends)
     collectives.probe, collectives.backends = probe, backends
     return collectives
@@ -248,8 +242,7 @@ def agree_after(collectives, what):
     rank that failed, so that none waits for a rank that has left. The work inside must call no collective.
 
     The error is a strata.Error of the class that the first failed rank had; a rank that failed otherwise (a TypeError)
-    raises its own exception. ``what`` names the work in messages: "opening the checkpoint".
-    """
+    raises its own exception. ``what`` names the work in messages: "opening the checkpoint"."""
     kind = message = ""
     own = None
     try:

@@ -1,8 +1,7 @@
 """Cuts the too large parameters of a model into tiles, before an engine plans its units, and undoes this.
 
 The parameter that stays in its module is empty, with the name that users, optimizers and checkpoints know. A
-computation with it outside the module gets a whole copy, if that is not too large.
-"""
+computation with it outside the module gets a whole copy, if that is not too large."""
 
 import logging
 import math
@@ -12,14 +11,12 @@ import torch
 from torch.utils._pytree import tree_map
 
 from .. import _C
-from ..model.parameter import (
-    ParameterStatus, ShardedParameter, clear_owner, full_shape, mark_managed, owner_of, set_owner, unmark_managed,
-)
+from ..model.parameter import (ParameterStatus, ShardedParameter, clear_owner, full_shape, mark_managed, owner_of,
+                               set_owner, unmark_managed)
 from ..model.tiles import Tiles, tiles_of
 from .host_copy import HostCopy, values_on_host
 
 logger = logging.getLogger("strata")
-
 
 _TILE = 256 << 20  # bytes, the default
 
@@ -76,11 +73,10 @@ def _full_shape(parameter, from_files):
 
 
 # Operations that need no values.
-_PLAIN = {
-    "__get__", "__set__", "__delete__", "__hash__", "__repr__", "__format__", "_make_subclass", "data_ptr", "detach",
-    "dim", "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point", "is_pinned", "is_shared",
-    "ndimension", "nelement", "numel", "requires_grad_", "size", "storage_offset", "stride", "untyped_storage",
-}  # fmt: skip
+_PLAIN = {"__get__", "__set__", "__delete__", "__hash__", "__repr__", "__format__", "_make_subclass", "data_ptr",
+          "detach", "dim", "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point",
+          "is_pinned", "is_shared", "ndimension", "nelement", "numel", "requires_grad_", "size", "storage_offset",
+          "stride", "untyped_storage"}
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 _VIEWS = {getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH")}  # properties that need values
 
@@ -102,11 +98,9 @@ class TiledParameter(ShardedParameter):
                 raise _C.UsageError(no_hooks(tiles_of(args[0]).name))
             changes = re.search("[^_]_$", name) or name in ("__setitem__", "__iadd__", "__imul__")
             if args and isinstance(args[0], TiledParameter) and changes and args[0].numel() == 0:
-                raise _C.UsageError(
-                    f"'{tiles_of(args[0]).name}' is used in tiles, and {name}() would change a copy of it; change it "
-                    "within strata.zero.GatheredParameters(parameter, modifier_rank=<rank>), or by "
-                    "strata.iter_pieces(parameter, modifier_rank=<rank>)"
-                )
+                raise _C.UsageError(f"'{tiles_of(args[0]).name}' is used in tiles, and {name}() would change a copy of "
+                                    "it; change it within strata.zero.GatheredParameters(parameter, "
+                                    "modifier_rank=<rank>), or by strata.iter_pieces(parameter, modifier_rank=<rank>)")
             args, kwargs = tree_map(_with_values, (args, kwargs))
             return func(*args, **kwargs)
 
@@ -138,11 +132,9 @@ class TiledParameter(ShardedParameter):
 
 def no_hooks(name):
     """str: the reason why a parameter of this name has no hooks of its gradient."""
-    return (
-        f"'{name}' is used in tiles, so that its gradient is never whole, and hooks of it (register_hook, "
-        "register_post_accumulate_grad_hook) would not be called; hook the module, whose forward and backward hooks "
-        "are called as usual, or leave the parameter whole by strata.tiles.match"
-    )
+    return (f"'{name}' is used in tiles, so that its gradient is never whole, and hooks of it (register_hook, "
+            "register_post_accumulate_grad_hook) would not be called; hook the module, whose forward and backward "
+            "hooks are called as usual, or leave the parameter whole by strata.tiles.match")
 
 
 def _with_values(item):
@@ -250,8 +242,7 @@ class Cut:
         if unknown:
             logger.warning(
                 "'%s' takes more than half of what the device has free, and there is no tiling rule for %s: it is "
-                "gathered whole. strata.register_tiling gives it one", name, type(unknown[0]).__name__,
-            )
+                "gathered whole. strata.register_tiling gives it one", name, type(unknown[0]).__name__)
         return not unknown
 
     def _is_large(self, name, parameter):
@@ -275,8 +266,7 @@ class Cut:
             if ranges not in (None, found):
                 raise _C.ConfigError(
                     f"'{name}' is shared by modules whose tiling rules cut it in different places: {len(ranges)} and "
-                    f"{len(found)} tiles; the second is that of '{path}'. Have their rules cut it alike"
-                )
+                    f"{len(found)} tiles; the second is that of '{path}'. Have their rules cut it alike")
             ranges = found
         tiles = Tiles(name, parameter, shape, ranges, [(module, own) for _, module, own in homes], self._budget.read)
         tiles.owner = owner_of(parameter)
@@ -295,12 +285,10 @@ class Cut:
             why = f"the tiling rule of {kind} does not know its '{own}'"
         elif rule is not None:
             why = f"that module has a forward of its own in place of {kind}'s"
-        return (
-            f"'{name}' takes {nbytes} bytes, more than the {self._budget.largest} of one parameter that may be "
-            f"gathered at once (strata.tiles.max_gather), and there is {why} ('{path}'). Register one, "
-            f"strata.register_tiling({kind}, rule) with an instance of strata.tiles.TilingRule, or give "
-            "strata.tiles.max_gather more, or leave it out by strata.tiles.match"
-        )
+        return (f"'{name}' takes {nbytes} bytes, more than the {self._budget.largest} of one parameter that may be "
+                f"gathered at once (strata.tiles.max_gather), and there is {why} ('{path}'). Register one, "
+                f"strata.register_tiling({kind}, rule) with an instance of strata.tiles.TilingRule, or give "
+                "strata.tiles.max_gather more, or leave it out by strata.tiles.match")
 
     def _itemsize(self, parameter):
         return self._config.weight_dtype(parameter.dtype).itemsize

@@ -7,8 +7,7 @@ linear layer's input, the output of ``matmul``) are kept in fp32: tensors of 16 
 once a tile if the BLAS cannot add them to an fp32 sum itself.
 
 Rows that are ordered by group, each group with its own matrix, go through one grouped product where the device has a
-kernel for it, else through one product for each group. Both ways give the same bits where their kernels do.
-"""
+kernel for it, else through one product for each group. Both ways give the same bits where their kernels do."""
 
 import functools
 
@@ -266,11 +265,8 @@ class _Embedding(torch.autograd.Function):
             tile, here = ctx.tiles[i], slice(begins[i], begins[i + 1])
             padding = -1 if ctx.padding_idx is None else ctx.padding_idx - tile.begin
             tile.give_gradient(
-                torch.ops.aten.embedding_dense_backward(
-                    given[order[here]], in_order[here] - tile.begin, tile.rows,
-                    padding if 0 <= padding < tile.rows else -1, ctx.scale,
-                )
-            )
+                torch.ops.aten.embedding_dense_backward(given[order[here]], in_order[here] - tile.begin, tile.rows,
+                                                        padding if 0 <= padding < tile.rows else -1, ctx.scale))
         return None, None, None, None, None
 
 

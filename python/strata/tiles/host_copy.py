@@ -19,10 +19,8 @@ def values_on_host(parameter, keep=True):
         return copied
     free = available_host_memory() if keep else None
     if free is not None and tiles.nbytes > free:
-        raise _C.UsageError(
-            f"'{tiles.name}' takes {tiles.nbytes} bytes, and the host has {free} available for it; use "
-            "strata.iter_pieces(parameter), which makes one tile of it whole at a time"
-        )
+        raise _C.UsageError(f"'{tiles.name}' takes {tiles.nbytes} bytes, and the host has {free} available for it; use "
+                            "strata.iter_pieces(parameter), which makes one tile of it whole at a time")
     values = torch.empty(tiles.shape, dtype=tiles.anchor.dtype) if keep else None
     for tile in tiles:
         with tile as rows:

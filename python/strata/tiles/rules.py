@@ -2,8 +2,7 @@
 
 Strata registers its own rules in the same way: for linear layers, embeddings, transformers' Conv1D and its fused
 experts. A module of fused experts (transformers 5) takes its forward from a registry of implementations, by the name in
-its configuration. Strata registers its own there; the configuration of a module whose weights are in tiles names it.
-"""
+its configuration. Strata registers its own there; the configuration of a module whose weights are in tiles names it."""
 
 import copy
 
@@ -22,8 +21,7 @@ class TilingRule:
     It names those of the module's parameters that it can use in tiles, ``parameters``. Its ``forward(module, tiles,
     *args, **kwargs)`` computes the module's forward with ``tiles``, {name: strata.model.tiles.Tiles} of the parameters
     that are cut; the module's others are whole. The operations of ``strata.tiles.functions`` take such a Tiles: linear,
-    matmul, embedding, grouped_linear; ``apply_tile`` runs a function of your own with one tile.
-    """
+    matmul, embedding, grouped_linear; ``apply_tile`` runs a function of your own with one tile."""
 
     parameters = ("weight",)
 
@@ -72,25 +70,19 @@ def register_tiling(module_class, rule):
         rule: an instance of ``strata.tiles.TilingRule``.
     """
     if not isinstance(rule, TilingRule):
-        raise _C.UsageError(
-            "register_tiling(ModuleClass, rule) takes an instance of a class that inherits from "
-            f"strata.tiles.TilingRule; found {rule!r}"
-        )
+        raise _C.UsageError("register_tiling(ModuleClass, rule) takes an instance of a class that inherits from "
+                            f"strata.tiles.TilingRule; found {rule!r}")
     if type(rule).install is TilingRule.install and not callable(getattr(rule, "forward", None)):
-        raise _C.UsageError(
-            f"register_tiling(ModuleClass, rule): {type(rule).__name__} has no forward(module, tiles, *args, "
-            "**kwargs), which computes what the module's forward does with its parameters in tiles; "
-            "strata.tiles.TilingRule says how"
-        )
+        raise _C.UsageError(f"register_tiling(ModuleClass, rule): {type(rule).__name__} has no forward(module, tiles, "
+                            "*args, **kwargs), which computes what the module's forward does with its parameters in "
+                            "tiles; strata.tiles.TilingRule says how")
     if isinstance(module_class, type):
         _by_class[module_class] = rule
     elif callable(module_class):
         _by_test.insert(0, (module_class, rule))
     else:
-        raise _C.UsageError(
-            "register_tiling(ModuleClass, rule) takes a class of modules, or a function that says whether a module "
-            f"is one; found {module_class!r}"
-        )
+        raise _C.UsageError("register_tiling(ModuleClass, rule) takes a class of modules, or a function that says "
+                            f"whether a module is one; found {module_class!r}")
 
 
 def find_rule(module):

@@ -5,8 +5,7 @@ to it (the online softmax of Milakov and Gimelshein, 2018). Both give the logari
 This logarithm and the logit of the token's label stay for backward, beside the input. Backward computes each block's
 logits again and, in the same sweep, the gradients of the input and of the block of weights. It needs the logarithm over
 the whole vocabulary, so forward cannot compute gradients on the way. This takes four products where a loss that keeps
-its logits takes three; the memory of the logits is saved.
-"""
+its logits takes three; the memory of the logits is saved."""
 
 import copy
 import weakref
@@ -19,7 +18,6 @@ from .. import _C
 from ..model.interception import replaced
 from ..model.tiles import Destination, ProductSum, Tile, tiles_of, write_product
 from .functions import linear
-
 
 _BLOCK_BYTES = 128 << 20  # of fp32 logits at once
 _BLOCK_ROWS = 8192  # of a weight that is not in tiles
@@ -157,8 +155,7 @@ class _TokenGradients:
     """The gradients of the logits of a block, given those of the tokens' losses.
 
     A token's own gradient has a sign and a size. The size goes into the exponent, exp(logit - of_all + log(size)),
-    which saves a pass over the logits. The products that use the result apply the sign.
-    """
+    which saves a pass over the logits. The products that use the result apply the sign."""
 
     def __init__(self, grad, labels, of_all, chosen):
         size = grad.abs()
@@ -213,8 +210,7 @@ class LazyLogits(torch.Tensor):
             if core is None or not core.alive or core.global_steps != self._steps:
                 raise _C.UsageError(
                     "these logits were not computed, since the loss needs no logits of the whole vocabulary where the "
-                    "head is in tiles, and the weights have changed meanwhile; ask for them before engine.step()"
-                )
+                    "head is in tiles, and the weights have changed meanwhile; ask for them before engine.step()")
             self._found = linear(self.hidden, self._tiles, self._head.bias)
         return self._found
 

@@ -1,7 +1,6 @@
 """Whole fp32 weights of a checkpoint, under the names that scripts import from DeepSpeed's ``utils.zero_to_fp32``.
 
-The checkpoints are those of ``engine.save_checkpoint``, and DeepSpeed's own (stages 1 to 3, universal ones).
-"""
+The checkpoints are those of ``engine.save_checkpoint``, and DeepSpeed's own (stages 1 to 3, universal ones)."""
 
 import argparse
 import json
@@ -37,9 +36,8 @@ class LazyTensor:
         return value.clone() if part_of_more else value
 
 
-def get_fp32_state_dict_from_zero_checkpoint(
-    checkpoint_dir, tag=None, exclude_frozen_parameters=False, lazy_mode=False
-):
+def get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag=None, exclude_frozen_parameters=False,
+                                             lazy_mode=False):
     """{name: tensor on the host} of a checkpoint: master weights in fp32, frozen parameters and buffers in their own
     dtypes. Tied parameters are one tensor under all their names. IoError or FormatError where there is no such
     checkpoint, or it is damaged.
@@ -61,10 +59,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
     return result
 
 
-def convert_zero_checkpoint_to_fp32_state_dict(
-    checkpoint_dir, output_dir, max_shard_size="5GB", safe_serialization=False, tag=None,
-    exclude_frozen_parameters=False,
-):  # fmt: skip
+def convert_zero_checkpoint_to_fp32_state_dict(checkpoint_dir, output_dir, max_shard_size="5GB",
+                                               safe_serialization=False, tag=None, exclude_frozen_parameters=False):
     """Writes the weights of a checkpoint, all floating ones in fp32, to files that Hugging Face's ``from_pretrained``
     and ``torch.load`` read. An earlier checkpoint in ``output_dir`` does not change until all of the new one is on
     disk. The new one then replaces it, also where it has the other format, since readers take either. Other files stay.
@@ -93,16 +89,15 @@ def main(arguments=None):
     parser.add_argument("checkpoint_dir", help="folder of the checkpoints, such as '.'")
     parser.add_argument("output_dir", help="folder for the weights; made if need be")
     parser.add_argument("--max_shard_size", default="5GB", help="bytes of one file at most, such as 5GB (default)")
-    parser.add_argument("--safe_serialization", action="store_true", help="write safetensors instead of torch.save's "
-                                                                          "files")
+    parser.add_argument("--safe_serialization", action="store_true",
+                        help="write safetensors instead of torch.save's files")
     parser.add_argument("-t", "--tag", help="which checkpoint; default: the one that 'latest' names")
     parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out what was not trained")
     parser.add_argument("-d", "--debug", action="store_true", help="accepted, without effect")
     given = parser.parse_args(arguments)
     try:
-        convert_zero_checkpoint_to_fp32_state_dict(
-            given.checkpoint_dir, given.output_dir, given.max_shard_size, given.safe_serialization, given.tag,
-            given.exclude_frozen_parameters)  # fmt: skip
+        convert_zero_checkpoint_to_fp32_state_dict(given.checkpoint_dir, given.output_dir, given.max_shard_size,
+                                                   given.safe_serialization, given.tag, given.exclude_frozen_parameters)
     except (_C.FormatError, _C.IoError, _C.UsageError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
@@ -117,10 +112,6 @@ def _read(folder, tag):
     return read_deepspeed(folder, tag) if path is None else read_own(path)
 
 
-def _fp32(tensor):
-    return tensor.float() if tensor.dtype.is_floating_point else tensor
-
-
 def _dtype_of(lazy):
     return torch.float32 if lazy.dtype.is_floating_point else lazy.dtype
 
@@ -129,7 +120,7 @@ def _write_safetensors(state_dict, folder, most):
     specs = [(name, list(lazy.shape), _dtype_of(lazy)) for name, lazy in state_dict.items()]
     writer = _C.WeightsWriter(folder, specs, most)
     for index, lazy in enumerate(tqdm(state_dict.values(), desc="writing", unit="tensor", delay=1, disable=None)):
-        writer.write(index, _fp32(lazy.contiguous()))
+        writer.write(index, lazy.contiguous().to(_dtype_of(lazy)))
     writer.finish()
 
 
@@ -145,7 +136,7 @@ def _write_pickles(state_dict, folder, most):
             for member in members:
                 lazy = state_dict[member]
                 if id(lazy) not in values:
-                    values[id(lazy)] = _fp32(lazy.contiguous())
+                    values[id(lazy)] = lazy.contiguous().to(_dtype_of(lazy))
             files.add({member: values[id(state_dict[member])] for member in members}, name)
             index["weight_map"].update(dict.fromkeys(members, name))
         if len(shards) > 1 and any(os.path.lexists(os.path.join(folder, name)) for name in names):

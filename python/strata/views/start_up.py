@@ -132,8 +132,7 @@ def merged(accounts):
     Seconds, bytes and peaks are the largest of any rank, phase by phase: if ranks differ, they add up to more than the
     total. ``gb_per_s`` is that of one rank. ``of_link``: the part of the measured speed of the link,
     for phases that cross it. Either is None where it has no meaning. ``reading``: how the files were read, None
-    where none were; ranks decide for themselves, so its way may be "mixed", and its figures are the least of a rank.
-    """
+    where none were; ranks decide for themselves, so its way may be "mixed", and its figures are the least of a rank."""
     first = accounts[0]
     phases = {}
     for account in accounts:
@@ -151,16 +150,10 @@ def merged(accounts):
         crosses = rate is not None and link and name in _OVER_THE_LINK
         listed.append({"name": name, **most, "gb_per_s": rate, "of_link": rate / link if crosses else None})
     peaks = ("seconds", "device_growth_bytes", "host_peak_bytes", "pinned_bytes")
-    return {
-        "tier": first["tier"],
-        "reason": first["reason"],
-        "placement": first["placement"],
-        "reading": _merged_reading([account["reading"] for account in accounts if account["reading"]]),
-        "world_size": len(accounts),
-        "phases": listed,
-        **{what: max(account[what] for account in accounts) for what in peaks},
-        "link_gb_per_s": link,
-    }
+    return {"tier": first["tier"], "reason": first["reason"], "placement": first["placement"],
+            "reading": _merged_reading([account["reading"] for account in accounts if account["reading"]]),
+            "world_size": len(accounts), "phases": listed,
+            **{what: max(account[what] for account in accounts) for what in peaks}, "link_gb_per_s": link}
 
 
 def _merged_reading(readings):

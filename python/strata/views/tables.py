@@ -1,7 +1,6 @@
 """Reports as tables, as plain text or on a terminal: of a step, of a start-up, of the placement, of transfers.
 
-Cells are texts; the first row of a table is its head, and its first column is set left, the others right.
-"""
+Cells are texts; the first row of a table is its head, and its first column is set left, the others right."""
 
 from typing import NamedTuple
 
@@ -120,11 +119,10 @@ def step_tables(report):
         share = report["exposed_seconds"] / report["seconds"] if report["seconds"] > 0 else 0.0
         title += f": {', '.join(parts)}; {share:.1%} exposed"
     uses = report["uses"]
-    return Tables(title, tables, [
-        f"uses of sharded units: {uses['kept']} kept, {uses['prefetched']} prefetched, {uses['late']} late",
-        *_offload_notes(offload),
-        f"host waits: {report['host_waits']}; device allocations: {report['device_allocations']}",
-    ])
+    return Tables(title, tables,
+                  [f"uses of sharded units: {uses['kept']} kept, {uses['prefetched']} prefetched, {uses['late']} late",
+                   *_offload_notes(offload),
+                   f"host waits: {report['host_waits']}; device allocations: {report['device_allocations']}"])
 
 
 def _offload_notes(offload):

@@ -195,9 +195,8 @@ struct ThreadPool::State {
     std::uint64_t seen = 0;
     std::unique_lock lock(mutex, std::defer_lock);
     for (;;) {
-      for (int i = 0; i < kSpins && epoch.load(std::memory_order_relaxed) == seen; ++i) {
+      for (int i = 0; i < kSpins && epoch.load(std::memory_order_relaxed) == seen; ++i)
         pause_briefly();
-      }
       lock.lock();
       wake.wait(lock, [&] { return stop || epoch.load(std::memory_order_relaxed) != seen; });
       if (stop) return;
@@ -222,9 +221,8 @@ struct ThreadPool::State {
     }
     wake.notify_all();
     shared.run();
-    for (int i = 0; i < kSpins && running.load(std::memory_order_relaxed) != 0; ++i) {
+    for (int i = 0; i < kSpins && running.load(std::memory_order_relaxed) != 0; ++i)
       pause_briefly();
-    }
     std::unique_lock lock(mutex);
     loop = nullptr;  // a worker that wakes only now finds nothing and is not waited for
     idle.wait(lock, [&] { return running.load(std::memory_order_relaxed) == 0; });
@@ -249,9 +247,8 @@ ThreadPool::ThreadPool(int threads, std::vector<int> cores) : state_(std::make_u
   state_->cores = std::move(cores);
   state_->workers.reserve(static_cast<std::size_t>(threads - 1));
   try {
-    for (int i = 1; i < threads; ++i) {
+    for (int i = 1; i < threads; ++i)
       state_->workers.emplace_back([state = state_.get()] { state->work(); });
-    }
   } catch (...) {
     state_->join();
     throw;
@@ -273,11 +270,10 @@ void ThreadPool::parallel_for(std::int64_t count, std::int64_t grain, const Body
   STRATA_ASSERT(!was_busy);  // called from inside a body, or by two threads
   const std::int64_t chunks = (count - 1) / grain + 1;
   Loop loop{.count = count, .grain = grain, .chunks = chunks, .body = &body};
-  if (chunks == 1 || state_->workers.empty()) {
+  if (chunks == 1 || state_->workers.empty())
     loop.run();
-  } else {
+  else
     state_->share(loop);
-  }
   state_->busy.store(false, std::memory_order_release);
   if (loop.failure) std::rethrow_exception(loop.failure);
 }

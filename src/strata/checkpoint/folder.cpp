@@ -111,9 +111,8 @@ io::FileLock lock_of(const std::string& folder) {
         "own: path={}",
         folder);
   }
-  if (outcome == io::FileLock::Outcome::kFailed) {
+  if (outcome == io::FileLock::Outcome::kFailed)
     throw IoError("cannot lock the folder of the checkpoints: path={} {}", path, errno_text(code));
-  }
   return lock;
 }
 

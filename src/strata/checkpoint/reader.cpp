@@ -40,9 +40,8 @@ ReadChoice choose_read(ReadWay asked, const ReadFigures& figures) {
   if (!figures.direct_offered) return {false, "no direct reads to be had here", figures};
   if (asked == ReadWay::kDirect) return {true, "as configured", figures};
   if (!wants_probe(asked, figures)) return {false, share_of(figures), figures};
-  if (!figures.buffered_gb_per_s || !figures.direct_gb_per_s) {
+  if (!figures.buffered_gb_per_s || !figures.direct_gb_per_s)
     return {false, fmt::format("{}; too little to probe", share_of(figures)), figures};
-  }
   // Cached bytes cost a buffered read next to nothing, and a direct one as much as the rest.
   const double buffered = *figures.buffered_gb_per_s / (1.0 - figures.cached.value_or(0.0));
   return {*figures.direct_gb_per_s > buffered * kDirectGain,

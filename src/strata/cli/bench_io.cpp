@@ -26,17 +26,15 @@ using Medium = offload::FileSystem::Medium;
 // A file of zeroes that has lost its name.
 io::File make_file(const std::string& folder, Bytes bytes) {
   std::error_code ignored;
-  if (!std::filesystem::is_directory(folder, ignored)) {
+  if (!std::filesystem::is_directory(folder, ignored))
     throw UsageError("wanted a folder on the drive to measure; found none: path={}",
                      format::in_quotes(folder));
-  }
   const std::optional<Bytes> free = io::FolderCalls().free_space(folder);
-  if (free && *free < bytes) {
+  if (free && *free < bytes)
     throw UsageError(
         "the file to measure with does not fit; free some space, or give a smaller --size: path={} "
         "wanted={} free={}",
         format::in_quotes(folder), to_string(bytes), to_string(*free));
-  }
   const std::string name = io::temporary_name(folder + "/strata_bench_io");
   try {
     io::File file(name, io::File::Mode::kCreateNew);
@@ -64,15 +62,13 @@ Bytes memory_for(const DriveRequest& request) {
 void check(const DriveRequest& request) {
   const Bytes largest = *std::ranges::max_element(request.blocks);
   for (const Bytes block : request.blocks) {
-    if (block % io::File::kDirectBlock != 0_B) {
+    if (block % io::File::kDirectBlock != 0_B)
       throw UsageError("--block: wanted a multiple of {}, as drives want it; found {}",
                        to_string(io::File::kDirectBlock), block.value);
-    }
   }
-  if (request.size < largest * 2) {
+  if (request.size < largest * 2)
     throw UsageError("--size: wanted two blocks of {} at least; found {}", to_string(largest),
                      request.size.value);
-  }
 }
 
 // One drive under measurement, by a file in a folder; past the page cache, where that is offered.
@@ -111,13 +107,12 @@ class DriveBench {
     for (const Bytes block : request_.blocks) {
       for (const int depth : request_.depths) figures.push_back(cell(block, depth));
     }
-    for (const DriveFigures& cell : figures) {
+    for (const DriveFigures& cell : figures)
       json_["figures"].push_back({{"block_size", cell.block.value},
                                   {"queue_depth", cell.depth},
                                   {"read_gb_per_s", cell.read},
                                   {"write_gb_per_s", cell.write},
                                   {"both_gb_per_s", cell.both}});
-    }
     json_["remarks"] = remarks_;
     return json_;
   }
@@ -132,11 +127,10 @@ class DriveBench {
     const auto registration = io.register_memory(memory_);
     if (!json_.contains("engine")) {
       json_["engine"] = io.name();
-      if (!chosen.refused.empty()) {
+      if (!chosen.refused.empty())
         remark(chosen.refused);
-      } else if (request_.engine != io::EngineKind::kThreads && !registration->refused().empty()) {
+      else if (request_.engine != io::EngineKind::kThreads && !registration->refused().empty())
         remark("memory is not registered: " + registration->refused());
-      }
       pass(io, Pass::kWrite, block, depth);  // the file system gives each block its place
     }
     DriveFigures figures{block, depth};
@@ -221,11 +215,10 @@ Report measure_drives(const DriveRequest& request, const std::shared_ptr<memory:
                                json["direct"].get<bool>() ? "past" : "through",
                                json["engine"].get<std::string>(), to_string(request.size));
     TextTable table({"block", "depth", "read GB/s", "write GB/s", "both GB/s"});
-    for (const DriveFigures& figures : speeds.back()) {
+    for (const DriveFigures& figures : speeds.back())
       table.add({to_string(figures.block), fmt::format("{}", figures.depth),
                  fmt::format("{:.2f}", figures.read), fmt::format("{:.2f}", figures.write),
                  fmt::format("{:.2f}", figures.both)});
-    }
     report.text += table.text();
     for (const Json& remark : json["remarks"])
       report.text += "- " + remark.get<std::string>() + "\n";

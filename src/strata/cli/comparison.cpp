@@ -64,10 +64,7 @@ double distance(double a, double b) {
 void note(ElementDifference& difference, double far, Numel at, double a, double b) {
   ++difference.differing.value;
   if (far <= difference.largest && difference.differing.value > 1) return;
-  difference.largest = far;
-  difference.at = at;
-  difference.a = a;
-  difference.b = b;
+  difference = {difference.differing, far, at, a, b, difference.has_values};
 }
 
 // The values in fp64, by way of `rounded_to`.

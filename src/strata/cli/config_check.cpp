@@ -100,12 +100,11 @@ Report check_config(const CheckRequest& request) {
     text += "\n";
   }
   Json keys = Json::array();
-  for (const engine::Finding& finding : review.findings) {
+  for (const engine::Finding& finding : review.findings)
     keys.push_back({{"key", finding.path},
                     {"value", finding.value},
                     {"verdict", std::ranges::find(kGroups, finding.verdict, &Group::verdict)->name},
                     {"why", finding.reason}});
-  }
   return {{{"config", request.config},
            {"accepted", review.accepted()},
            {"keys", std::move(keys)},

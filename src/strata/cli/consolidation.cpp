@@ -60,9 +60,7 @@ std::vector<std::string> copy_model_files(const std::string& from, const std::st
     const bool regular = fs::is_regular_file(fs::symlink_status(entry->path(), error));
     if (regular && format::is_plain_file_name(name) && is_of_model(name)) names.push_back(name);
   }
-  if (error) {
-    throw IoError("cannot list a folder: path={} {}", from, errno_text(error.value()));
-  }
+  if (error) throw IoError("cannot list a folder: path={} {}", from, errno_text(error.value()));
   std::ranges::sort(names);
   for (const std::string& name : names)
     copy_whole((fs::path(from) / name).string(), (fs::path(to) / name).string());
@@ -89,12 +87,11 @@ struct Plan {
     for (const format::ManifestRange& extent : manifest.extents) {
       if (extent.kind != 0 || !place_of[extent.tensor]) continue;
       const format::TensorSpec& spec = specs[*place_of[extent.tensor]];
-      if (extent.dtype != spec.dtype && !(is_floating(extent.dtype) && is_floating(spec.dtype))) {
+      if (extent.dtype != spec.dtype && !(is_floating(extent.dtype) && is_floating(spec.dtype)))
         throw FormatError(
             "a tensor of a checkpoint is stored in a dtype that cannot become its own: tensor={} "
             "stored as={} wanted={} path={}",
             format::in_quotes(spec.name), name_of(extent.dtype), name_of(spec.dtype), folder);
-      }
       extents.push_back(extent);
     }
   }
@@ -106,11 +103,10 @@ struct Plan {
       const Bytes end = checkpoint::end_of(extent);
       const bool near = !result.empty() && result.back().file == extent.file &&
                         result.back().offset + result.back().bytes + kGapRead >= extent.offset;
-      if (near) {
+      if (near)
         result.back().bytes = end - result.back().offset;
-      } else {
+      else
         result.push_back({extent.file, extent.offset, end - extent.offset});
-      }
     }
     return result;
   }
@@ -141,11 +137,10 @@ class CastWriter final : public checkpoint::ExtentSink {
  private:
   void take_elements(std::size_t extent, Bytes at, std::span<const std::byte> bytes) {
     const format::ManifestRange& e = plan_.extents[extent];
-    if (manifest_.tensors[e.tensor].channels_last) {
+    if (manifest_.tensors[e.tensor].channels_last)
       collect(e, at, bytes);
-    } else {
+    else
       give(e, e.begin + Numel(at / size_of(e.dtype)), bytes);
-    }
   }
 
   // Writes a channels_last tensor, in the order of its dimensions, once it has all elements.
@@ -172,11 +167,10 @@ class CastWriter final : public checkpoint::ExtentSink {
       const auto source = bytes.first(bytes_of(count, stored).size());
       const std::size_t turn = ring_.next();
       const auto target = ring_.buffer(turn).first(bytes_of(count, dtype).size());
-      if (dtype == stored) {
+      if (dtype == stored)
         std::ranges::copy(source, target.begin());
-      } else {
+      else
         kernels::cast(target.data(), dtype, source.data(), stored, count, nullptr);
-      }
       ring_.started(turn, writer_.write(tensor, bytes_of(first, dtype), target));
       bytes = bytes.subspan(source.size());
       first += count;
@@ -232,11 +226,10 @@ Report report_of(const format::Manifest& manifest, const Plan& plan,
 Report consolidate(const ConsolidationRequest& request,
                    const std::shared_ptr<memory::Ledger>& ledger, Console& console) {
   const std::string folder = checkpoint::choose_checkpoint(request.path).path;
-  if (checkpoint::has_manifest(request.out)) {
+  if (checkpoint::has_manifest(request.out))
     throw UsageError(
         "OUT is a training checkpoint, whose files would be lost; give another folder: path={}",
         request.out);
-  }
   const format::Manifest manifest = format::read_manifest(folder);
   const checkpoint::CheckpointFiles files(folder, manifest);
   io::ThreadEngine io;

@@ -222,12 +222,11 @@ ModelNames decoder_names(const Json& config, const std::string& origin) {
   const Family& family = family_of(config, origin);
   const Numbers numbers(config, family, origin);
   if (!config.value("mlp_only_layers", Json()).empty() ||
-      config.value("decoder_sparse_step", Json(1)) != 1) {
+      config.value("decoder_sparse_step", Json(1)) != 1)
     throw UsageError(
         "layers without experts among others with (mlp_only_layers, "
         "decoder_sparse_step) have no rules; give a folder with safetensors: path={}",
         origin);
-  }
   const std::int64_t layers = numbers.get({"num_hidden_layers", "n_layer"}, {}, kLayersMax);
   const Json own = config.value(config.contains("dtype") ? "dtype" : "torch_dtype", Json());
   const DType dtype = dtype_from_config(own.is_string() ? own.get<std::string>() : "float32")

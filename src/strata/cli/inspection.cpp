@@ -168,11 +168,10 @@ void verify(std::span<const std::optional<io::File>> files, const format::Manife
         const bool follows = !found.empty() && found.back().file == wrong.file &&
                              found.back().end == wrong.begin &&
                              found.back().problem == wrong.problem;
-        if (follows) {
+        if (follows)
           found.back().end = wrong.end;
-        } else {
+        else
           found.push_back(wrong);
-        }
       }};
   io::ThreadEngine io;
   Progress progress("verifying", total, console);
@@ -195,10 +194,9 @@ void verify(std::span<const std::optional<io::File>> files, const format::Manife
 }
 
 std::string verdict_text(const std::vector<Finding>& findings, bool verified) {
-  if (findings.empty()) {
+  if (findings.empty())
     return verified ? "every byte is what was written\n"
                     : "all files are there at their sizes; --verify reads every byte\n";
-  }
   std::string text = fmt::format("WRONG: {}\n", count_of(findings.size(), "finding"));
   for (const Finding& finding : findings) text += "  " + finding.text + "\n";
   return text;

@@ -87,13 +87,12 @@ void add_system(Report& report, const fs::path& root) {
   ::getrlimit(RLIMIT_MEMLOCK, &locked);
   const bool unlimited = locked.rlim_cur == RLIM_INFINITY;
   add(report, "ulimit -l", unlimited ? "unlimited" : to_string(Bytes(locked.rlim_cur)));
-  constexpr std::array<std::pair<const char*, const char*>, 5> kFiles{
-      {{"memory.max", "sys/fs/cgroup/memory.max"},
-       {"cpu.max", "sys/fs/cgroup/cpu.max"},
-       {"huge pages", "sys/kernel/mm/transparent_hugepage/enabled"},
-       {"in /dev/shm", "sys/kernel/mm/transparent_hugepage/shmem_enabled"},
-       {"ptrace_scope", "proc/sys/kernel/yama/ptrace_scope"}}};
-  for (const auto& [name, path] : kFiles) {
+  for (const auto& [name, path] :
+       {std::pair("memory.max", "sys/fs/cgroup/memory.max"),
+        {"cpu.max", "sys/fs/cgroup/cpu.max"},
+        {"huge pages", "sys/kernel/mm/transparent_hugepage/enabled"},
+        {"in /dev/shm", "sys/kernel/mm/transparent_hugepage/shmem_enabled"},
+        {"ptrace_scope", "proc/sys/kernel/yama/ptrace_scope"}}) {
     std::ifstream file(root / path);
     if (std::string line; std::getline(file, line)) add(report, name, line);
   }
@@ -195,11 +194,8 @@ Report look_at_machine(const MachineRequest& request) {
     for (const auto* more : {&offload.param_folders, &offload.optimizer_folders})
       folders.insert(folders.end(), more->begin(), more->end());
   }
-  Report report{{{"facts", Json::object()},
-                 {"problems", Json::array()},
-                 {"notes", Json::array()},
-                 {"right", true}},
-                ""};
+  Report report;
+  report.json = Json::parse(R"({"facts": {}, "problems": [], "notes": [], "right": true})");
   add_system(report, request.root);
   add_permissions(report);
   for (auto folder = folders.begin(); folder != folders.end(); ++folder) {

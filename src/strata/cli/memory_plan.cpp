@@ -136,10 +136,9 @@ class Planner {
     document_ = engine::parse_json_text(source.text, source.origin);
     engine::Config::parse(source.text);  // errors by the configuration's own paths
     if (document_.contains("strata") && document_["strata"].is_object() &&
-        document_["strata"].erase("wrap") > 0) {
+        document_["strata"].erase("wrap") > 0)
       remark(
           "strata.wrap names classes, which files do not tell: blocks are found by their numbers");
-    }
     if (request_.micro_batch > 0)
       document_["train_micro_batch_size_per_gpu"] = request_.micro_batch;
   }
@@ -159,10 +158,9 @@ class Planner {
   // Settings that are planned with a default, and that a framework will fill in.
   void record_open(const engine::Config& config) {
     for (const engine::OpenSetting& setting : config.open) {
-      if (setting.path == "bf16.enabled" || setting.path == "fp16.enabled") {
+      if (setting.path == "bf16.enabled" || setting.path == "fp16.enabled")
         remark(fmt::format("{} is \"auto\", which a framework fills in: taken to be false here",
                            setting.path));
-      }
     }
   }
 
@@ -193,12 +191,11 @@ class Planner {
 
   void estimate_activations(const engine::Config& config) {
     if (request_.seq == 0) return;
-    if (!model_.activations) {
+    if (!model_.activations)
       throw UsageError(
           "--seq: activations are estimated for decoders whose config.json names a known "
           "model_type; leave it out to plan the engine's memory alone: path={}",
           request_.model);
-    }
     const std::int64_t tokens = request_.seq * batch_.micro_batch_size.value_or(1);
     const Bytes of_token = model_.activations->of_token(
         config.precision.weight_dtype(model_.params.front().dtype), request_.checkpointing);

@@ -32,10 +32,6 @@ constexpr std::array<std::string_view, 4> kEmbeddingNames{"wte", "wpe", "shared"
 constexpr std::array<std::string_view, 5> kHeadNames{"lm_head", "head", "score", "classifier",
                                                      "embed_out"};
 
-bool is_number(std::string_view text) {
-  return !text.empty() && text.find_first_not_of("0123456789") == std::string_view::npos;
-}
-
 bool is_one_of(std::string_view name, const auto& names) {
   return std::ranges::find(names, name) != names.end();
 }
@@ -44,8 +40,9 @@ bool is_embedding_name(std::string_view name) {
   return name.find("embed") != std::string_view::npos || is_one_of(name, kEmbeddingNames);
 }
 
-bool is_norm_name(std::string_view name) {
-  return name.find("norm") != std::string_view::npos || name.starts_with("ln_");
+// Whether it is in a head, or the head itself.
+bool is_of_head(const std::string& name) {
+  return is_one_of(name.substr(0, name.find('.')), kHeadNames);
 }
 
 struct Module {
@@ -55,7 +52,10 @@ struct Module {
 
   bool is_list() const {
     return params.empty() && !children.empty() &&
-           std::ranges::all_of(children, [](const auto& child) { return is_number(child.first); });
+           std::ranges::all_of(children, [](const auto& child) {
+             return !child.first.empty() &&
+                    child.first.find_first_not_of("0123456789") == std::string::npos;
+           });
   }
   // A table whose rows are looked up: its backward does without it.
   bool is_embedding(std::string_view name) const {
@@ -67,7 +67,7 @@ struct Module {
 // As constructors usually make them.
 std::size_t rank_of(std::string_view name) {
   if (is_one_of(name, kHeadNames)) return 3;
-  if (is_norm_name(name)) return 2;
+  if (name.find("norm") != std::string_view::npos || name.starts_with("ln_")) return 2;
   return is_embedding_name(name) ? 0 : 1;
 }
 
@@ -114,9 +114,7 @@ bool ties_its_head(const nlohmann::json& config, const std::vector<NamedTensor>&
            text.ends_with("ForConditionalGeneration");
   };
   return names.is_array() && std::any_of(names.begin(), names.end(), generates) &&
-         std::ranges::none_of(tensors, [](const NamedTensor& tensor) {
-           return is_one_of(tensor.name.substr(0, tensor.name.find('.')), kHeadNames);
-         });
+         std::ranges::none_of(tensors, is_of_head, &NamedTensor::name);
 }
 
 ModelNames read_training(const std::string& path) {
@@ -125,9 +123,7 @@ ModelNames read_training(const std::string& path) {
   for (const format::ManifestTensor& tensor : manifest.tensors) {
     if (tensor.role != format::TensorRole::kParameter) continue;
     names.tensors.push_back({tensor.name, tensor.shape, tensor.dtype, tensor.trainable});
-    names.tied_head |= std::ranges::any_of(tensor.aliases, [](const std::string& alias) {
-      return is_one_of(alias.substr(0, alias.find('.')), kHeadNames);
-    });
+    names.tied_head |= std::ranges::any_of(tensor.aliases, is_of_head);
   }
   return names;
 }

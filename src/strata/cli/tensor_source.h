@@ -54,17 +54,15 @@ class TensorSource {
   // training checkpoint.
   TensorSource(const std::string& path, bool kinds) : path_(path) {
     std::error_code error;
-    if (!std::filesystem::exists(path, error)) {
+    if (!std::filesystem::exists(path, error))
       throw UsageError(
           "there is no such file or folder; give a training checkpoint's folder, a Hugging Face "
           "folder or a .safetensors file: path={}",
           path);
-    }
-    if (checkpoint::holds_checkpoints(path)) {
+    if (checkpoint::holds_checkpoints(path))
       open_training(path, kinds);
-    } else {
+    else
       open_safetensors(path);
-    }
     sort();
   }
 
@@ -130,12 +128,11 @@ class TensorSource {
     const DType dtype = tensor.runs.front().dtype;
     io::ThreadEngine io;
     std::vector<std::byte> bytes(bytes_of(tensor.numel, dtype).size());
-    for (const ElementRange& run : tensor.runs) {
+    for (const ElementRange& run : tensor.runs)
       io.read(files_[run.file], run.offset,
               std::span(bytes).subspan(bytes_of(run.begin, dtype).size(),
                                        bytes_of(run.end - run.begin, dtype).size()))
           ->wait();
-    }
     plan::reorder(bytes, tensor.shape, size_of(dtype), /*channels_last=*/false);
     files_.push_back(io::File::in_memory(bytes));
     tensor.runs = {{files_.size() - 1, Bytes(), dtype, Numel(), tensor.numel}};

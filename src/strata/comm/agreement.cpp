@@ -49,9 +49,8 @@ BulkOperation describe_reduction(const Reduction& reduction, int world_size, std
   BulkOperation operation;
   operation.what =
       fmt::format("reduction of '{}' ({} {} a rank)", tag, numel, name_of(reduction.dtype));
-  if (!is_floating(reduction.dtype) || reduction.dtype == DType::kFloat64) {
+  if (!is_floating(reduction.dtype) || reduction.dtype == DType::kFloat64)
     throw UsageError("{} must be of float32, bfloat16 or float16", operation.what);
-  }
   operation.source = part_of(reduction.source, reduction.source_offset,
                              bytes_of(Numel(numel * world_size), reduction.dtype), operation.what);
   return operation;

@@ -134,9 +134,8 @@ Traits traits_of(const TransportChoice& choice, int size, bool on_gpus) {
   };
   if (choice.control == Control::kNone)
     return among(on_gpus ? kOneDeviceTraits : kHostMemoryTraits, 0, size);
-  if (!choice.bulk) {
+  if (!choice.bulk)
     return among(choice.control == Control::kBackend ? kBackendTraits : kHostMemoryTraits, 0, size);
-  }
   const Traits gathers = carried_by(choice.bulk->gather);
   const Traits reductions = carried_by(choice.bulk->reduce);
   return gathers == reductions ? gathers : split_traits(gathers, reductions);

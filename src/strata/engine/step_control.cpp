@@ -21,11 +21,10 @@ EngineOptions engine_options_from(const Config& config, DType weights) {
   EngineOptions options;
   options.stage = config.zero.stage;
   options.reduce_at_boundary = config.strata.reduce_at == ReduceAt::kBoundary;
-  if (config.strata.refresh_at != LazyGather::kAuto) {
+  if (config.strata.refresh_at != LazyGather::kAuto)
     options.gather_lazily = config.strata.refresh_at == LazyGather::kForward;
-  } else if (config.zero.overlap_comm == false) {
+  else if (config.zero.overlap_comm == false)
     options.gather_lazily = false;
-  }
   options.sum_gradients = config.gradient_op == GradientOp::kSum;
   options.reduce_dtype = config.precision.communication_dtype;
   options.accumulation_dtype = config.precision.grad_accum_dtype;

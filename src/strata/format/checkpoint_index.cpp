@@ -184,11 +184,10 @@ void CheckpointIndex::open_indexed(const std::string& index_path) {
   auto next = by_name_.begin();
   for (const auto& [tensor, file] : wanted.tensors) {  // both are in the order of names
     while (next != by_name_.end() && name(*next) < tensor) ++next;
-    if (next != by_name_.end() && name(*next) == tensor && tensors_[*next].file == file->second) {
+    if (next != by_name_.end() && name(*next) == tensor && tensors_[*next].file == file->second)
       named[*next] = true;
-    } else {
+    else
       absent.push_back(fmt::format("{} in {}", in_quotes(tensor), in_quotes(file->first)));
-    }
   }
   if (!absent.empty()) {
     throw FormatError(

@@ -120,17 +120,14 @@ TensorInfo explain(Entry entry, Bytes data_begin, Bytes data_bytes, std::string_
   const std::int64_t begin = entry.offsets->front();
   const std::int64_t end = entry.offsets->back();
   const std::optional<Numel> numel = checked_numel(shape);
-  if (!numel) {
+  if (!numel)
     fail(path, name, "its shape {} has more elements than 63 bits count", shape_text(shape));
-  }
   const std::optional<Bytes> bytes = checked_bytes(*numel, dtype);
   if (!bytes) {
     fail(path, name, "its shape {} of {} has more bytes than 63 bits count", shape_text(shape),
          name_of(dtype));
   }
-  if (begin > end) {
-    fail(path, name, "it ends before it begins: begin={} end={}", begin, end);
-  }
+  if (begin > end) fail(path, name, "it ends before it begins: begin={} end={}", begin, end);
   if (end > data_bytes.value) {
     fail(path, name,
          "its data ends beyond the file, which is truncated or was not written to its end: "
@@ -228,11 +225,10 @@ std::optional<Numel> checked_numel(std::span<const std::int64_t> shape) {
   bool empty = false;
   for (const std::int64_t dimension : shape) {
     if (dimension < 0) return std::nullopt;
-    if (dimension == 0) {
+    if (dimension == 0)
       empty = true;
-    } else if (__builtin_mul_overflow(product, dimension, &product)) {
+    else if (__builtin_mul_overflow(product, dimension, &product))
       return std::nullopt;
-    }
   }
   return Numel(empty ? 0 : product);
 }
@@ -246,9 +242,8 @@ std::optional<Bytes> checked_bytes(Numel numel, DType dtype) {
 std::string in_quotes(std::string_view text) {
   std::size_t cut = std::min(text.size(), kShownBytesMax);
   // Not within a UTF-8 sequence: messages must stay valid UTF-8.
-  while (cut < text.size() && cut > 0 && (static_cast<unsigned char>(text[cut]) & 0xC0U) == 0x80) {
+  while (cut < text.size() && cut > 0 && (static_cast<unsigned char>(text[cut]) & 0xC0U) == 0x80)
     --cut;
-  }
   std::string shown = "'";
   for (const char c : text.substr(0, cut)) {
     const unsigned byte = static_cast<unsigned char>(c);
@@ -306,9 +301,8 @@ SafetensorsHeader parse_safetensors_header(std::string_view json, Bytes file_byt
   std::vector<Entry> entries = read_entries(reader, path, header.metadata);
   refuse_duplicate_names(entries, path);
   header.tensors.reserve(entries.size());
-  for (Entry& entry : entries) {
+  for (Entry& entry : entries)
     header.tensors.push_back(explain(std::move(entry), data_begin, file_bytes - data_begin, path));
-  }
   // Among those that begin at one place, the empty ones come first.
   std::ranges::stable_sort(header.tensors, {},
                            [](const TensorInfo& t) { return std::pair(t.offset, t.bytes); });
@@ -333,9 +327,8 @@ SafetensorsLayout lay_out_safetensors(std::span<const TensorSpec> tensors,
   for (const std::size_t i : order) {
     TensorInfo& tensor = layout.tensors[i];
     tensor.offset = reached;
-    if (__builtin_add_overflow(reached.value, tensor.bytes.value, &reached.value)) {
+    if (__builtin_add_overflow(reached.value, tensor.bytes.value, &reached.value))
       throw UsageError("cannot write tensors whose bytes together do not fit 63 bits");
-    }
     if (json.size() > 1) json += ',';
     json += entry_text(tensor);
   }

@@ -39,9 +39,8 @@ bool is_weights_name(std::string_view name) {
 void make_folder(const std::string& folder) {
   std::error_code error;
   std::filesystem::create_directories(folder, error);
-  if (error || !std::filesystem::is_directory(folder, error)) {
+  if (error || !std::filesystem::is_directory(folder, error))
     throw IoError("cannot make a folder: path={} {}", folder, errno_text(error.value()));
-  }
 }
 
 }  // namespace
@@ -60,11 +59,10 @@ std::optional<Span1d> RangeCover::claim(Span1d span) {
     span.end = after->second;
     parts_.erase(after);
   }
-  if (before != parts_.end() && before->second == span.begin) {
+  if (before != parts_.end() && before->second == span.begin)
     before->second = span.end;
-  } else {
+  else
     parts_.emplace(span.begin, span.end);
-  }
   return std::nullopt;
 }
 
@@ -106,9 +104,8 @@ struct ShardedWriter::File {
 
 void ShardedWriter::File::seal() {
   const std::lock_guard lock(mutex);
-  if (!first_failure.empty()) {
+  if (!first_failure.empty())
     throw IoError("a file cannot be finished since a write to it failed: {}", first_failure);
-  }
   if (in_flight != 0) {
     throw UsageError(
         "a file is finished while writes to it are under way; wait for them: path={} writes={}",
@@ -160,9 +157,8 @@ class ShardedWriter::TrackedTransfer final : public io::Transfer {
 };
 
 ShardPlan plan_shards(std::span<const TensorSpec> tensors, Bytes shard_max) {
-  if (shard_max.value < 1) {
+  if (shard_max.value < 1)
     throw UsageError("the largest size of a shard must be positive: found={}", shard_max.value);
-  }
   ShardPlan plan;
   plan.tensors.emplace_back();
   Bytes filled;
@@ -174,9 +170,8 @@ ShardPlan plan_shards(std::span<const TensorSpec> tensors, Bytes shard_max) {
     }
     plan.tensors.back().push_back(i);
     filled += bytes;
-    if (__builtin_add_overflow(plan.total.value, bytes.value, &plan.total.value)) {
+    if (__builtin_add_overflow(plan.total.value, bytes.value, &plan.total.value))
       throw UsageError("the tensors' bytes together do not fit 63 bits");
-    }
   }
   const std::size_t count = plan.tensors.size();
   for (std::size_t i = 0; i < count; ++i) {
@@ -201,9 +196,7 @@ void remove_other_weights(const std::string& folder, const std::set<std::string>
     const std::string name = entry->path().filename().string();
     if (is_weights_name(name) && !ours.contains(name)) others.push_back(name);
   }
-  if (error) {
-    throw IoError("cannot list a folder: path={} {}", folder, errno_text(error.value()));
-  }
+  if (error) throw IoError("cannot list a folder: path={} {}", folder, errno_text(error.value()));
   std::partition(others.begin(), others.end(),
                  [](const std::string& n) { return n.ends_with(kIndexEnding); });
   for (const std::string& name : others) io::remove_file(folder + "/" + name);
@@ -218,9 +211,8 @@ ShardedWriter::ShardedWriter(std::string folder, std::vector<TensorSpec> tensors
       places_(tensors_.size()) {
   std::set<std::string_view> names;
   for (const TensorSpec& tensor : tensors_) {
-    if (!names.insert(tensor.name).second) {
+    if (!names.insert(tensor.name).second)
       throw UsageError("a checkpoint cannot hold two tensors of one name: tensor={}", tensor.name);
-    }
   }
   make_folder(folder_);
   for (std::size_t file = 0; file < plan_.files.size(); ++file) {

@@ -128,9 +128,8 @@ File File::in_memory(std::span<const std::byte> content) {
     if (count < 0 && errno != EINTR) break;
     done += count < 0 ? 0 : static_cast<std::size_t>(count);
   }
-  if (!file.descriptor_.valid() || done < content.size()) {
+  if (!file.descriptor_.valid() || done < content.size())
     throw IoError("cannot make a file in memory: bytes={} {}", content.size(), errno_text(errno));
-  }
   return file;
 }
 

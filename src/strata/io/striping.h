@@ -81,11 +81,10 @@ class Striping {
       const Bytes part = std::min(bytes - begin, chunk_ - within);
       const bool joins = !runs.empty() && runs.back().part == turn.part &&
                          runs.back().offset + runs.back().bytes == at;
-      if (joins) {
+      if (joins)
         runs.back().bytes += part;
-      } else {
+      else
         runs.push_back({turn.part, at, begin, part});
-      }
       begin += part;
     }
     return runs;

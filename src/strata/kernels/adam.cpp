@@ -138,23 +138,22 @@ void adam_vectors(const AdamSpans& spans, const AdamConstants& c, std::size_t nu
 
 template <bool kL2>
 void adam_body(const AdamSpans& spans, const AdamConstants& constants, std::size_t numel) {
-  if (spans.has_remainder()) {
+  if (spans.has_remainder())
     adam_vectors<kL2, JoinedMasters>(spans, constants, numel);
-  } else if (spans.has_moments16()) {
+  else if (spans.has_moments16())
     adam_vectors<kL2, RoundedMasters, BFloat16>(spans, constants, numel);
-  } else if (spans.rounds_weight16) {
+  else if (spans.rounds_weight16)
     adam_vectors<kL2, RoundedMasters>(spans, constants, numel);
-  } else if (spans.weight16 == nullptr) {
+  else if (spans.weight16 == nullptr)
     adam_vectors<kL2, Float32Masters<void>>(spans, constants, numel);
-  } else if (spans.follows_weight16 && spans.weight16_dtype == DType::kBFloat16) {
+  else if (spans.follows_weight16 && spans.weight16_dtype == DType::kBFloat16)
     adam_vectors<kL2, FollowingMasters<BFloat16>>(spans, constants, numel);
-  } else if (spans.follows_weight16) {
+  else if (spans.follows_weight16)
     adam_vectors<kL2, FollowingMasters<Float16>>(spans, constants, numel);
-  } else if (spans.weight16_dtype == DType::kBFloat16) {
+  else if (spans.weight16_dtype == DType::kBFloat16)
     adam_vectors<kL2, Float32Masters<BFloat16>>(spans, constants, numel);
-  } else {
+  else
     adam_vectors<kL2, Float32Masters<Float16>>(spans, constants, numel);
-  }
 }
 
 // The last few elements go through the scalar loop, whose results are the same bits.
@@ -164,11 +163,10 @@ void adam_range(const AdamSpans& spans, const AdamConstants& constants) {
   // A thread's vector must not share a byte of remainders with the scalar loop's.
   const bool whole_bytes = !spans.has_remainder() || kLanes % 8 == 0;
   const std::size_t body = whole_bytes ? numel - numel % kLanes : 0;
-  if (constants.l2 != 0.0F) {
+  if (constants.l2 != 0.0F)
     adam_body<true>(spans, constants, body);
-  } else {
+  else
     adam_body<false>(spans, constants, body);
-  }
   adam_scalar_loop(part_of(spans, body, numel), constants);
 }
 #else
@@ -295,11 +293,10 @@ void adam_scalar_loop(const AdamSpans& spans, const AdamConstants& c) {
     const float denominator = std::sqrt(v) / c.correction2_root + c.eps;
     const float weight = before * c.decay + (c.negative_step_size * m) / denominator;
     set_moments(spans, i, {m, v});
-    if (spans.has_remainder()) {
+    if (spans.has_remainder())
       set_remainder(spans.remainder, i, remainder_of(weight));
-    } else if (!spans.rounds_weight16) {
+    else if (!spans.rounds_weight16)
       spans.weight[i] = weight;
-    }
     if (spans.weight16 != nullptr) {
       with_storage(spans.weight16_dtype, [&](auto storage) {
         store_element<decltype(storage)>(spans.weight16, i, weight);

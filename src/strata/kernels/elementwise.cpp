@@ -63,9 +63,8 @@ HWY_INLINE void add_streams(const SumTask& task, std::size_t first, std::size_t 
     const std::size_t offset = i * sizeof(Source);
     auto sum = Lanes<Source>::load(d, sources[0] + offset);
     if (first > 0) sum = hn::Add(hn::Load(d, partial + (i - begin)), sum);
-    for (std::size_t k = 1; k < count; ++k) {
+    for (std::size_t k = 1; k < count; ++k)
       sum = hn::Add(sum, Lanes<Source>::load(d, sources[k] + offset));
-    }
     if (!last) {
       hn::Store(sum, d, partial + (i - begin));
       continue;
@@ -188,11 +187,10 @@ void cast(std::byte* target, DType target_dtype, const std::byte* source, DType 
     std::byte* const to = target + bytes_of(Numel(begin), target_dtype).value;
     const std::byte* const from = source + bytes_of(Numel(begin), source_dtype).value;
     const Numel part(end - begin);
-    if (target_dtype == source_dtype) {
+    if (target_dtype == source_dtype)
       std::memcpy(to, from, bytes_of(part, target_dtype).size());
-    } else {
+    else
       HWY_DYNAMIC_DISPATCH(cast_range)(to, target_dtype, from, source_dtype, part.size());
-    }
   });
 }
 
@@ -244,25 +242,22 @@ bool is_summable(DType dtype) {
 
 void check_cast(DType target, DType source) {
   for (const DType dtype : {target, source}) {
-    if (!is_floating(dtype)) {
+    if (!is_floating(dtype))
       throw_unsupported("A cast", "float64, float32, float16 and bfloat16", dtype);
-    }
   }
 }
 
 void check_accumulate(DType target, DType source) {
   for (const DType dtype : {target, source}) {
-    if (!is_summable(dtype)) {
+    if (!is_summable(dtype))
       throw_unsupported("Accumulation", "float32, float16 and bfloat16", dtype);
-    }
   }
 }
 
 void check_sum(std::size_t sources, DType dtype) {
   STRATA_ASSERT(sources > 0);
-  if (!is_summable(dtype)) {
+  if (!is_summable(dtype))
     throw_unsupported("A sum over ranks", "float32, float16 and bfloat16", dtype);
-  }
 }
 
 }  // namespace strata::kernels

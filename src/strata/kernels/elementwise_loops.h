@@ -22,31 +22,28 @@ Storage element_at(const std::byte* array, std::size_t i) {
 template <typename Storage>
 float load_element(const std::byte* array, std::size_t i) {
   const auto value = element_at<Storage>(array, i);
-  if constexpr (std::is_arithmetic_v<Storage>) {
+  if constexpr (std::is_arithmetic_v<Storage>)
     return static_cast<float>(value);
-  } else {
+  else
     return to_float(value);
-  }
 }
 
 template <typename Storage>
 void store_element(std::byte* array, std::size_t i, float value) {
   Storage stored;
-  if constexpr (std::is_same_v<Storage, BFloat16>) {
+  if constexpr (std::is_same_v<Storage, BFloat16>)
     stored = bfloat16_from(value);
-  } else if constexpr (std::is_same_v<Storage, Float16>) {
+  else if constexpr (std::is_same_v<Storage, Float16>)
     stored = float16_from(value);
-  } else {
+  else
     stored = static_cast<Storage>(value);
-  }
   std::memcpy(array + i * sizeof(Storage), &stored, sizeof stored);
 }
 
 template <typename Target, typename Source>
 void cast_scalars(std::byte* target, const std::byte* source, std::size_t begin, std::size_t end) {
-  for (std::size_t i = begin; i < end; ++i) {
+  for (std::size_t i = begin; i < end; ++i)
     store_element<Target>(target, i, load_element<Source>(source, i));
-  }
 }
 
 template <typename Target, typename Source>

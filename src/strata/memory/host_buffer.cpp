@@ -99,9 +99,8 @@ int populate(std::byte* begin, Bytes bytes) {
   if (errno == ENOMEM || errno == EFAULT || errno == EHWPOISON) return errno;
 #endif
   // The kernel does not know this advice: a write to each page does the same.
-  for (Bytes at; at < bytes; at += page_size()) {
+  for (Bytes at; at < bytes; at += page_size())
     *const_cast<volatile std::byte*>(begin + at.size()) = std::byte{0};
-  }
   return 0;
 }
 
@@ -131,9 +130,8 @@ HostBuffer::HostBuffer(Bytes bytes, const HostBufferOptions& options) {
   STRATA_ASSERT(bytes.value >= 0);
   if (bytes == Bytes()) return;
   // Rounding up, and the page that aligns, must not overflow.
-  if (bytes.value > std::numeric_limits<std::int64_t>::max() - 2 * kHugePageSize.value) {
+  if (bytes.value > std::numeric_limits<std::int64_t>::max() - 2 * kHugePageSize.value)
     throw_out_of_memory(bytes, options, ENOMEM);
-  }
   const bool huge = options.huge_pages && bytes >= kHugePageSize;
   std::byte* const mapped =
       huge ? map_huge_pages(whole_pages(bytes)) : map_pages(whole_pages(bytes));

@@ -85,9 +85,8 @@ bool lists_memory(std::string_view controllers) {
 
 Bytes available_memory(const fs::path& root) {
   Bytes left = kUnbounded;
-  if (const auto kibibytes = read_keyed(root / "proc/meminfo", "MemAvailable:")) {
+  if (const auto kibibytes = read_keyed(root / "proc/meminfo", "MemAvailable:"))
     left = Bytes(*kibibytes) * 1024;
-  }
   // Lines are "hierarchy:controllers:path"; version 2 is hierarchy 0 without controllers.
   std::ifstream groups(root / "proc/self/cgroup");
   for (std::string line; std::getline(groups, line);) {
@@ -96,11 +95,10 @@ Bytes available_memory(const fs::path& root) {
     if (second == std::string::npos) continue;
     const std::string controllers = line.substr(first + 1, second - first - 1);
     const fs::path group = line.substr(second + 1);
-    if (controllers.empty()) {
+    if (controllers.empty())
       left = std::min(left, left_of_groups(root / "sys/fs/cgroup", group, kVersion2));
-    } else if (lists_memory(controllers)) {
+    else if (lists_memory(controllers))
       left = std::min(left, left_of_groups(root / "sys/fs/cgroup/memory", group, kVersion1));
-    }
   }
   return left;
 }

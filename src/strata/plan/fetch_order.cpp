@@ -25,9 +25,8 @@ FetchOrder::FetchOrder(int unit_count)
 void FetchOrder::expect(std::vector<int> uses) {
   expected_ = std::move(uses);
   for (std::vector<std::size_t>& places : places_) places.clear();
-  for (std::size_t i = 0; i < expected_.size(); ++i) {
+  for (std::size_t i = 0; i < expected_.size(); ++i)
     places_[static_cast<std::size_t>(expected_[i])].push_back(i);
-  }
 }
 
 void FetchOrder::start_pass() {
@@ -41,16 +40,14 @@ void FetchOrder::start_pass() {
 void FetchOrder::record_use(int unit) {
   const int previous = recorded_.empty() ? -1 : recorded_.back();
   if (previous == unit) return;  // a unit in use, used again
-  if (recorded_.size() == kRecordedMax) {
+  if (recorded_.size() == kRecordedMax)
     recorded_.erase(recorded_.begin(), recorded_.begin() + kRecordedMax / 2);
-  }
   recorded_.push_back(unit);
   record_skipped(unit);
-  if (position_ < expected_.size() && expected_[position_] == unit) {
+  if (position_ < expected_.size() && expected_[position_] == unit)
     ++position_;
-  } else {
+  else
     find_position(previous, unit);
-  }
 }
 
 void FetchOrder::record_skipped(int unit) {

@@ -122,17 +122,15 @@ InitChoice choose_init(const InitDemand& demand, std::span<const InitFacts> by_r
                        std::span<const InitAlternative> alternatives) {
   STRATA_ASSERT(!by_rank.empty());
   if (suits(InitTier::kBornFlat, by_rank)) {
-    if (worst_of(InitTier::kBornFlat, demand, by_rank).bytes.value > 0) {
+    if (worst_of(InitTier::kBornFlat, demand, by_rank).bytes.value > 0)
       throw_nothing_fits(InitTier::kBornFlat, demand, by_rank, alternatives);
-    }
     return {InitTier::kBornFlat, numbers(demand, by_rank)};
   }
   if (wanted) {
     const bool possible = suits(*wanted, by_rank);
     const Lack worst = worst_of(*wanted, demand, by_rank);
-    if (possible && worst.bytes.value <= 0) {
+    if (possible && worst.bytes.value <= 0)
       return {*wanted, "as strata.init.tier says; " + numbers(demand, by_rank)};
-    }
     throw ConfigError(
         "strata.init.tier: '{}' cannot be taken, {}; write \"auto\". {}", name_of(*wanted),
         possible ? fmt::format("rank {} lacks {} of {} memory for it", worst.rank,

@@ -90,13 +90,12 @@ class Planner {
     const std::string& path = tree_[block >= 0 ? static_cast<std::size_t>(block) : module].path;
     for (const int param : params) {
       const Key key = key_of(param);
-      if (std::get<2>(key)) {
+      if (std::get<2>(key))
         add_to(open_, path, param, module, options_.unit_bytes);
-      } else if (bytes_of_param(param) <= options_.small_bytes) {
+      else if (bytes_of_param(param) <= options_.small_bytes)
         add_to(open_, path, param, module, options_.small_bytes);
-      } else {
+      else
         put(new_unit(params_[static_cast<std::size_t>(param)].name, key), param);
-      }
     }
   }
 
@@ -106,18 +105,15 @@ class Planner {
     const int block = block_of_module_[module];
     std::vector<int> params;
     if (block == static_cast<int>(module)) {
-      for (const std::size_t member : members_of_block_[module]) {
-        take(tree_[member].params, params);
-      }
+      for (const std::size_t member : members_of_block_[module]) take(tree_[member].params, params);
       open_.clear();
       std::map<Key, Open> units;
       for (const int param : params)
         add_to(units, tree_[module].path, param, module, options_.block_unit_bytes);
     } else if (block < 0) {
       take(tree_[module].params, params);
-      for (const int param : params) {
+      for (const int param : params)
         add_to(open_, tree_[module].path, param, module, options_.unit_bytes);
-      }
     }
   }
 
@@ -196,9 +192,7 @@ class Planner {
   // A block's scope covers its whole subtree; another module's scope its own parameters.
   std::vector<int> scope_of_module() const {
     std::vector<int> scope = block_of_module_;
-    if (options_.one_by_one) {
-      scope = holders(find_named(tree_, options_.wrap, options_.leaves));
-    }
+    if (options_.one_by_one) scope = holders(find_named(tree_, options_.wrap, options_.leaves));
     for (std::size_t i = 0; i < tree_.size(); ++i) {
       if (scope[i] >= 0) continue;
       // A module that is never called has its parameters read by the module that contains it.
@@ -219,11 +213,10 @@ class Planner {
       Needs& needs = needs_of_module[scope_of[i]];
       for (const int param : tree_[i].params) {
         const int unit = plan_.unit_of_param[static_cast<std::size_t>(param)];
-        if (plan_.units[static_cast<std::size_t>(unit)].tile()) {
+        if (plan_.units[static_cast<std::size_t>(unit)].tile())
           needs.tiles.push_back(unit);
-        } else {
+        else
           needs.units.insert(unit);
-        }
       }
     }
     for (auto& [module, needs] : needs_of_module) {
@@ -259,9 +252,8 @@ ModelPlan plan_units(std::span<const ParamSpec> params, const ModuleTree& tree,
 std::string describe(std::span<const ParamSpec> params, const ModelPlan& plan) {
   std::vector<std::size_t> place(params.size());
   for (const UnitSpec& unit : plan.units) {
-    for (std::size_t i = 0; i < unit.params.size(); ++i) {
+    for (std::size_t i = 0; i < unit.params.size(); ++i)
       place[static_cast<std::size_t>(unit.params[i])] = i;
-    }
   }
   const auto on = [](std::string_view what, std::optional<memory::Tier> tier) {
     return tier ? fmt::format(", {} on {}", what, memory::name_of(*tier)) : std::string();

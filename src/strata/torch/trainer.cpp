@@ -72,9 +72,8 @@ Trainer::Trainer(std::shared_ptr<::torch::nn::Module> module, TrainerOptions opt
     : module_(std::move(module)),
       collectives_(std::move(options.collectives)),
       exceptions_(std::uncaught_exceptions()) {
-  if (module_ == nullptr) {
+  if (module_ == nullptr)
     throw UsageError("a trainer needs a module; found null. Pass model.ptr()");
-  }
   engine::Config config = engine::Config::parse(options.config);
   config.require_for_training(!options.groups.empty(), false);
   const engine::UpdateRule rule = rule_of(config, !options.groups.empty());

@@ -149,18 +149,16 @@ class ReplicaSums {
     pending.work->wait();
     switch (pending.step) {
       case Step::kInside:
-        if (pending.reduction.replicas == Replicas::kLater || pending.reduction.result.empty()) {
+        if (pending.reduction.replicas == Replicas::kLater || pending.reduction.result.empty())
           pending.step = Step::kComplete;
-        } else {
+        else
           begin_sum(pending);
-        }
         return;
       case Step::kSumming:
-        if (gathers()) {
+        if (gathers())
           begin_gather(pending);
-        } else {
+        else
           pending.step = Step::kComplete;
-        }
         return;
       case Step::kGathering:
         fold(pending);
@@ -186,9 +184,8 @@ class ReplicaSums {
       sum.accumulate = reduction.accumulate;
     } else if (replicas_read_each_other_) {
       // Every replica's slice of the contribution is all of it: each of them adds up the same.
-      for (int replica = 1; replica < replicas_; ++replica) {
+      for (int replica = 1; replica < replicas_; ++replica)
         device_.copy(std::as_writable_bytes(floats(terms, numel * replica, numel)), slice, stream);
-      }
       sum.result = reduction.result;
       sum.accumulate = reduction.accumulate && reduction.replicas == Replicas::kSum;
     } else {

@@ -80,9 +80,8 @@ class Doorbell {
     // Sequentially consistent on both sides: either the sleeper sees the new count, or we see it
     // sleep.
     rings_.fetch_add(1, std::memory_order_seq_cst);
-    if (sleeping_.load(std::memory_order_seq_cst) != 0) {
+    if (sleeping_.load(std::memory_order_seq_cst) != 0)
       ::syscall(SYS_futex, &rings_, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
-    }
   }
   // Returns when the count is no longer `heard`, or after about `period`, or without a reason.
   // Spins `spins` times before it sleeps.

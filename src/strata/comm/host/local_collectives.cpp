@@ -105,9 +105,7 @@ class LocalRankMemory final : public RankMemory {
 }  // namespace
 
 LocalGroup::LocalGroup(int world_size, const CommOptions& options) {
-  if (world_size < 1) {
-    throw UsageError("a group has at least one rank (world size {})", world_size);
-  }
+  if (world_size < 1) throw UsageError("a group has at least one rank (world size {})", world_size);
   state_ = std::make_shared<State>(world_size, options);
 }
 
@@ -118,15 +116,13 @@ int LocalGroup::world_size() const {
 }
 
 std::unique_ptr<Collectives> LocalGroup::rank(int rank) {
-  if (rank < 0 || rank >= world_size()) {
+  if (rank < 0 || rank >= world_size())
     throw UsageError("no such rank (rank {}, world size {})", rank, world_size());
-  }
   {
     LocalRank& taken = state_->at(rank);
     const std::lock_guard lock(taken.mutex);
-    if (std::exchange(taken.taken, true)) {
+    if (std::exchange(taken.taken, true))
       throw UsageError("each rank of a group can be taken once (rank {})", rank);
-    }
   }
   return make_pull_collectives(std::make_unique<LocalRankMemory>(state_, rank), state_->options);
 }

@@ -27,9 +27,8 @@ Bytes slice_bytes(const Reduction& reduction) {
 }
 
 void check_arguments(const Reduction& reduction, std::string_view tag) {
-  if (reduction.source == nullptr) {
+  if (reduction.source == nullptr)
     throw UsageError("reduce_scatter needs a source buffer ('{}' has none)", tag);
-  }
   if (!is_floating(reduction.dtype) || reduction.dtype == DType::kFloat64) {
     throw UsageError(
         "reduce_scatter sums float32, bfloat16 and float16: convert the source first ('{}' is {})",
@@ -341,9 +340,8 @@ class PullCollectives final : public Collectives {
     }
     // Each rank starts at its right neighbour, so that not all read from the same one.
     const bool empty = slices.slice_bytes == Bytes(0);
-    for (int step = 0; !empty && step < world_size(); ++step) {
+    for (int step = 0; !empty && step < world_size(); ++step)
       pull_slice((rank() + step) % world_size(), slices, flat, tag);
-    }
     return std::make_unique<CompletedWork>();
   }
 

@@ -142,16 +142,14 @@ class RankLink {
       const std::string text = describe(entry(r, number));
       const auto group = std::find_if(groups.begin(), groups.end(),
                                       [&](const auto& g) { return g.first == text; });
-      if (group != groups.end()) {
+      if (group != groups.end())
         group->second.push_back(name_of(r));
-      } else {
+      else
         groups.push_back({text, {name_of(r)}});
-      }
     }
     std::vector<std::string> parts;
-    for (const auto& [text, ranks] : groups) {
+    for (const auto& [text, ranks] : groups)
       parts.push_back(fmt::format("{}: {}", join_ranks(ranks), text));
-    }
     if (!left.empty()) fail(fmt::format("{} (meanwhile {})", left, fmt::join(parts, "; ")));
     fail(
         fmt::format("the ranks must start the same operations in the same order, but differ: look "

@@ -195,9 +195,8 @@ class PeerBuffers {
     // The mutex is held.
     SharedParts parts(std::size_t first) const {
       SharedParts result{number_, bytes_, memory_->reserved(), {}};
-      for (std::size_t i = first; i < memory_->pieces(); ++i) {
+      for (std::size_t i = first; i < memory_->pieces(); ++i)
         result.pieces.push_back(memory_->piece(i));
-      }
       return result;
     }
 

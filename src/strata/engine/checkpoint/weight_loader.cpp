@@ -93,11 +93,10 @@ class BatchSink final : public checkpoint::Sink {
     for (std::size_t i = first; i < plan_.ends[piece.index]; ++i) {
       const format::RangeCopy& copy = plan_.pieces[i];
       const std::byte* const source = piece.content.data() + (copy.offset - piece.offset).size();
-      if (values_.params[copy.param].reordered) {
+      if (values_.params[copy.param].reordered)
         collect(copy, source);
-      } else {
+      else
         values_.enqueue_store(copy.param, copy.param_begin, copy.numel, source, copy.source_dtype);
-      }
     }
     phase_.moved(piece.bytes);
     return nullptr;
@@ -245,9 +244,8 @@ LoadedBytes load_weights(Engine& engine, const LoadSource& source,
   Weights& weights = engine.weights();
   std::vector<LoadedParam> params;
   for (const int param : source.params) {
-    if (param < 0 || param >= weights.param_count()) {
+    if (param < 0 || param >= weights.param_count())
       throw UsageError("the model has no parameter {}; it has {}", param, weights.param_count());
-    }
     params.push_back({param, !source.in_slot_order && weights.param(param).reordered()});
   }
   OwedMasters owed;  // they are made of many stores at once

@@ -132,9 +132,8 @@ void WeightSaver::plan_runs() {
     Numel at;
     for (const SavedRange& piece : tensors_[t].pieces) {
       const Numel begin = weights.slot_of(piece.param).offset + piece.begin;
-      if (piece.numel.value > 0) {
+      if (piece.numel.value > 0)
         runs_.push_back({weights.unit_of(piece.param).id, piece.param, begin, piece.numel, t, at});
-      }
       at += piece.numel;
     }
   }

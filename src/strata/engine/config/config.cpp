@@ -317,9 +317,8 @@ plan::PlanOptions plan_options_from(const Config& config) {
   }
   if (config.zero.stage == 3) {
     options.one_by_one = config.zero.allgather_sequential;
-    if (config.strata.unit_size) {
+    if (config.strata.unit_size)
       options.small_bytes = std::min(options.small_bytes, *config.strata.unit_size);
-    }
     options.persistence_threshold = config.zero.param_persistence_threshold;
     options.persistence_total = config.zero.model_persistence_threshold;
     // strata.max_live_bytes does not change the units: strata.unit_size sets their size.

@@ -157,9 +157,8 @@ class Builder : public nlohmann::json_sax<ordered_json> {
   }
 
   bool open(ordered_json value) {
-    if (stack_.size() >= kMaxDepth) {
+    if (stack_.size() >= kMaxDepth)
       throw ConfigError("{} nests objects and lists deeper than {} levels", origin_, kMaxDepth);
-    }
     const bool member = !stack_.empty() && stack_.back()->is_object();
     path_.push_back(member ? key_ : std::string("[]"));
     if (stack_.empty()) path_.clear();
@@ -221,9 +220,8 @@ std::string read_file(const std::filesystem::path& path) {
   std::ifstream file(path, std::ios::binary);
   std::ostringstream content;
   content << file.rdbuf();
-  if (!file || error) {
+  if (!file || error)
     throw ConfigError("cannot read the configuration {}; check that it may be read", path.string());
-  }
   return content.str();
 }
 
@@ -260,19 +258,16 @@ std::string canonical_text(const json& value) {
 
 ConfigSource open_config_source(std::string_view text_or_path) {
   const auto first = text_or_path.find_first_not_of(" \t\r\n");
-  if (first == std::string_view::npos) {
+  if (first == std::string_view::npos)
     throw ConfigError("the configuration is empty; write at least {\"train_batch_size\": 1}");
-  }
-  if (text_or_path[first] == '[' || text_or_path.find('{') != std::string_view::npos) {
+  if (text_or_path[first] == '[' || text_or_path.find('{') != std::string_view::npos)
     return {std::string(text_or_path), "the configuration"};
-  }
   const std::filesystem::path path(text_or_path);
   std::error_code error;
   if (std::filesystem::is_regular_file(path, error)) return {read_file(path), path.string()};
   auto decoded = decode_base64(text_or_path.substr(first));
-  if (decoded && decoded->find('{') != std::string::npos) {
+  if (decoded && decoded->find('{') != std::string::npos)
     return {std::move(*decoded), "the base64 configuration"};
-  }
   throw ConfigError(
       "the configuration is neither JSON text, nor the path of a file that exists, nor JSON in "
       "base64; found \"{}\"",

@@ -196,9 +196,8 @@ OptimizerConfig read_optimizer(Settings* settings, ConfigFindings* remarks) {
                     "write \"gradient_clipping\": {0} at the top level; found {0}",
                     shown(*norm)));
   }
-  if (name != "Adam" && name != "AdamW") {
+  if (name != "Adam" && name != "AdamW")
     return torch_optimizer(type, std::string(name), params, settings, remarks);
-  }
   const bool decoupled = name == "AdamW" || flag_or(params, "adam_w_mode", true);
   if (flag_or(params, "torch_adam", false)) {
     if (!flag_or(params, "bias_correction", true)) {

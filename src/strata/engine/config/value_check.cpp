@@ -26,9 +26,8 @@ bool within(std::string_view limits, double v) {
   if (const auto of = limits.find("of "); of != std::string_view::npos)
     limits.remove_prefix(of + 3);
   if (limits.empty()) return true;
-  if (const auto dots = limits.find(".."); dots != std::string_view::npos) {
+  if (const auto dots = limits.find(".."); dots != std::string_view::npos)
     return v >= parse_double(limits.substr(0, dots)) && v <= parse_double(limits.substr(dots + 2));
-  }
   if (limits.starts_with(">= ")) return v >= parse_double(limits.substr(3));
   STRATA_ASSERT(limits.starts_with("> "));
   return v > parse_double(limits.substr(2));

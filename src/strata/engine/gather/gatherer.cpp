@@ -151,11 +151,10 @@ void Gatherer::acquire(int index) {
     offload::throw_offloaded(fmt::format("unit '{}' of the weights", unit(index).name()));
   order_.record_use(index);
   gathered_.drop_idle_tiles(index);
-  if (unit(index).whole) {
+  if (unit(index).whole)
     whole_.complete(index);
-  } else {
+  else
     gathered_.gather(index);
-  }
   gathered_.pin(index);
   if (options_.max_reuse) gathered_.drop_what_is_not_reused_soon(index);
   if (!prefetches_) return;
@@ -170,11 +169,10 @@ void Gatherer::acquire(int index) {
 void Gatherer::discard(int index) {
   release(index);
   if (unit(index).whole) return;
-  if (pinned(index)) {
+  if (pinned(index))
     gathered_.gather_again(index);
-  } else {
+  else
     gathered_.drop(index);
-  }
 }
 
 void Gatherer::prefetch() {

@@ -196,11 +196,10 @@ void ExternalOptimizer::step(std::span<const GroupScalars> /*groups*/, const Gra
     update_resident(scale.value);
   std::size_t first_segment = 0;
   for (const OptimizerShards::UnitShard& shard : shards_.units()) {
-    if (on_drive(shard)) {
+    if (on_drive(shard))
       update_on_drive(shard, first_segment, scale.value);
-    } else {
+    else
       take_back(shard);
-    }
     first_segment += shard.segments.size();
     updated(shard.unit);
   }

@@ -69,11 +69,10 @@ std::vector<offload::DriveWrites> Links::drive_writes() const {
   for (const auto& store : stores_) {
     for (const offload::DriveWrites& each : store->drive_writes()) {
       const auto same = std::ranges::find(all, each.folder, &offload::DriveWrites::folder);
-      if (same == all.end()) {
+      if (same == all.end())
         all.push_back(each);
-      } else {
+      else
         same->written += each.written;
-      }
     }
   }
   return all;

@@ -54,9 +54,7 @@ bool GradientCheck::takes_texts(bool allows_overflow, bool late) const {
 
 void GradientCheck::read(int unit, bool allows_overflow, bool late,
                          const WholeGradients::Take& take) {
-  if (collectives_.world_size() == 1) {
-    return whole_.take_shard(unit, take);
-  }
+  if (collectives_.world_size() == 1) return whole_.take_shard(unit, take);
   if (takes_texts(allows_overflow, late)) {
     collectives_.all_gather_text(std::string(kWantsToRead));
   } else {

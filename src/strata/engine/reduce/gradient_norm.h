@@ -195,11 +195,10 @@ class WholeGradients {
       const auto slice = [&](std::size_t rank) {
         return memory->bytes().subspan(rank * bytes, bytes);
       };
-      if (shards.filled(unit.id)) {
+      if (shards.filled(unit.id))
         device_.copy(slice(mine), std::as_bytes(shards.values(unit.id)), stream);
-      } else {
+      else
         device_.fill_zero(slice(mine), stream);
-      }
       stream.synchronize();
       // Where every shard group holds all of them, those of the first count.
       for (int rank = 0; rank < unit.layout.world_size(); ++rank)

@@ -76,13 +76,12 @@ void GradientShards::fold_in(int unit, device::Stream& stream) {
   const std::span<std::byte> target = kept(unit);
   const Bytes bytes(target.size());
   const auto fold = [&] {
-    if (shard.filled) {
+    if (shard.filled)
       device_.accumulate(target.data(), dtype_, source, DType::kFloat32, numel, stream);
-    } else if (dtype_ == DType::kFloat32) {
+    else if (dtype_ == DType::kFloat32)
       device_.copy(target, {source, target.size()}, stream);
-    } else {
+    else
       device_.cast(target.data(), dtype_, source, DType::kFloat32, numel, stream);
-    }
   };
   if (!on_host(unit)) return fold();
   watch_.copy(offload::Link::kDown, bytes, stream, [&] {

@@ -60,11 +60,10 @@ class LossScaler {
   void update(bool overflow) {
     if (!dynamic()) return;
     if (overflow) {
-      if (params_.hysteresis == 1 || state_.hysteresis_left == 1) {
+      if (params_.hysteresis == 1 || state_.hysteresis_left == 1)
         shrink();
-      } else {
+      else
         --state_.hysteresis_left;
-      }
       state_.last_overflow = state_.iteration;
     } else {
       if (params_.consecutive_hysteresis) state_.hysteresis_left = params_.hysteresis;

@@ -108,23 +108,21 @@ class OneCycle {
     const double h = in_cycle ? height(iteration) : 0.0;
     Rates rates{min_lrs_};
     for (std::size_t g = 0; g < min_lrs_.size(); ++g) {
-      if (in_cycle) {
+      if (in_cycle)
         rates.lrs[g] += (max_lrs_[g] - min_lrs_[g]) * h;
-      } else if (params_.decay_step_size != 0.0 && params_.decay_lr_rate != 0.0) {
+      else if (params_.decay_step_size != 0.0 && params_.decay_lr_rate != 0.0)
         rates.lrs[g] /= 1.0 + params_.decay_lr_rate * decays(iteration);
-      }
     }
     if (!cycles_momentum_) return rates;
     rates.betas.emplace();
     for (std::size_t g = 0; g < min_momenta_.size(); ++g) {
       double momentum = max_momenta_[g];
-      if (iteration < 0) {
+      if (iteration < 0)
         momentum = min_momenta_[g];
-      } else if (in_cycle) {
+      else if (in_cycle)
         momentum -= (max_momenta_[g] - min_momenta_[g]) * h;
-      } else if (params_.decay_step_size != 0.0 && params_.decay_momentum_rate != 0.0) {
+      else if (params_.decay_step_size != 0.0 && params_.decay_momentum_rate != 0.0)
         momentum *= 1.0 + params_.decay_momentum_rate * decays(iteration);
-      }
       rates.betas->push_back({momentum, kCycledBeta2});
     }
     return rates;

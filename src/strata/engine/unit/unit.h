@@ -76,11 +76,10 @@ class ParameterViews : public Interface {
   template <typename Memory>
   void let_go(int unit, Memory&& memory) noexcept {
     try {
-      if (held(unit)) {
+      if (held(unit))
         leave(unit, memory());
-      } else {
+      else
         detach(unit);
-      }
     } catch (...) {  // a destructor cannot report it
     }
   }

@@ -95,11 +95,10 @@ OwedMasters take_joined(OwedMasters& owed) {
   OwedMasters joined;
   std::ranges::sort(owed, {}, [](const ShardPart& p) { return std::tuple(p.unit, p.begin); });
   for (const ShardPart& part : std::exchange(owed, {})) {
-    if (!joined.empty() && joined.back().unit == part.unit && part.begin <= joined.back().end) {
+    if (!joined.empty() && joined.back().unit == part.unit && part.begin <= joined.back().end)
       joined.back().end = std::max(joined.back().end, part.end);
-    } else {
+    else
       joined.push_back(part);
-    }
   }
   return joined;
 }
@@ -138,11 +137,10 @@ void MasterStates::for_each(int unit, Numel begin, Numel end, offload::Access ac
                             const std::function<void(const StateRange&)>& work) {
   const auto held = held_.find(unit);
   const Numel shard = of(unit).layout.shard();
-  if (held == held_.end()) {
+  if (held == held_.end())
     for_each_range(store_, blocks(unit), shard, begin, end, access, work);
-  } else {
+  else
     work({Numel(), begin, end, {&held->second, 1}});
-  }
 }
 
 void MasterStates::make(int unit, Numel begin, Numel numel, const std::byte* source,

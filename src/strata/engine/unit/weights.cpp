@@ -38,9 +38,8 @@ Weights::Weights(std::span<const plan::ParamSpec> params, const plan::ModelPlan&
     const bool whole = !offloaded && (!sharded || place_.held_count() == 1);
     offsets_.push_back(total);
     if (!offloaded) total += align_up(local_bytes(layout, whole, place_.parts), kPage);
-    for (std::size_t i = 0; i < spec.params.size(); ++i) {
+    for (std::size_t i = 0; i < spec.params.size(); ++i)
       nth(slot_of_param_, spec.params[i]) = static_cast<int>(i);
-    }
     units_.push_back(
         {static_cast<int>(units_.size()), spec, std::move(layout), whole, offloaded, {}, {}, {}});
   }
@@ -140,11 +139,10 @@ void Weights::enqueue_store(int param, Numel begin, Numel numel, const std::byte
   back(unit.id);
   const Numel shard_offset = slot.offset + low - unit.layout.shard() * place_.index;
   const std::byte* first = source + bytes_of(low - begin, source_dtype).size();
-  if (source_dtype == unit.layout.dtype() || device_.device_accessible(first)) {
+  if (source_dtype == unit.layout.dtype() || device_.device_accessible(first))
     store_piece(unit, shard_offset, high - low, first, source_dtype, owed);
-  } else {
+  else
     store_through_scratch(unit, shard_offset, high - low, first, source_dtype);
-  }
 }
 
 void Weights::enqueue_store_everywhere(int param, Numel begin, Numel numel, const std::byte* source,

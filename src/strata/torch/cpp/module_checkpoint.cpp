@@ -30,9 +30,8 @@ constexpr std::string_view kLoadingTrainer = "loading the checkpoint";
 void check_buffer(const format::CheckpointIndex& index, const std::string& name,
                   const at::Tensor& buffer) {
   const format::CheckpointTensor* tensor = index.find(name);
-  if (tensor == nullptr) {
+  if (tensor == nullptr)
     throw FormatError("{}: the module's buffer '{}' is missing", index.path(), name);
-  }
   const DType dtype = from_scalar_type(buffer.scalar_type());
   if (tensor->info.shape == buffer.sizes().vec() && tensor->info.dtype == dtype) return;
   throw FormatError(
@@ -221,9 +220,7 @@ std::optional<std::string> load_training_of(ShardedModel& model, const ::torch::
     if (tag.empty()) tag = checkpoint::latest_tag(folder).value_or("");
     if (tag.empty()) return;
     const auto path = checkpoint::find_checkpoint(folder, tag);
-    if (!path) {
-      throw IoError("there is no whole checkpoint '{}' in '{}'", tag, folder);
-    }
+    if (!path) throw IoError("there is no whole checkpoint '{}' in '{}'", tag, folder);
     found = *path;
   });
   found = collectives.all_gather_text(found).front();

@@ -131,11 +131,10 @@ void ParameterSet::leave(int unit, std::shared_ptr<void> memory) {
   point_all(unit, Pointed::kAtNothing);
   for (const int param : engine::nth(units_, unit).params) {
     ParameterStorage& storage = storage_of(param);
-    if (storage.others(variable(param)) > 0) {
+    if (storage.others(variable(param)) > 0)
       storage.leave(kept);
-    } else {
+    else
       storage.take();
-    }
   }
 }
 

@@ -186,11 +186,10 @@ void TrainingPasses::zero_gradients(bool keep) {
 void TrainingPasses::let_go() {
   pass_.settle();
   scopes_.failure().rethrow();
-  if (engine_.forward_seen()) {
+  if (engine_.forward_seen())
     scopes_.release_idle_reads();
-  } else {
+  else
     scopes_.end_micro_step();
-  }
 }
 
 void TrainingPasses::free_gathered() {

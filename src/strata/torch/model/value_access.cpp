@@ -110,9 +110,8 @@ bool ValueAccess::gathers_together() const {
 void ValueAccess::publish(std::span<const int> params, int root) {
   comm::Collectives& collectives = engine_.collectives();
   const int world = collectives.world_size();
-  if (root < 0 || root >= world) {
+  if (root < 0 || root >= world)
     throw UsageError("modifier_rank must be a rank of this job, 0 to {}; got {}", world - 1, root);
-  }
   for (const int param : params) require_publishable(param);
   for (const int param : params) {
     if (parameters_.replaced(param)) {

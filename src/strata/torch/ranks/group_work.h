@@ -150,15 +150,14 @@ class GroupFailure : NonCopyable {
     for (std::size_t r = 0; r < notes.size(); ++r) {
       const auto& note = notes[r];
       if (r == static_cast<std::size_t>(rank_)) continue;
-      if (note.empty()) {
+      if (note.empty())
         absent = fmt::format("rank {} did not come or is gone", names_.of(static_cast<int>(r)));
-      } else if (note[0] == kGaveUp) {
+      else if (note[0] == kGaveUp)
         return note.substr(1);
-      } else if (note[0] == kLeft) {
+      else if (note[0] == kLeft)
         absent = fmt::format("rank {} has left", names_.of(static_cast<int>(r)));
-      } else if (note[0] == kFailed) {
+      else if (note[0] == kFailed)
         failed = note.substr(1);
-      }
     }
     if (!absent.empty()) return absent;
     return failed.empty() ? "the connection broke" : failed;

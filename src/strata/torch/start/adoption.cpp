@@ -177,11 +177,10 @@ class Adoption {
       const Numel begin = block * static_cast<std::int64_t>(run.begin);
       const Numel end = std::min(block * static_cast<std::int64_t>(run.end), Numel(flat.numel()));
       const at::Tensor part = flat.narrow(0, begin.value, (end - begin).value);
-      if (run.differs) {
+      if (run.differs)
         intake_.store_from_rank_0(param, begin, part);
-      } else if (!on_host(param)) {
+      else if (!on_host(param))
         intake_.store(param, begin, part);
-      }
     }
   }
 
@@ -338,9 +337,8 @@ std::vector<at::Tensor> OriginalValues::release() {
 void free(std::vector<at::Tensor> values) noexcept {
   for (at::Tensor& one : values) {
     const c10::Storage& storage = one.storage();
-    if (is_of_torchs_allocator(storage)) {
+    if (is_of_torchs_allocator(storage))
       memory::give_back_pages({static_cast<std::byte*>(storage.mutable_data()), storage.nbytes()});
-    }
     one.reset();
   }
 }

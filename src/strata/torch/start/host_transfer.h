@@ -404,11 +404,10 @@ class HostIntake {
     Turn& turn = turns_.back();
     block.turn = turns_.size() - 1;
     block.at = place_in(turn);
-    if (next_store(turn)) {
+    if (next_store(turn))
       turn.stores.back().count += count;
-    } else {
+    else
       turn.stores.push_back({param, begin, count, block.at, dtype});
-    }
     turn.used = block.at + block.kept.size();
     ++turn.blocks;
     blocks_.push_back(block);

@@ -225,11 +225,10 @@ void require_staging_room(const engine::EngineOptions& options, int ranks_of_hos
 
 void warn(const ModelRuntime& runtime, const std::string& told) {
   if (told.empty() || runtime.collectives->rank() != 0) return;
-  if (runtime.warn) {
+  if (runtime.warn)
     runtime.warn(told);
-  } else {
+  else
     TORCH_WARN(told);
-  }
 }
 
 // Makes the stores. A path may be unusable on one rank only, so all ranks learn of an error.
