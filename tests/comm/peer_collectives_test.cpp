@@ -18,13 +18,11 @@ std::vector<std::string> run_peers(int world_size, std::chrono::milliseconds tim
   CommOptions options;
   options.timeout = timeout;
   LocalGroup group(world_size, options);
-  PeerOptions peer_options;
-  peer_options.timeout = timeout;
   return run_as_threads(
       world_size,
       [&](int rank) {
         return make_peer_collectives(std::make_shared<device::CpuDevice>(), group.rank(rank),
-                                     peer_options);
+                                     options);
       },
       body);
 }
@@ -39,12 +37,10 @@ Backend late_peer_backend() {
             CommOptions options;
             options.timeout = timeout;
             LocalGroup group(world_size, options);
-            PeerOptions peer_options;
-            peer_options.timeout = timeout;
             const auto make = [&](int rank) -> std::unique_ptr<Collectives> {
               const auto device = late_device(rank);
               return std::make_unique<HostResults>(
-                  make_peer_collectives(device, group.rank(rank), peer_options), device);
+                  make_peer_collectives(device, group.rank(rank), options), device);
             };
             return run_as_threads(world_size, make, body);
           }};

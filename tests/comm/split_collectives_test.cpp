@@ -13,11 +13,8 @@ std::vector<std::string> run_split(PeersCarry carry, int world_size,
   CommOptions options;
   options.timeout = timeout;
   LocalGroup group(world_size, options);
-  PeerOptions peer_options;
-  peer_options.timeout = timeout;
   return run_as_threads(
-      world_size, [&](int rank) { return split_rank(group.rank(rank), carry, peer_options); },
-      body);
+      world_size, [&](int rank) { return split_rank(group.rank(rank), carry, options); }, body);
 }
 
 Backend peers_gather() {
