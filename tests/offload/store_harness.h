@@ -140,7 +140,7 @@ class NvmeMaker {
   testing::TemporaryFolder folder_;
   int made_ = 0;
   std::shared_ptr<io::IoEngine> io_ =
-      std::make_shared<io::ThreadEngine>(io::ThreadEngineOptions{.threads = 2});
+      std::make_shared<io::ThreadEngine>(io::EngineOptions{.threads = 2});
 };
 
 template <int kPages, bool kVerify = false>
