@@ -89,7 +89,7 @@ class Bench {
         sample_(request),
         file_(sample_.path(), File::Mode::kRead),
         direct_(file_.direct()),
-        io_({.threads = request.threads, .piece = 1_MiB}) {}
+        io_({.piece = 1_MiB, .threads = request.threads}) {}
 
   void run() {
     fmt::print("{} in {}, {} threads, direct reads {}\n", to_string(request_.bytes),

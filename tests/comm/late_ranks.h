@@ -25,7 +25,7 @@ inline std::shared_ptr<device::LateDevice> late_device(int rank) {
 inline void join_by_peers(GroupedRanks& ranks, std::chrono::milliseconds timeout) {
   const auto peers = [timeout](std::unique_ptr<Collectives> control, RankNames names,
                                const std::shared_ptr<device::Device>& device) {
-    PeerOptions options;
+    CommOptions options;
     options.timeout = timeout;
     options.names = names;
     return make_peer_collectives(device, std::move(control), options);

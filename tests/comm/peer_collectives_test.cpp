@@ -5,6 +5,7 @@
 
 #include "comm/collectives_conformance.h"
 #include "comm/late_ranks.h"
+#include "device/limited_device.h"
 #include "strata/comm/host/host_collectives.h"
 #include "strata/device/cpu_device.h"
 
@@ -17,13 +18,11 @@ std::vector<std::string> run_peers(int world_size, std::chrono::milliseconds tim
   CommOptions options;
   options.timeout = timeout;
   LocalGroup group(world_size, options);
-  PeerOptions peer_options;
-  peer_options.timeout = timeout;
   return run_as_threads(
       world_size,
       [&](int rank) {
         return make_peer_collectives(std::make_shared<device::CpuDevice>(), group.rank(rank),
-                                     peer_options);
+                                     options);
       },
       body);
 }
@@ -38,12 +37,10 @@ Backend late_peer_backend() {
             CommOptions options;
             options.timeout = timeout;
             LocalGroup group(world_size, options);
-            PeerOptions peer_options;
-            peer_options.timeout = timeout;
             const auto make = [&](int rank) -> std::unique_ptr<Collectives> {
               const auto device = late_device(rank);
               return std::make_unique<HostResults>(
-                  make_peer_collectives(device, group.rank(rank), peer_options), device);
+                  make_peer_collectives(device, group.rank(rank), options), device);
             };
             return run_as_threads(world_size, make, body);
           }};
@@ -302,11 +299,10 @@ TEST(PeerCollectives, LeaveTheirControlPlaneUsableWhereARankCannotTakePart) {
       2, [&](int rank) { return group.rank(rank); },
       [](Collectives& c) {
         const std::shared_ptr<Collectives> control(&c, [](Collectives*) {});
-        device::CpuDeviceOptions options;
-        if (c.rank() == 1) options.memory_limit = 1_B;
+        const Bytes limit = c.rank() == 1 ? 1_B : 1_GiB;
         std::string message = "no error";
         try {
-          make_peer_collectives(std::make_shared<device::CpuDevice>(options), control);
+          make_peer_collectives(std::make_shared<device::LimitedDevice>(limit), control);
         } catch (const CommError& error) {
           message = error.what();
         }
@@ -314,7 +310,7 @@ TEST(PeerCollectives, LeaveTheirControlPlaneUsableWhereARankCannotTakePart) {
         return message;
       });
   EXPECT_THAT(results, testing::Each(testing::AllOf(testing::HasSubstr("rank 1"),
-                                                    testing::HasSubstr("no memory to grow by"))));
+                                                    testing::HasSubstr("is out of memory"))));
 }
 
 }  // namespace

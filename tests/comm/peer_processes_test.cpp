@@ -20,10 +20,8 @@ std::vector<std::string> run_peer_processes(int world_size, std::chrono::millise
     FileBootstrap bootstrap(directory.path(), rank, world_size, std::chrono::seconds(30));
     CommOptions options;
     options.timeout = timeout;
-    PeerOptions peer_options;
-    peer_options.timeout = timeout;
     return make_peer_collectives(std::make_shared<device::CpuDevice>(),
-                                 make_shm_collectives(bootstrap, options), peer_options);
+                                 make_shm_collectives(bootstrap, options), options);
   };
   return run_as_processes(world_size, make, body);
 }

@@ -1,5 +1,6 @@
 #include "comm/collectives_conformance.h"
 #include "comm/split_ranks.h"
+#include "device/limited_device.h"
 #include "strata/comm/combined/combined_collectives.h"
 #include "strata/comm/combined/transport_join.h"
 #include "strata/comm/host/host_collectives.h"
@@ -12,11 +13,8 @@ std::vector<std::string> run_split(PeersCarry carry, int world_size,
   CommOptions options;
   options.timeout = timeout;
   LocalGroup group(world_size, options);
-  PeerOptions peer_options;
-  peer_options.timeout = timeout;
   return run_as_threads(
-      world_size, [&](int rank) { return split_rank(group.rank(rank), carry, peer_options); },
-      body);
+      world_size, [&](int rank) { return split_rank(group.rank(rank), carry, options); }, body);
 }
 
 Backend peers_gather() {
@@ -137,9 +135,7 @@ TEST_P(SplitCollectivesTest, AreProbedToTheSameFiguresOnEveryRank) {
 
 TEST_P(SplitCollectivesTest, AreNotProbedWhereARankHasNoMemory) {
   const auto results = run(2, [](Collectives& c) {
-    device::CpuDeviceOptions options;
-    if (c.rank() == 1) options.memory_limit = 1_MiB;
-    device::CpuDevice device(options);
+    device::LimitedDevice device(c.rank() == 1 ? 1_MiB : 1_GiB);
     const ProbeTimes times = probe(c, device, {});
     c.barrier();
     return std::string(std::isinf(times.gather) && std::isinf(times.reduce) ? "" : "finite");

@@ -15,7 +15,7 @@ namespace strata::comm::conformance {
 enum class PeersCarry { kGathers, kReductions };
 
 inline std::unique_ptr<Collectives> split_rank(std::shared_ptr<Collectives> control,
-                                               PeersCarry carry, const PeerOptions& options = {}) {
+                                               PeersCarry carry, const CommOptions& options = {}) {
   std::shared_ptr<Collectives> peers =
       make_peer_collectives(std::make_shared<device::CpuDevice>(), control, options);
   auto network = std::make_shared<CollectiveNetwork>(std::move(control));

@@ -15,9 +15,8 @@ namespace {
 template <int kThreads>
 struct CpuHarness {
   static constexpr std::string_view kName = "cpu";
-  static std::unique_ptr<Device> make(std::optional<Bytes> memory_limit) {
-    return std::make_unique<CpuDevice>(
-        CpuDeviceOptions{.threads = kThreads, .memory_limit = memory_limit});
+  static std::unique_ptr<Device> make() {
+    return std::make_unique<CpuDevice>(CpuDeviceOptions{.threads = kThreads});
   }
 };
 
@@ -29,7 +28,7 @@ INSTANTIATE_TYPED_TEST_SUITE_P(CpuOneThread, DeviceAdamConformance, CpuHarness<1
 INSTANTIATE_TYPED_TEST_SUITE_P(CpuThreeThreads, DeviceAdamConformance, CpuHarness<3>);
 
 TEST(CpuDevice, MemoryMayOutliveTheDevice) {
-  auto device = std::make_unique<CpuDevice>(CpuDeviceOptions{.memory_limit = 1_MiB});
+  auto device = std::make_unique<CpuDevice>();
   const auto memory = device->allocate(100_B, memory::Kind::kWeights);
   const auto growable = device->reserve(100_B, memory::Kind::kWeights);
   device.reset();

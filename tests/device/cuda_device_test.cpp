@@ -13,9 +13,9 @@ namespace {
 
 struct CudaHarness {
   static constexpr std::string_view kName = "cuda";
-  static std::unique_ptr<Device> make(std::optional<Bytes> memory_limit) {
+  static std::unique_ptr<Device> make() {
     if (cuda_device_count() == 0) return nullptr;
-    return make_cuda_device({.memory_limit = memory_limit});
+    return make_cuda_device({});
   }
 };
 
@@ -35,7 +35,7 @@ TEST(CudaDevice, ADeviceThatIsNotThereIsAnErrorThatSaysWhatIsMissing) {
 }
 
 TEST(CudaDevice, MemoryMayOutliveTheDevice) {
-  auto device = CudaHarness::make(std::nullopt);
+  auto device = CudaHarness::make();
   if (device == nullptr) GTEST_SKIP() << "this machine has no cuda device";
   const auto memory = device->allocate(100_B, memory::Kind::kWeights);
   const auto growable = device->reserve(100_B, memory::Kind::kWeights);
@@ -47,20 +47,20 @@ TEST(CudaDevice, MemoryMayOutliveTheDevice) {
 }
 
 TEST(CudaDevice, GrowableMemoryGoesBackToTheSystem) {
-  const auto device = CudaHarness::make(std::nullopt);
+  const auto device = CudaHarness::make();
   if (device == nullptr) GTEST_SKIP() << "this machine has no cuda device";
   expect_growable_memory_is_given_back(*device);
 }
 
 TEST(CudaDevice, DeviceMemoryIsNotTheHosts) {
-  const auto device = CudaHarness::make(std::nullopt);
+  const auto device = CudaHarness::make();
   if (device == nullptr) GTEST_SKIP() << "this machine has no cuda device";
   const auto memory = device->allocate(100_B, memory::Kind::kWeights);
   EXPECT_FALSE(device->host_accessible(memory->bytes().data()));
 }
 
 TEST(CudaDevice, SumsOfSquaresAreTheHostsToTheLastBit) {
-  const auto device = CudaHarness::make(std::nullopt);
+  const auto device = CudaHarness::make();
   if (device == nullptr) GTEST_SKIP() << "this machine has no cuda device";
   const auto stream = device->create_stream();
   std::vector<float> values(3'000'017);
@@ -81,7 +81,7 @@ TEST(CudaDevice, SumsOfSquaresAreTheHostsToTheLastBit) {
 TEST(CudaDevice, WhatOthersKeepUnusedIsGivenBackBeforeADeviceIsFull) {
   if (cuda_device_count() == 0) GTEST_SKIP() << "this machine has no cuda device";
   constexpr Bytes kLeft = 256_MiB;
-  const auto other = CudaHarness::make(std::nullopt);
+  const auto other = CudaHarness::make();
   std::unique_ptr<Memory> kept;
   int calls = 0;
   CudaDeviceOptions options;
@@ -103,8 +103,18 @@ TEST(CudaDevice, WhatOthersKeepUnusedIsGivenBackBeforeADeviceIsFull) {
   EXPECT_EQ(calls, 3);
 }
 
+TEST(CudaDevice, AGrowthBeyondTheDeviceLeavesWhatIsBacked) {
+  const auto device = CudaHarness::make();
+  if (device == nullptr) GTEST_SKIP() << "this machine has no cuda device";
+  const auto memory = device->reserve(device->free_bytes() + 1_GiB, memory::Kind::kWeights);
+  memory->grow_to(32_MiB);
+  EXPECT_THROW(memory->grow_to(memory->reserved()), OutOfMemoryError);
+  EXPECT_EQ(memory->backed(), 32_MiB);
+  EXPECT_EQ(device->ledger()->held(memory::Tier::kDevice), 32_MiB);
+}
+
 TEST(CudaDevice, AFullDeviceSaysWhatTheDriverHasLeft) {
-  const auto device = CudaHarness::make(std::nullopt);
+  const auto device = CudaHarness::make();
   if (device == nullptr) GTEST_SKIP() << "this machine has no cuda device";
   try {
     const auto memory =

@@ -11,7 +11,6 @@
 #include <cstring>
 #include <limits>
 #include <memory>
-#include <optional>
 #include <random>
 #include <span>
 #include <vector>
@@ -103,8 +102,7 @@ class DeviceConformance : public ::testing::Test {
     stream_ = device_->create_stream();
   }
 
-  Harness harness_;
-  std::unique_ptr<Device> device_ = harness_.make(std::nullopt);
+  std::unique_ptr<Device> device_ = Harness::make();
   std::unique_ptr<Stream> stream_;
 };
 

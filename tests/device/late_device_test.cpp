@@ -14,9 +14,7 @@ namespace {
 
 struct LateHarness {
   static constexpr std::string_view kName = "cpu";
-  static std::unique_ptr<Device> make(std::optional<Bytes> memory_limit) {
-    return std::make_unique<LateDevice>(CpuDeviceOptions{.memory_limit = memory_limit});
-  }
+  static std::unique_ptr<Device> make() { return std::make_unique<LateDevice>(); }
 };
 
 INSTANTIATE_TYPED_TEST_SUITE_P(Late, DeviceConformance, LateHarness);

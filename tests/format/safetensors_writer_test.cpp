@@ -31,7 +31,7 @@ class Writer : public ::testing::Test {
 
   TemporaryFolder folder_;
   std::shared_ptr<FaultyCalls> calls_ = std::make_shared<FaultyCalls>(5U);
-  io::ThreadEngine engine_{{.threads = 2, .piece = 64_B, .queue_max = 8}, calls_};
+  io::ThreadEngine engine_{{.piece = 64_B, .threads = 2, .queue_max = 8}, calls_};
   const std::vector<TensorSpec> specs_{{"bytes", DType::kUInt8, {5}},
                                        {"matrix", DType::kFloat32, {2, 3}},
                                        {"empty", DType::kInt64, {0, 4}}};

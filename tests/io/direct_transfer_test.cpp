@@ -18,7 +18,7 @@ struct DirectThreadEngine {
   static constexpr Bytes kPiece = kBlock * 2;
   static std::unique_ptr<io::IoEngine> make() {
     return std::make_unique<DirectTransfers>(std::make_unique<io::ThreadEngine>(
-        io::ThreadEngineOptions{.threads = 3, .piece = kPiece, .queue_max = 4}));
+        io::EngineOptions{.piece = kPiece, .threads = 3, .queue_max = 4}));
   }
 };
 
@@ -27,7 +27,7 @@ struct FaultyDirectEngine {
   static constexpr Bytes kPiece = 5000_B;
   static std::unique_ptr<io::IoEngine> make() {
     return std::make_unique<DirectTransfers>(std::make_unique<io::ThreadEngine>(
-        io::ThreadEngineOptions{.threads = 3, .piece = kPiece, .queue_max = 4},
+        io::EngineOptions{.piece = kPiece, .threads = 3, .queue_max = 4},
         std::make_shared<FaultyCalls>(20261121U)));
   }
 };
@@ -38,7 +38,7 @@ struct RefusedDirectEngine {
     auto calls = std::make_shared<FaultyCalls>(5U);
     calls->fail_direct(-EINVAL);
     return std::make_unique<DirectTransfers>(std::make_unique<io::ThreadEngine>(
-        io::ThreadEngineOptions{.threads = 2, .piece = kPiece, .queue_max = 4}, calls));
+        io::EngineOptions{.piece = kPiece, .threads = 2, .queue_max = 4}, calls));
   }
 };
 
@@ -74,7 +74,7 @@ class DirectTransfer : public ::testing::Test {
 
   TemporaryFolder folder_;
   std::shared_ptr<FaultyCalls> calls_ = std::make_shared<FaultyCalls>(3U);
-  io::ThreadEngine engine_{{.threads = 1, .piece = 1_MiB, .queue_max = 8}, calls_};
+  io::ThreadEngine engine_{{.piece = 1_MiB, .threads = 1, .queue_max = 8}, calls_};
   std::vector<std::byte> content_;
 };
 

@@ -41,7 +41,7 @@ struct Model {
 // Bytes [begin, begin + size) as an engine reads them, in small pieces.
 std::vector<std::byte> read(const std::shared_ptr<ProcessMemory>& memory, std::size_t begin,
                             std::size_t size) {
-  ThreadEngine engine({.threads = 3, .piece = Bytes(70000)}, memory);
+  ThreadEngine engine({.piece = Bytes(70000), .threads = 3}, memory);
   std::vector<std::byte> target(size);
   engine.read(memory->file(), Bytes(static_cast<std::int64_t>(begin)), target)->wait();
   return target;

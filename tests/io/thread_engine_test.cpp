@@ -12,7 +12,7 @@ struct PlainThreadEngine {
   static constexpr Bytes kPiece = 1000_B;
   static std::unique_ptr<io::IoEngine> make() {
     return std::make_unique<io::ThreadEngine>(
-        io::ThreadEngineOptions{.threads = 3, .piece = kPiece, .queue_max = 4});
+        io::EngineOptions{.piece = kPiece, .threads = 3, .queue_max = 4});
   }
 };
 
@@ -20,7 +20,7 @@ struct OneThreadEngine {
   static constexpr Bytes kPiece = 64_KiB;
   static std::unique_ptr<io::IoEngine> make() {
     return std::make_unique<io::ThreadEngine>(
-        io::ThreadEngineOptions{.threads = 1, .piece = kPiece, .queue_max = 1});
+        io::EngineOptions{.piece = kPiece, .threads = 1, .queue_max = 1});
   }
 };
 
@@ -29,7 +29,7 @@ struct FaultyThreadEngine {
   static constexpr Bytes kPiece = 300_B;
   static std::unique_ptr<io::IoEngine> make() {
     return std::make_unique<io::ThreadEngine>(
-        io::ThreadEngineOptions{.threads = 3, .piece = kPiece, .queue_max = 4},
+        io::EngineOptions{.piece = kPiece, .threads = 3, .queue_max = 4},
         std::make_shared<FaultyCalls>(20260801U));
   }
 };
@@ -41,7 +41,7 @@ class ThreadEngine : public ::testing::Test {
  protected:
   std::unique_ptr<io::ThreadEngine> make(int threads) {
     return std::make_unique<io::ThreadEngine>(
-        io::ThreadEngineOptions{.threads = threads, .piece = 100_B, .queue_max = 8}, calls_);
+        io::EngineOptions{.piece = 100_B, .threads = threads, .queue_max = 8}, calls_);
   }
 
   TemporaryFolder folder_;
@@ -102,7 +102,7 @@ TEST_F(ThreadEngine, AFileTruncatedUnderAReaderIsAnError) {
 TEST_F(ThreadEngine, EverySeedOfShortAndInterruptedTransfersGivesTheSameBytes) {
   const auto source = patterned_bytes(2345, 4);
   for (int seed = 0; seed < 300; ++seed) {
-    io::ThreadEngine engine({.threads = 2, .piece = 500_B, .queue_max = 2},
+    io::ThreadEngine engine({.piece = 500_B, .threads = 2, .queue_max = 2},
                             std::make_shared<FaultyCalls>(static_cast<unsigned>(seed)));
     io::File file(folder_ / "data", io::File::Mode::kCreate);
     engine.write(file, Bytes(seed), source)->wait();

@@ -11,7 +11,7 @@ namespace {
 
 using ::testing::HasSubstr;
 
-std::unique_ptr<io::IoEngine> simulated(const io::UringEngineOptions& options, unsigned seed,
+std::unique_ptr<io::IoEngine> simulated(const io::EngineOptions& options, unsigned seed,
                                         std::shared_ptr<io::SystemCalls> calls,
                                         std::shared_ptr<RingWatch> watch = {}) {
   if (watch == nullptr) watch = std::make_shared<RingWatch>();

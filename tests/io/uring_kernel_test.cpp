@@ -21,7 +21,7 @@ namespace {
 using ::testing::AnyOf;
 using ::testing::HasSubstr;
 
-std::unique_ptr<io::IoEngine> kernel_engine(const io::UringEngineOptions& options) {
+std::unique_ptr<io::IoEngine> kernel_engine(const io::EngineOptions& options) {
   try {
     return io::make_uring_engine(options);
   } catch (const IoError& error) {

@@ -16,12 +16,6 @@ namespace {
 
 using Pool = BufferPool<HostBuffer>;
 
-struct BoundedBuffer {
-  HostBuffer buffer;
-  ByteBudget::Hold hold;
-  std::span<std::byte> bytes() { return buffer.bytes(); }
-};
-
 Pool::Allocate charged_to(std::shared_ptr<Ledger> ledger) {
   return [ledger](Bytes bytes) {
     return std::make_unique<HostBuffer>(
@@ -138,11 +132,10 @@ TEST(BufferPool, TrimAndALowerLimitFreeWhatIsCachedAndNothingInUse) {
 
 TEST(BufferPool, GivesUpCachedBuffersBeforeItRunsOutOfMemory) {
   const Bytes page = page_size();
-  const auto budget = ByteBudget::create(page * 4);
-  BufferPool<BoundedBuffer> pool([&](Bytes bytes) {
-    auto hold = budget->take(bytes);
-    if (!hold) throw OutOfMemoryError("budget spent");
-    return std::make_unique<BoundedBuffer>(BoundedBuffer{HostBuffer(bytes), std::move(*hold)});
+  const auto ledger = std::make_shared<Ledger>();
+  Pool pool([&](Bytes bytes) {
+    if (ledger->held(Tier::kHost) + bytes > page * 4) throw OutOfMemoryError("full");
+    return charged_to(ledger)(bytes);
   });
   { const auto first = pool.acquire(page * 3); }
   const auto second = pool.acquire(page * 4);

@@ -33,7 +33,7 @@ struct BlockFileTest : ::testing::Test {
   std::vector<std::string> paths;
   std::shared_ptr<testing::FaultyCalls> calls = std::make_shared<testing::FaultyCalls>(1);
   std::shared_ptr<io::IoEngine> io =
-      std::make_shared<io::ThreadEngine>(io::ThreadEngineOptions{.threads = 2}, calls);
+      std::make_shared<io::ThreadEngine>(io::EngineOptions{.threads = 2}, calls);
 };
 
 TEST_F(BlockFileTest, GivesBackWhatWasWrittenWhereverItLies) {

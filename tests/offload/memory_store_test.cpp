@@ -14,7 +14,7 @@ INSTANTIATE_TYPED_TEST_SUITE_P(OnCpuDevice, ParkingConformance, CpuDeviceHarness
 INSTANTIATE_TYPED_TEST_SUITE_P(OnLateDevice, ParkingConformance, LateDeviceHarness);
 
 TEST(MemoryStore, WhatFindsNoRoomOnTheDeviceStaysParked) {
-  device::CpuDevice device({.memory_limit = 10'000_B});
+  device::LimitedDevice device(10'000_B);
   const auto store = make_memory_store(memory::Tier::kDevice, device);
   const BlockId block = store->add("block", 6000_B, memory::Kind::kOptimizerState);
   store->fetch(block, Access::kReadWrite)->bytes()[5999] = std::byte{7};

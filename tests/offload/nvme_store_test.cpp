@@ -68,7 +68,7 @@ struct NvmeStoreTest : ::testing::Test {
   const std::string path = folder / "states";
   std::shared_ptr<testing::FaultyCalls> calls = std::make_shared<testing::FaultyCalls>(1);
   std::shared_ptr<io::IoEngine> io =
-      std::make_shared<io::ThreadEngine>(io::ThreadEngineOptions{.threads = 2}, calls);
+      std::make_shared<io::ThreadEngine>(io::EngineOptions{.threads = 2}, calls);
   device::CpuDevice device;
   std::shared_ptr<StagingArena> arena;
   std::unique_ptr<StateStore> store;

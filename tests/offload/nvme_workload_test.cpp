@@ -78,8 +78,8 @@ TEST(NvmeWorkload, SystemCallsThatMisbehaveAreToldAndNeverLendWrongBytes) {
   for (unsigned seed = 1; seed <= 24 && !HasFailure(); ++seed) {
     SCOPED_TRACE(seed);
     const auto calls = std::make_shared<testing::FaultyCalls>(seed);
-    const auto io = std::make_shared<io::ThreadEngine>(
-        io::ThreadEngineOptions{.threads = 2, .piece = 16_KiB}, calls);
+    const auto io =
+        std::make_shared<io::ThreadEngine>(io::EngineOptions{.piece = 16_KiB, .threads = 2}, calls);
     const bool fails = seed % 2 == 0;
     if (fails) calls->fail_at(4096_B * (1 + seed % 16), seed % 4 == 0 ? -EIO : -ENOSPC);
     auto arena = std::make_shared<StagingArena>(device, 80_KiB);

@@ -2,7 +2,12 @@
 
 #include <gmock/gmock.h>
 
+#include <algorithm>
 #include <array>
+#include <cstdint>
+#include <optional>
+#include <random>
+#include <utility>
 #include <vector>
 
 #include "io/temporary_folder.h"
@@ -38,7 +43,7 @@ class Hoard final : public StagingArena::Holder {
  private:
   StagingArena& arena_;
   const StagingArena::Effort effort_;
-  std::vector<memory::Extent> extents_;
+  std::vector<Extent> extents_;
 };
 
 TEST(StagingArena, HoldsItsBudgetInWholePagesAndNoMore) {
@@ -102,6 +107,47 @@ TEST(StagingArena, TheLeastEffortComesFirstAndWhoAsksBeforeOthers) {
   const std::array all{56_KiB};
   EXPECT_TRUE(arena.take_together(all, &own));
   EXPECT_EQ(dear.count(), 0U);
+}
+
+void fill(const Extent& extent, std::uint8_t value) {
+  std::ranges::fill(extent.bytes(), std::byte{value});
+}
+
+bool holds(const Extent& extent, std::uint8_t value) {
+  return std::ranges::all_of(extent.bytes(), [&](std::byte b) { return b == std::byte{value}; });
+}
+
+TEST(StagingArena, ExtentsKeepTheirContentsOverARandomHistory) {
+  device::CpuDevice device;
+  StagingArena arena(device, 2_MiB);
+  std::mt19937 random(7);
+  std::vector<std::pair<Extent, std::uint8_t>> held;
+  for (int step = 0; step < 2000; ++step) {
+    if (held.empty() || random() % 2 == 0) {
+      auto extent = arena.try_take(Bytes(static_cast<std::int64_t>(random() % 90000)));
+      if (!extent) continue;
+      const auto value = static_cast<std::uint8_t>(random());
+      fill(*extent, value);
+      held.emplace_back(std::move(*extent), value);
+    } else {
+      std::swap(held[random() % held.size()], held.back());
+      ASSERT_TRUE(holds(held.back().first, held.back().second));
+      held.pop_back();
+    }
+  }
+  held.clear();
+  EXPECT_EQ(arena.in_use(), 0_B);
+  EXPECT_TRUE(arena.try_take(arena.budget()));
+}
+
+TEST(StagingArena, AnExtentIsGivenBackOnceAndMayGoAfterItsArena) {
+  device::CpuDevice device;
+  std::optional<StagingArena> arena(std::in_place, device, 16_KiB);
+  Extent first = std::move(*arena->try_take(4_KiB));
+  Extent second = std::move(*arena->try_take(4_KiB));
+  second = std::move(first);
+  EXPECT_EQ(arena->in_use(), 4_KiB);
+  arena.reset();
 }
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "device/late_device.h"
+#include "device/limited_device.h"
 #include "io/temporary_folder.h"
 #include "strata/base/error.h"
 #include "strata/device/cpu_device.h"
@@ -107,7 +108,7 @@ struct CpuDeviceHarness : PlainAccess {
   std::unique_ptr<StateStore> make() { return make_memory_store(memory::Tier::kDevice, device); }
   Bytes charged(memory::Kind kind) const { return device.ledger()->held(kTier, kind); }
 
-  device::CpuDevice device{{.memory_limit = kRoom}};
+  device::LimitedDevice device{kRoom};
 };
 
 struct LateDeviceHarness : LateAccess {
@@ -139,7 +140,7 @@ class NvmeMaker {
   testing::TemporaryFolder folder_;
   int made_ = 0;
   std::shared_ptr<io::IoEngine> io_ =
-      std::make_shared<io::ThreadEngine>(io::ThreadEngineOptions{.threads = 2});
+      std::make_shared<io::ThreadEngine>(io::EngineOptions{.threads = 2});
 };
 
 template <int kPages, bool kVerify = false>

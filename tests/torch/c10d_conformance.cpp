@@ -85,7 +85,7 @@ Backend split_backend(bool peers_gather) {
           [peers_gather](int world_size, std::chrono::milliseconds timeout, const RankBody& body) {
             const auto combine = [&](std::shared_ptr<Collectives> bulk,
                                      std::shared_ptr<Collectives> control) {
-              PeerOptions options;
+              CommOptions options;
               options.timeout = timeout;
               std::shared_ptr<Collectives> peers = make_peer_collectives(
                   torch::make_device(c10::DeviceType::CPU, 1), std::move(control), options);

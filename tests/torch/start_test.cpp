@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "comm/grouped_ranks.h"
+#include "device/limited_device.h"
 #include "strata/base/error.h"
 #include "strata/device/cpu_device.h"
 #include "strata/offload/memory_store.h"
@@ -358,8 +359,7 @@ struct Crowded {
 
 Crowded runtime_with(Bytes free, const std::shared_ptr<comm::Collectives>& collectives) {
   Crowded crowded{make_runtime(kHere, 1, collectives), nullptr};
-  auto device = std::make_shared<device::CpuDevice>(
-      device::CpuDeviceOptions{.threads = 1, .memory_limit = kDevice});
+  auto device = std::make_shared<device::LimitedDevice>(kDevice);
   crowded.taken = device->allocate_uncharged(kDevice - free);
   crowded.runtime.device = std::move(device);
   return crowded;

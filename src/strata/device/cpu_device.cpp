@@ -1,7 +1,6 @@
 #include "strata/device/cpu_device.h"
 
 #include <fcntl.h>
-#include <fmt/core.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -20,14 +19,12 @@ namespace {
 // Nothing can be moved faster within the host by pinning it.
 class CpuMemory final : public HostMemory {
  public:
-  explicit CpuMemory(memory::HostBuffer buffer, memory::ByteBudget::Hold hold = {})
-      : buffer_(std::move(buffer)), hold_(std::move(hold)) {}
+  explicit CpuMemory(memory::HostBuffer buffer) : buffer_(std::move(buffer)) {}
   std::span<std::byte> bytes() override { return buffer_.bytes(); }
   bool pinned() const override { return true; }
 
  private:
   memory::HostBuffer buffer_;
-  memory::ByteBudget::Hold hold_;
 };
 
 // GrowableMemory of the CPU device: an address range reserved without access, of which a prefix is
@@ -35,17 +32,14 @@ class CpuMemory final : public HostMemory {
 // touched. Shared pages belong to an anonymous file, which peers map.
 // Threads: one at a time. Ownership: frees range and charge on destruction.
 // Units: the granule is the page; whole pages are charged.
-// Errors: OutOfMemoryError when the system or the budget refuses, UsageError for growth beyond the
-// range.
+// Errors: OutOfMemoryError when the system refuses, UsageError for growth beyond the range.
 class CpuGrowableMemory final : public GrowableMemory {
  public:
   enum class Pages { kPrivate, kShared };
 
-  // `budget` may be null: no bound but the system's.
   CpuGrowableMemory(Bytes bytes, memory::Kind kind, std::shared_ptr<memory::Ledger> ledger,
-                    std::shared_ptr<memory::ByteBudget> budget, Pages pages = Pages::kPrivate)
+                    Pages pages = Pages::kPrivate)
       : ledger_(std::move(ledger)),
-        budget_(std::move(budget)),
         kind_(kind),
         reserved_(align_up(bytes, memory::page_size())),
         charge_(ledger_, memory::Tier::kDevice, kind_, Bytes()) {
@@ -82,17 +76,11 @@ class CpuGrowableMemory final : public GrowableMemory {
     }
     const Bytes target = align_up(bytes, memory::page_size());
     const Bytes growth = target - backed_;
-    memory::ByteBudget::Hold hold;
-    if (budget_) {
-      auto taken = budget_->take(growth);
-      if (!taken) throw_out_of_memory(growth, "beyond the device's budget");
-      hold = std::move(*taken);
-    }
     pieces_.reserve(pieces_.size() + 1);
     if (::mprotect(base_ + backed_.size(), growth.size(), PROT_READ | PROT_WRITE) != 0) {
       throw_out_of_memory(growth, errno_text(errno));
     }
-    pieces_.push_back({backed_, growth, std::move(hold)});
+    pieces_.push_back({backed_, growth});
     charge_.grow(growth);
     backed_ = target;
   }
@@ -116,21 +104,16 @@ class CpuGrowableMemory final : public GrowableMemory {
   struct Piece {
     Bytes offset;
     Bytes bytes;
-    memory::ByteBudget::Hold hold;
   };
   [[noreturn]] void throw_out_of_memory(Bytes wanted, const std::string& reason) const {
     throw OutOfMemoryError(
-        "device cpu has no memory to grow by ({}): {} wanted, {} backed, {} reserved ({}){}; free "
+        "device cpu has no memory to grow by ({}): {} wanted, {} backed, {} reserved ({}); free "
         "memory or use a smaller part of it; held: {}",
         memory::name_of(kind_), to_string(wanted), to_string(backed_), to_string(reserved_), reason,
-        budget_ ? fmt::format("; budget {}, {} left", to_string(budget_->limit()),
-                              to_string(budget_->left()))
-                : std::string(),
         ledger_->report());
   }
 
   const std::shared_ptr<memory::Ledger> ledger_;
-  const std::shared_ptr<memory::ByteBudget> budget_;
   const memory::Kind kind_;
   const Bytes reserved_;
   std::byte* base_ = nullptr;  // null when reserved_ is 0
@@ -210,33 +193,16 @@ class CpuStream final : public Stream {
 CpuDevice::CpuDevice(CpuDeviceOptions options)
     : ledger_(options.ledger ? std::move(options.ledger) : std::make_shared<memory::Ledger>()),
       waits_(options.waits ? std::move(options.waits) : std::make_shared<HostWaits>()),
-      budget_(options.memory_limit ? memory::ByteBudget::create(*options.memory_limit) : nullptr),
       pool_(options.threads, std::move(options.cores)),
       compute_stream_(std::make_unique<CpuStream>()) {}
 
-memory::ByteBudget::Hold CpuDevice::take_part(Bytes bytes, std::string_view what) {
-  if (!budget_) return {};
-  auto taken = budget_->take(bytes);
-  if (!taken) {
-    throw OutOfMemoryError(
-        "device cpu is out of memory ({}): {} wanted, {} left of its budget of {}; shard over more "
-        "ranks, offload, or raise the budget; held: {}",
-        what, to_string(bytes), to_string(budget_->left()), to_string(budget_->limit()),
-        ledger_->report());
-  }
-  return std::move(*taken);
-}
-
 std::unique_ptr<Memory> CpuDevice::allocate(Bytes bytes, memory::Kind kind) {
-  memory::ByteBudget::Hold hold = take_part(bytes, memory::name_of(kind));
-  memory::HostBuffer buffer(bytes,
-                            {.ledger = ledger_, .tier = memory::Tier::kDevice, .kind = kind});
-  return std::make_unique<CpuMemory>(std::move(buffer), std::move(hold));
+  return std::make_unique<CpuMemory>(
+      memory::HostBuffer(bytes, {.ledger = ledger_, .tier = memory::Tier::kDevice, .kind = kind}));
 }
 
 std::unique_ptr<Memory> CpuDevice::allocate_uncharged(Bytes bytes) {
-  memory::ByteBudget::Hold hold = take_part(bytes, "shared buffers");
-  return std::make_unique<CpuMemory>(memory::HostBuffer(bytes), std::move(hold));
+  return std::make_unique<CpuMemory>(memory::HostBuffer(bytes));
 }
 
 std::unique_ptr<HostMemory> CpuDevice::allocate_host(Bytes bytes, memory::Kind kind) {
@@ -244,11 +210,11 @@ std::unique_ptr<HostMemory> CpuDevice::allocate_host(Bytes bytes, memory::Kind k
 }
 
 std::unique_ptr<GrowableMemory> CpuDevice::reserve(Bytes bytes, memory::Kind kind) {
-  return std::make_unique<CpuGrowableMemory>(bytes, kind, ledger_, budget_);
+  return std::make_unique<CpuGrowableMemory>(bytes, kind, ledger_);
 }
 
 std::unique_ptr<GrowableMemory> CpuDevice::reserve_shared(Bytes bytes, memory::Kind kind) {
-  return std::make_unique<CpuGrowableMemory>(bytes, kind, ledger_, budget_,
+  return std::make_unique<CpuGrowableMemory>(bytes, kind, ledger_,
                                              CpuGrowableMemory::Pages::kShared);
 }
 
@@ -257,8 +223,7 @@ std::unique_ptr<PeerMapping> CpuDevice::reserve_mapping(Bytes bytes) {
 }
 
 Bytes CpuDevice::free_bytes() const {
-  const Bytes system = memory::available_memory();
-  return budget_ ? std::min(system, budget_->left()) : system;
+  return memory::available_memory();
 }
 
 std::unique_ptr<Stream> CpuDevice::create_stream() {

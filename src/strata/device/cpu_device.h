@@ -10,7 +10,6 @@
 #include <cstring>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <thread>
 #include <vector>
 
@@ -24,11 +23,8 @@ namespace strata::device {
 
 struct CpuDeviceOptions {
   std::shared_ptr<memory::Ledger> ledger = nullptr;  // null: the device makes its own
-  int threads = 1;              // that share a kernel, the caller's included; >= 1
-  std::vector<int> cores = {};  // that its own threads are bound to; empty: to none
-  // The most memory that the device gives out; nullopt: all that the system has. Bounds the share
-  // of one rank among many, and lets tests exhaust a device.
-  std::optional<Bytes> memory_limit = std::nullopt;
+  int threads = 1;                             // that share a kernel, the caller's included; >= 1
+  std::vector<int> cores = {};                 // that its own threads are bound to; empty: to none
   std::shared_ptr<HostWaits> waits = nullptr;  // null: the device makes its own
 };
 
@@ -157,7 +153,6 @@ class CpuDevice : public Device {
   }
 
  private:
-  memory::ByteBudget::Hold take_part(Bytes bytes, std::string_view what);
   // Calls work(part, offset) for parts of `bytes`: less in a thread is not worth handing over.
   template <typename Work>
   void for_bytes(std::span<std::byte> bytes, const Work& work) {
@@ -171,9 +166,8 @@ class CpuDevice : public Device {
 
   const std::shared_ptr<memory::Ledger> ledger_;
   const std::shared_ptr<HostWaits> waits_;
-  const std::shared_ptr<memory::ByteBudget> budget_;  // null: none
-  std::mutex pool_mutex_;                             // one loop at a time
-  ThreadPool pool_;                                   // guarded by pool_mutex_
+  std::mutex pool_mutex_;  // one loop at a time
+  ThreadPool pool_;        // guarded by pool_mutex_
   const std::unique_ptr<Stream> compute_stream_;
 };
 

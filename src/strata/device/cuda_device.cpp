@@ -30,7 +30,6 @@ class CudaDevice final : public CudaKernels {
       : CudaKernels(context),
         context_(context),
         pool_{context_, options.ledger ? options.ledger : std::make_shared<memory::Ledger>(),
-              options.memory_limit ? memory::ByteBudget::create(*options.memory_limit) : nullptr,
               options.release_unused},
         compute_stream_(std::make_unique<ComputeStream>(context_, options.compute_stream)) {}
 

@@ -11,7 +11,6 @@
 #include <array>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -24,8 +23,6 @@ struct CudaDeviceOptions {
   int index = 0;                                     // among the devices that this process sees
   // The CUstream on which the model computes in the calling thread; null: the default stream.
   std::function<void*()> compute_stream = nullptr;
-  // The most memory that the device gives out; nullopt: all that the driver has.
-  std::optional<Bytes> memory_limit = std::nullopt;
   // The device calls it when the driver has too little memory, before the allocation fails. It
   // frees device memory that other code of this process caches (torch's allocator). It runs in the
   // thread that allocates. Null: there is no such cache.

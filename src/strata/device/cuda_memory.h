@@ -4,7 +4,7 @@
 // memory is mapped into piece by piece; what it shares CudaPeerMapping maps in another process.
 // CudaHostMemory is made of huge pages that several threads touch, and registered afterwards, which
 // takes a tenth of the time that the driver's own allocation of pinned memory takes. Threads: one
-// at a time each. Ownership: each keeps context, ledger and budget alive and gives back what it
+// at a time each. Ownership: each keeps context and ledger alive and gives back what it
 // holds on destruction; freeing device memory waits for the device's running work. Units:
 // CudaMemory charges the bytes asked for, CudaGrowableMemory the whole pieces that it maps. Errors:
 // OutOfMemoryError; UsageError for growth beyond the range.
@@ -46,19 +46,8 @@ inline CUdeviceptr as_address(const std::byte* pointer) {
 struct CudaPool {
   std::shared_ptr<const CudaContext> context;
   std::shared_ptr<memory::Ledger> ledger;
-  std::shared_ptr<memory::ByteBudget> budget;  // null: no bound but the driver's
-  std::function<void()> release_unused;        // of CudaDeviceOptions
+  std::function<void()> release_unused;  // of CudaDeviceOptions
 
-  memory::ByteBudget::Hold take_part(Bytes bytes, std::string_view what) const {
-    if (!budget) return {};
-    auto taken = budget->take(bytes);
-    if (!taken) {
-      throw_out_of_memory(bytes, what,
-                          fmt::format("{} left of its budget of {}", to_string(budget->left()),
-                                      to_string(budget->limit())));
-    }
-    return std::move(*taken);
-  }
   [[noreturn]] void throw_out_of_memory(Bytes wanted, std::string_view what,
                                         std::string_view reason) const {
     throw OutOfMemoryError(
@@ -71,8 +60,7 @@ struct CudaPool {
     std::size_t free = 0;
     std::size_t total = 0;
     context->driver().check(context->driver().MemGetInfo(&free, &total), "cuMemGetInfo");
-    const Bytes driver(static_cast<std::int64_t>(free));
-    return budget ? std::min(driver, budget->left()) : driver;
+    return Bytes(free);
   }
   // `call` asks the driver for memory; once more where others can give some back.
   template <typename Call>
@@ -96,8 +84,6 @@ class CudaMemory final : public Memory {
   CudaMemory(const CudaPool& pool, Bytes bytes, std::optional<memory::Kind> kind)
       : context_(pool.context) {
     STRATA_ASSERT(bytes.value >= 0);
-    const std::string_view what = kind ? memory::name_of(*kind) : "shared buffers";
-    hold_ = pool.take_part(bytes, what);
     if (bytes.value > 0) {
       const CudaContext::Scope scope(*context_);
       CUdeviceptr address = 0;
@@ -105,7 +91,8 @@ class CudaMemory final : public Memory {
           pool.allocated_by([&] { return context_->driver().MemAlloc(&address, bytes.size()); });
       if (result == CUDA_ERROR_OUT_OF_MEMORY) {
         pool.throw_out_of_memory(
-            bytes, what, fmt::format("the driver has {} free", to_string(pool.free_bytes())));
+            bytes, kind ? memory::name_of(*kind) : "shared buffers",
+            fmt::format("the driver has {} free", to_string(pool.free_bytes())));
       }
       context_->driver().check(result, "cuMemAlloc");
       bytes_ = {as_pointer(address), bytes.size()};
@@ -122,7 +109,6 @@ class CudaMemory final : public Memory {
  private:
   std::shared_ptr<const CudaContext> context_;
   std::span<std::byte> bytes_;
-  memory::ByteBudget::Hold hold_;
   memory::Charge charge_;
 };
 
@@ -241,11 +227,10 @@ class CudaGrowableMemory final : public GrowableMemory {
   struct Piece {
     CUmemGenericAllocationHandle handle = 0;
     Bytes bytes;
-    memory::ByteBudget::Hold hold;
   };
   void map_piece(Bytes bytes) {
     const CudaDriver& cuda = pool_.context->driver();
-    Piece piece{0, bytes, pool_.take_part(bytes, memory::name_of(kind_))};
+    Piece piece{0, bytes};
     pieces_.reserve(pieces_.size() + 1);
     const CUresult created = pool_.allocated_by(
         [&] { return cuda.MemCreate(&piece.handle, bytes.size(), &property_, 0); });

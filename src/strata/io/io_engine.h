@@ -81,10 +81,11 @@ enum class EngineKind { kAuto, kUring, kThreads };
 std::optional<EngineKind> engine_kind_from(std::string_view name);
 
 struct EngineOptions {
-  EngineKind kind = EngineKind::kAuto;
-  Bytes piece = 1_MiB;  // of one request
-  int depth = 32;       // requests under way, of io_uring
-  int threads = 4;      // requests under way, of threads
+  EngineKind kind = EngineKind::kAuto;  // for make_io_engine()
+  Bytes piece = 1_MiB;                  // of one request
+  int depth = 32;                       // requests under way, of io_uring
+  int threads = 4;                      // requests under way, of threads
+  int queue_max = 64;                   // transfers that wait to be begun
 };
 
 struct ChosenEngine {

@@ -7,10 +7,16 @@
 // borrows the File and the memory.
 #pragma once
 
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -28,12 +34,17 @@ namespace strata::io {
 // The two system calls that move bytes. Tests override them to inject rare results of a kernel:
 // short transfers, EINTR, EIO, ENOSPC. Threads: several threads call it at once.
 // Errors: returned, never thrown.
-
 class SystemCalls : public Interface {
  public:
   // As pread(2) and pwrite(2): they return the bytes moved, or -errno.
-  virtual std::int64_t read_at(int fd, std::span<std::byte> target, Bytes offset);
-  virtual std::int64_t write_at(int fd, std::span<const std::byte> source, Bytes offset);
+  virtual std::int64_t read_at(int fd, std::span<std::byte> target, Bytes offset) {
+    const ssize_t moved = ::pread(fd, target.data(), target.size(), offset.value);
+    return moved >= 0 ? moved : -errno;
+  }
+  virtual std::int64_t write_at(int fd, std::span<const std::byte> source, Bytes offset) {
+    const ssize_t moved = ::pwrite(fd, source.data(), source.size(), offset.value);
+    return moved >= 0 ? moved : -errno;
+  }
 };
 
 class PendingRange {
@@ -71,7 +82,22 @@ class PendingRange {
     std::size_t bytes;
     bool direct;
   };
-  Call next_call() const;
+  Call next_call() const {
+    const Bytes at = offset_ + next_;
+    const Bytes rest = end_ - next_;
+    const Call buffered{file_->fd(), at, rest.size(), false};
+    if (!direct_) return buffered;
+    const Bytes past_block = at % File::kDirectBlock;
+    const std::byte* const memory = reading() ? target() : source();
+    const Bytes address(static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(memory)));
+    if (address % File::kDirectBlock != past_block) return buffered;  // the blocks never align
+    if (past_block > Bytes()) {
+      return {file_->fd(), at, std::min(rest, File::kDirectBlock - past_block).size(), false};
+    }
+    const Bytes whole = rest - rest % File::kDirectBlock;
+    if (whole == Bytes()) return buffered;
+    return {file_->direct_fd(), at, whole.size(), true};
+  }
   bool reading() const { return source_ == nullptr; }
   // The target of a read's next call, or the source of a write's; the other one is null.
   std::byte* target() const { return reading() ? target_ + next_.value : nullptr; }
@@ -79,14 +105,62 @@ class PendingRange {
   // Whether the last call returned EAGAIN: the next one should be allowed to wait.
   bool told_to_wait() const { return waits_ > 0; }
   // Takes the result of that call (bytes moved, or -errno). Throws IoError.
-  void accept(const Call& call, std::int64_t result);
+  void accept(const Call& call, std::int64_t result) {
+    if (result == -EINTR) return;
+    if (result == -EAGAIN && ++waits_ <= kWaitsMax) return;
+    // Not this file, not these sizes, or perhaps an end of the file that lies within a block: what
+    // the page cache says of the same bytes counts.
+    if (call.direct && (result == -EINVAL || result == -EOPNOTSUPP || result == 0)) {
+      direct_ = false;
+      return;
+    }
+    if (result < 0) {
+      fail(reading() ? "read failed" : "write failed", static_cast<int>(-result));
+    }
+    if (result == 0 && reading()) {
+      fail("the file ends before the range to read does; it is truncated, or is not the file meant",
+           0);
+    }
+    if (result == 0) fail("write failed: the system takes no more bytes and gives no reason", 0);
+    STRATA_ASSERT(Bytes(result).size() <= call.bytes);
+    next_ += Bytes(result);
+    waits_ = 0;
+  }
   // Makes calls until the range is complete.
-  void run(SystemCalls& calls);
+  void run(SystemCalls& calls) {
+    while (!complete()) {
+      const Call call = next_call();
+      if (reading()) {
+        accept(call, calls.read_at(call.fd, {target(), call.bytes}, call.offset));
+      } else {
+        accept(call, calls.write_at(call.fd, {source(), call.bytes}, call.offset));
+      }
+    }
+  }
 
  private:
+  static constexpr int kWaitsMax = 100;
+
   PendingRange(const File& file, Bytes offset, std::byte* target, const std::byte* source,
-               Bytes bytes);
-  [[noreturn]] void fail(const char* what, int code) const;
+               Bytes bytes)
+      : file_(&file),
+        target_(target),
+        source_(source),
+        offset_(offset),
+        bytes_(bytes),
+        end_(bytes),
+        direct_(file.direct_fd() >= 0) {
+    const std::int64_t room = std::numeric_limits<std::int64_t>::max() - bytes.value;
+    if (bytes.value < 0 || offset.value < 0 || offset.value > room) {
+      throw UsageError("no file has the range asked for: path={} offset={} bytes={}", file.path(),
+                       offset.value, bytes.value);
+    }
+  }
+  [[noreturn]] void fail(const char* what, int code) const {
+    throw IoError("{}: path={} offset={} wanted={} got={}{}{}", what, file_->path(), offset_.value,
+                  bytes_.value, next_.value, code != 0 ? " " : "",
+                  code != 0 ? errno_text(code) : "");
+  }
 
   const File* file_;
   std::byte* target_;         // first byte of the transfer; null for a write
@@ -99,8 +173,14 @@ class PendingRange {
 };
 
 // One complete transfer on the calling thread.
-void read_fully(const File& file, Bytes offset, std::span<std::byte> target);
-void write_fully(const File& file, Bytes offset, std::span<const std::byte> source);
+inline void read_fully(const File& file, Bytes offset, std::span<std::byte> target) {
+  SystemCalls calls;
+  PendingRange::reading(file, offset, target).run(calls);
+}
+inline void write_fully(const File& file, Bytes offset, std::span<const std::byte> source) {
+  SystemCalls calls;
+  PendingRange::writing(file, offset, source).run(calls);
+}
 
 // One transfer of an engine, cut into pieces that are served in any order. It knows which pieces
 // were handed out, which have ended, and the first failure. When several pieces fail, the failure
@@ -108,7 +188,6 @@ void write_fully(const File& file, Bytes offset, std::span<const std::byte> sour
 // a descriptor for direct transfers end at blocks of the file, so that only the two ends of the
 // transfer can lie across one. Threads: internally synchronised. Ownership: shared by the Transfer,
 // the engine's queue and the threads that serve a piece; borrows the File and the memory.
-
 class TransferJob {
  public:
   struct Piece {
@@ -118,7 +197,11 @@ class TransferJob {
   };
 
   // `piece`: bytes of a piece; the first one may have a block more.
-  TransferJob(const PendingRange& range, Bytes piece);
+  TransferJob(const PendingRange& range, Bytes piece)
+      : range_(range),
+        piece_(piece),
+        first_extra_(range.to_direct_block()),
+        pieces_(pieces_of(range.wanted(), piece, first_extra_)) {}
 
   // The next piece to serve; nullopt when all are handed out, or when one has failed.
   std::optional<Piece> claim() {
@@ -168,6 +251,11 @@ class TransferJob {
   }
 
  private:
+  static std::int64_t pieces_of(Bytes wanted, Bytes piece, Bytes first_extra) {
+    if (wanted == Bytes()) return 0;
+    const std::int64_t rest = (wanted - first_extra).value;
+    return std::max<std::int64_t>(1, (rest + piece.value - 1) / piece.value);
+  }
   bool finished() const {
     return settled_ == claimed_ && (error_ != nullptr || claimed_ == pieces_);
   }
@@ -183,6 +271,18 @@ class TransferJob {
   std::int64_t error_index_ = 0;
   std::exception_ptr error_;
   TransferTimes times_;
+};
+
+class JobTransfer final : public Transfer {
+ public:
+  explicit JobTransfer(std::shared_ptr<TransferJob> job) : job_(std::move(job)) {}
+  ~JobTransfer() override { job_->wait_quietly(); }
+  bool done() override { return job_->done(); }
+  void wait() override { job_->wait(); }
+  std::optional<TransferTimes> times() const override { return job_->times(); }
+
+ private:
+  std::shared_ptr<TransferJob> job_;
 };
 
 // An engine that serves each transfer as a job of pieces.
@@ -204,7 +304,11 @@ class JobEngine : public IoEngine {
  private:
   // The job has bytes. Blocks while the engine's queue is full.
   virtual void enqueue(const std::shared_ptr<TransferJob>& job) = 0;
-  std::unique_ptr<Transfer> start(const PendingRange& range);
+  std::unique_ptr<Transfer> start(const PendingRange& range) {
+    auto job = std::make_shared<TransferJob>(range, piece_);
+    if (!range.complete()) enqueue(job);
+    return std::make_unique<JobTransfer>(std::move(job));
+  }
 
   const Bytes piece_;
 };

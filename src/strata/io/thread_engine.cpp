@@ -9,7 +9,7 @@
 
 namespace strata::io {
 
-ThreadEngine::ThreadEngine(const ThreadEngineOptions& options, std::shared_ptr<SystemCalls> calls)
+ThreadEngine::ThreadEngine(const EngineOptions& options, std::shared_ptr<SystemCalls> calls)
     : JobEngine(options.piece),
       queue_max_(static_cast<std::size_t>(options.queue_max)),
       calls_(std::move(calls)) {

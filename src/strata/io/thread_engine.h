@@ -17,16 +17,10 @@
 
 namespace strata::io {
 
-struct ThreadEngineOptions {
-  int threads = 4;
-  Bytes piece = 4_MiB;
-  int queue_max = 64;
-};
-
 class ThreadEngine final : public JobEngine {
  public:
   // UsageError if an option is not positive.
-  explicit ThreadEngine(const ThreadEngineOptions& options = {},
+  explicit ThreadEngine(const EngineOptions& options = {.piece = 4_MiB},
                         std::shared_ptr<SystemCalls> calls = std::make_shared<SystemCalls>());
   ~ThreadEngine() override { stop(); }
 

@@ -27,7 +27,7 @@ namespace {
 
 constexpr int kDepthMax = 4096;
 
-void require_possible(const UringEngineOptions& options) {
+void require_possible(const EngineOptions& options) {
   if (options.depth < 1 || options.depth > kDepthMax || options.piece < 1_B ||
       options.piece > 1_GiB || options.queue_max < 1) {
     throw UsageError(
@@ -115,7 +115,7 @@ class RegisteredRegions {
 
 class RingCore : NonCopyable {
  public:
-  RingCore(const UringEngineOptions& options, std::unique_ptr<RequestRing> ring)
+  RingCore(const EngineOptions& options, std::unique_ptr<RequestRing> ring)
       : queue_max_(static_cast<std::size_t>(options.queue_max)),
         ring_(std::move(ring)),
         regions_(*ring_),
@@ -316,7 +316,7 @@ class RingRegistration final : public MemoryRegistration {
 
 class UringEngine final : public JobEngine {
  public:
-  UringEngine(const UringEngineOptions& options, std::unique_ptr<RequestRing> ring)
+  UringEngine(const EngineOptions& options, std::unique_ptr<RequestRing> ring)
       : JobEngine(options.piece), core_(std::make_shared<RingCore>(options, std::move(ring))) {}
   ~UringEngine() override { core_->stop(); }
 
@@ -338,7 +338,7 @@ class UringEngine final : public JobEngine {
 
 }  // namespace
 
-std::unique_ptr<IoEngine> make_uring_engine(const UringEngineOptions& options,
+std::unique_ptr<IoEngine> make_uring_engine(const EngineOptions& options,
                                             const RingMaker& make_ring) {
   require_possible(options);
   return std::make_unique<UringEngine>(options, make_ring(options.depth));
@@ -354,17 +354,15 @@ std::optional<EngineKind> engine_kind_from(std::string_view name) {
 ChosenEngine make_io_engine(const EngineOptions& options, const RingMaker& make_ring) {
   ChosenEngine chosen;
   if (options.kind != EngineKind::kThreads) {
-    const UringEngineOptions uring{.piece = options.piece, .depth = options.depth};
     try {
-      chosen.engine = make_uring_engine(uring, make_ring ? make_ring : make_kernel_ring);
+      chosen.engine = make_uring_engine(options, make_ring ? make_ring : make_kernel_ring);
       return chosen;
     } catch (const IoError& error) {
       if (options.kind == EngineKind::kUring) throw;
       chosen.refused = error.what();
     }
   }
-  chosen.engine = std::make_unique<ThreadEngine>(
-      ThreadEngineOptions{.threads = options.threads, .piece = options.piece});
+  chosen.engine = std::make_unique<ThreadEngine>(options);
   return chosen;
 }
 

@@ -19,15 +19,9 @@
 
 namespace strata::io {
 
-struct UringEngineOptions {
-  Bytes piece = 1_MiB;
-  int depth = 32;  // pieces under way
-  int queue_max = 64;
-};
-
 // UsageError if an option is not positive, or too large for any ring. Tests replace the kernel's
 // ring.
-std::unique_ptr<IoEngine> make_uring_engine(const UringEngineOptions& options,
+std::unique_ptr<IoEngine> make_uring_engine(const EngineOptions& options,
                                             const RingMaker& make_ring = make_kernel_ring);
 
 }  // namespace strata::io

@@ -106,12 +106,4 @@ void Ledger::remove(Tier tier, Kind kind, Bytes bytes) noexcept {
   by_tier_[index_of(tier)].held -= bytes;
 }
 
-std::optional<ByteBudget::Hold> ByteBudget::take(Bytes bytes) {
-  STRATA_ASSERT(bytes.value >= 0);
-  const std::lock_guard lock(mutex_);
-  if (bytes > left_) return std::nullopt;
-  left_ -= bytes;
-  return Hold(this, {shared_from_this(), bytes});
-}
-
 }  // namespace strata::memory

@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <string_view>
 
@@ -82,40 +81,6 @@ class Charge {
     void operator()(Ledger* from) const noexcept { from->remove(tier, kind, bytes); }
   };
   std::unique_ptr<Ledger, GiveBack> held_;  // null: without a ledger
-};
-
-// A number of bytes that holders share: each takes a part, and the destructor of its Hold gives it
-// back. Bounds the bytes of a device, even if the system has more. Threads: internally
-// synchronised. Ownership: a Hold keeps its budget alive. Errors: none; take() returns nullopt if
-// the bytes do not fit, and the caller writes the message.
-class ByteBudget : public std::enable_shared_from_this<ByteBudget> {
- public:
-  struct GiveBack {
-    std::shared_ptr<ByteBudget> budget;
-    Bytes bytes;
-    void operator()(ByteBudget* from) const noexcept {
-      const std::lock_guard lock(from->mutex_);
-      from->left_ += bytes;
-    }
-  };
-  using Hold = std::unique_ptr<ByteBudget, GiveBack>;
-
-  explicit ByteBudget(Bytes limit) : limit_(limit), left_(limit) {}
-  static std::shared_ptr<ByteBudget> create(Bytes limit) {
-    return std::make_shared<ByteBudget>(limit);
-  }
-
-  std::optional<Hold> take(Bytes bytes);
-  Bytes limit() const { return limit_; }
-  Bytes left() const {
-    const std::lock_guard lock(mutex_);
-    return left_;
-  }
-
- private:
-  const Bytes limit_;
-  mutable std::mutex mutex_;
-  Bytes left_;  // guarded by mutex_
 };
 
 }  // namespace strata::memory

@@ -32,9 +32,9 @@
 #include "strata/base/interface.h"
 #include "strata/device/device.h"
 #include "strata/format/manifest.h"
-#include "strata/memory/arena.h"
 #include "strata/memory/ledger.h"
 #include "strata/offload/block_file.h"
+#include "strata/offload/staging_arena.h"
 #include "strata/offload/state_store.h"
 
 namespace strata::offload {
@@ -206,7 +206,7 @@ class ResidentParts : NonCopyable {
   static constexpr std::size_t kStates = 7;
   struct Resident {
     Part part;
-    memory::Extent extent;  // whole pages
+    Extent extent;  // whole pages
     State state = kReserved;
     bool reserved = false;        // a call is about to lease it
     bool changed = false;         // since it was read or written
@@ -253,12 +253,12 @@ class ResidentParts : NonCopyable {
 
   // Brings a new part into memory: reads it, or fills it with zeroes if it was never written. It is
   // reserved, or else prefetched with a predicted use.
-  void read_reserved(const Part& part, memory::Extent extent) {
+  void read_reserved(const Part& part, Extent extent) {
     const Place place = insert(part, std::move(extent));
     at(place).reserved = true;
     fill(place);
   }
-  void prefetch(const Part& part, memory::Extent extent) {
+  void prefetch(const Part& part, Extent extent) {
     const Place place = insert(part, std::move(extent));
     set_prefetched(place, true);
     predict(place);
@@ -361,7 +361,7 @@ class ResidentParts : NonCopyable {
 
  private:
   static Resident& at(Place place) { return const_cast<Resident&>(*place); }
-  Place insert(const Part& part, memory::Extent extent) {
+  Place insert(const Part& part, Extent extent) {
     List& reserved = lists_[kReserved];
     Resident& added = reserved.emplace_back();
     added.part = part;

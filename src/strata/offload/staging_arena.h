@@ -26,10 +26,29 @@
 #include "strata/base/error.h"
 #include "strata/base/interface.h"
 #include "strata/device/device.h"
-#include "strata/memory/arena.h"
+#include "strata/memory/offset_allocator.h"
 #include "strata/offload/state_store.h"
 
 namespace strata::offload {
+
+// Whole pages of an arena; given back by the destructor. Movable.
+class Extent {
+ public:
+  Extent() = default;  // nothing
+  Extent(std::shared_ptr<memory::OffsetAllocator> offsets, Bytes offset, std::span<std::byte> bytes)
+      : held_(bytes.data(), {std::move(offsets), offset}), size_(bytes.size()) {}
+  // Exactly as many as asked for; none where it was moved from.
+  std::span<std::byte> bytes() const { return {held_.get(), held_ != nullptr ? size_ : 0}; }
+
+ private:
+  struct GiveBack {
+    std::shared_ptr<memory::OffsetAllocator> offsets;
+    Bytes offset;
+    void operator()(std::byte*) const noexcept { offsets->release(offset); }
+  };
+  std::unique_ptr<std::byte, GiveBack> held_;
+  std::size_t size_ = 0;
+};
 
 class StagingArena {
  public:
@@ -46,12 +65,18 @@ class StagingArena {
 
   // The arena rounds `budget` down to whole pages and charges it as staging on the host.
   StagingArena(device::Device& device, Bytes budget)
-      : memory_(staging_memory(device, budget)), arena_(memory_->bytes(), kPartAlignment) {}
+      : memory_(staging_memory(device, budget)),
+        offsets_(
+            std::make_shared<memory::OffsetAllocator>(Bytes(memory().size()), kPartAlignment)) {}
 
   // Takes `bytes` from the free room; nullopt if they are not free.
-  std::optional<memory::Extent> try_take(Bytes bytes) { return arena_.try_allocate(bytes); }
+  std::optional<Extent> try_take(Bytes bytes) {
+    const std::optional<Bytes> offset = offsets_->try_allocate(bytes);
+    if (!offset) return std::nullopt;
+    return Extent(offsets_, *offset, memory().subspan(offset->size(), bytes.size()));
+  }
   // Also takes room that holders free without effort. `asks` gives way first, here and below.
-  std::optional<memory::Extent> take_spare(Bytes bytes, Holder& asks) {
+  std::optional<Extent> take_spare(Bytes bytes, Holder& asks) {
     while (true) {
       if (auto extent = try_take(bytes)) return extent;
       if (!make_way(Effort::kNone, &asks)) return std::nullopt;
@@ -59,8 +84,8 @@ class StagingArena {
   }
   // One extent for each size, or nullopt when no holder can give way any more. The least effort
   // comes first.
-  std::optional<std::vector<memory::Extent>> take_together(std::span<const Bytes> sizes,
-                                                           Holder* asks = nullptr) {
+  std::optional<std::vector<Extent>> take_together(std::span<const Bytes> sizes,
+                                                   Holder* asks = nullptr) {
     while (true) {
       if (auto extents = try_together(sizes)) return extents;
       if (!make_way(Effort::kNone, asks) && !make_way(Effort::kWait, asks) &&
@@ -73,7 +98,7 @@ class StagingArena {
   // The whole memory, which stays in place as long as the arena, for an I/O engine that registers
   // it.
   std::span<std::byte> memory() { return memory_->bytes(); }
-  Bytes budget() const { return arena_.capacity(); }
+  Bytes budget() const { return offsets_->capacity(); }
   // The bytes, in whole pages, that each holder should lease at once, and the bytes that it should
   // prefetch. All holders together lease a third of the budget. The holder at work may prefetch
   // into a second third, while the last third is still being written.
@@ -84,7 +109,7 @@ class StagingArena {
     return std::max(share - share % kPartAlignment, kPartAlignment);
   }
   Bytes ahead_share() const { return budget() / kShares; }
-  Bytes in_use() const { return arena_.in_use(); }
+  Bytes in_use() const { return offsets_->in_use(); }
 
   // From now on the arena asks this holder, until it leaves.
   void join(Holder& holder) { holders_.push_back(&holder); }
@@ -105,10 +130,12 @@ class StagingArena {
           "held: {}",
           to_string(bytes), device.ledger()->report());
     }
+    const auto address = reinterpret_cast<std::uintptr_t>(memory->bytes().data());
+    STRATA_ASSERT(address % kPartAlignment.size() == 0);
     return memory;
   }
-  std::optional<std::vector<memory::Extent>> try_together(std::span<const Bytes> sizes) {
-    std::vector<memory::Extent> extents;
+  std::optional<std::vector<Extent>> try_together(std::span<const Bytes> sizes) {
+    std::vector<Extent> extents;
     for (const Bytes size : sizes) {
       auto extent = try_take(size);
       if (!extent) return std::nullopt;
@@ -123,7 +150,7 @@ class StagingArena {
   }
 
   std::unique_ptr<device::HostMemory> memory_;
-  memory::Arena arena_;
+  std::shared_ptr<memory::OffsetAllocator> offsets_;  // of the memory
   std::vector<Holder*> holders_;
 };
 

@@ -2,6 +2,7 @@
 
 #include <gmock/gmock.h>
 
+#include "device/limited_device.h"
 #include "strata/device/cpu_device.h"
 #include "strata/engine/record/links.h"
 
@@ -36,7 +37,7 @@ TEST(InitReport, TellsTheLastOfEveryPhase) {
 }
 
 TEST(InitReport, KnowsTheMostThatTheDeviceHeld) {
-  device::CpuDevice device({.memory_limit = 64_MiB});
+  device::LimitedDevice device(64_MiB);
   InitReport report(device);
   {
     const auto memory = device.allocate(40_MiB, memory::Kind::kWeights);

@@ -132,7 +132,7 @@ TEST(WeightLoaderWay, SystemsThatRefuseDirectTransfersAreReadThroughTheCache) {
     RankModel rank(ranks, DType::kFloat32, 3);
     const format::CheckpointIndex checkpoint(path);
     const format::WeightMap map(whole_tensors(rank.params), checkpoint.tensors(), path);
-    io::ThreadEngine io({.threads = 2, .piece = 5000_B, .queue_max = 4}, calls);
+    io::ThreadEngine io({.piece = 5000_B, .threads = 2, .queue_max = 4}, calls);
     const std::vector<int> params = all_params(rank);
     load_weights(*rank.model, {checkpoint.open_files(), map, params, io, kBlockRing,
                                checkpoint::ReadWay::kDirect});

@@ -143,7 +143,6 @@ struct RankOptions {
   EngineOptions engine;
   UpdateRule rule = UpdateRule::kAdamW;
   std::string settings;
-  std::optional<Bytes> memory_limit = std::nullopt;
   bool can_await = false;  // the parameters' readers
   // The optimizer's states are made before weights have values, as where these come from files.
   bool prepares_first = false;
@@ -164,9 +163,7 @@ class FakeRank {
         keeps_gradients_(options.keeps_gradients),
         runs_(options.runs),
         collectives_(std::move(collectives)),
-        device_(options.device ? options.device
-                               : std::make_shared<device::CpuDevice>(device::CpuDeviceOptions{
-                                     .memory_limit = options.memory_limit})),
+        device_(options.device ? options.device : std::make_shared<device::CpuDevice>()),
         compute_(device_),
         views_(model.plan.units.size(), options.can_await),
         engine_(std::make_unique<Engine>(

@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "device/limited_device.h"
 #include "engine/core/short_passes.h"
 #include "strata/memory/host_buffer.h"
 
@@ -241,7 +242,7 @@ TEST(Gatherer, AnExhaustedDeviceEvictsWhatNoOneUsesAndLeavesPrefetchesOut) {
   const Bytes limit = limit_for(model, 2);
   on_two_ranks([&](auto collectives) {
     RankOptions options = bounded(100_MiB, 100_MiB);  // more than there is
-    options.memory_limit = limit;
+    options.device = std::make_shared<device::LimitedDevice>(limit);
     FakeRank rank(model, options, std::move(collectives));
     rank.forward();
     rank.forward();
@@ -253,7 +254,7 @@ TEST(Gatherer, AnExhaustedDeviceIsReportedWithWhatIsInUseAndNothingLeaks) {
   const Bytes limit = limit_for(model, 2);
   on_two_ranks([&](auto collectives) {
     RankOptions options = bounded(100_MiB, 0_B);
-    options.memory_limit = limit;
+    options.device = std::make_shared<device::LimitedDevice>(limit);
     FakeRank rank(model, options, std::move(collectives));
     rank.gatherer().acquire(1);
     rank.gatherer().acquire(2);

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "comm/collective_network.h"
+#include "device/limited_device.h"
 #include "engine/core/faulty_device.h"
 #include "engine/core/short_passes.h"
 
@@ -53,7 +54,7 @@ TEST(SharedGathers, AUnitThatOneRankCannotGatherAtAllIsAnErrorOnAll) {
     RankOptions options;
     options.engine.stage = 3;
     options.engine.prefetch = 0_B;
-    options.memory_limit = small ? limit : 100_MiB;
+    options.device = std::make_shared<device::LimitedDevice>(small ? limit : 100_MiB);
     FakeRank rank(model, options,
                   std::make_shared<comm::conformance::CollectiveNetwork>(std::move(ranks)));
     rank.gatherer().acquire(1);

@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "device/limited_device.h"
 #include "engine/core/offloaded_cases.h"
 #include "engine/core/parking_cases.h"
 #include "strata/engine/state_offload.h"
@@ -83,8 +84,7 @@ TEST(StateOffload, TellsEveryRankOfADeviceWithoutRoomAndComesBackLater) {
   const FakeModel model(small_builder(DType::kBFloat16));
   expect_no_errors(run_ranks(2, [&](int r, std::shared_ptr<comm::Collectives> collectives) {
     RankOptions options;
-    options.device =
-        std::make_shared<device::CpuDevice>(device::CpuDeviceOptions{.memory_limit = 1_MiB});
+    options.device = std::make_shared<device::LimitedDevice>(1_MiB);
     FakeRank rank(model, options, std::move(collectives));
     rank.forward();
     add_all(rank, all_gradients(model, 0, 0, r), {}, /*boundary=*/true);

@@ -309,7 +309,7 @@ class PeerInbox final : public Inbox {
 class PeerCollectives final : public Collectives {
  public:
   PeerCollectives(std::shared_ptr<device::Device> device, std::shared_ptr<Collectives> control,
-                  const PeerOptions& options)
+                  const CommOptions& options)
       : Collectives(control->rank(), among(kPeerTraits, control->rank(), control->world_size())),
         link_(std::make_shared<PeerLink>(std::move(device), std::move(control), options)),
         reductions_(std::make_shared<PeerReductions>(*link_)) {
@@ -523,7 +523,7 @@ class PeerCollectives final : public Collectives {
 
 std::unique_ptr<Collectives> make_peer_collectives(std::shared_ptr<device::Device> device,
                                                    std::shared_ptr<Collectives> control,
-                                                   const PeerOptions& options) {
+                                                   const CommOptions& options) {
   auto collectives =
       std::make_unique<PeerCollectives>(std::move(device), std::move(control), options);
   collectives->prove();

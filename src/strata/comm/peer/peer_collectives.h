@@ -12,7 +12,6 @@
 // streams that wait for it go on then, with invalid values: every later call throws.
 #pragma once
 
-#include <chrono>
 #include <memory>
 
 #include "strata/comm/collectives.h"
@@ -20,18 +19,13 @@
 
 namespace strata::comm {
 
-struct PeerOptions {
-  // How long this rank waits for a peer's answer, for a buffer that a peer has not allocated, and
-  // how long its streams wait for a peer's.
-  std::chrono::milliseconds timeout = std::chrono::minutes(30);
-  RankNames names = {};
-};
-
 // Collective. `device`: where this rank's model computes, an object of its own. `control`: of host
 // memory, the same ranks, not used otherwise afterwards. Throws CommError, on every rank, where one
-// of them cannot reach another's memory; `control` stays usable then.
+// of them cannot reach another's memory; `control` stays usable then. The timeout holds for a
+// peer's answer, for a buffer that a peer has not allocated, and for streams that wait for a
+// peer's; no pool is used.
 std::unique_ptr<Collectives> make_peer_collectives(std::shared_ptr<device::Device> device,
                                                    std::shared_ptr<Collectives> control,
-                                                   const PeerOptions& options = {});
+                                                   const CommOptions& options = {});
 
 }  // namespace strata::comm

@@ -41,7 +41,7 @@ class PeerLink final : public PeerChannel::Service {
  public:
   // Collective, and throws on every rank or on none.
   PeerLink(std::shared_ptr<device::Device> device, std::shared_ptr<Collectives> control,
-           const PeerOptions& options)
+           const CommOptions& options)
       : device_(std::move(device)),
         control_(std::move(control)),
         rank_(control_->rank()),

@@ -228,8 +228,8 @@ std::vector<int> host_cores(int threads) {
   return rank && ranks ? cores_to_bind(*rank, *ranks, threads) : std::vector<int>();
 }
 
-io::ThreadEngineOptions reading_options(int threads) {
-  return {.threads = std::clamp(threads * 3 / 4, 4, 16), .piece = 1_MiB};
+io::EngineOptions reading_options(int threads) {
+  return {.piece = 1_MiB, .threads = std::clamp(threads * 3 / 4, 4, 16)};
 }
 
 void warm_up(c10::Device place, c10::ScalarType dtype) {

@@ -92,6 +92,6 @@ std::vector<int> host_cores(int threads);
 // Options with which a rank of `threads` threads reads files. Reading the page cache at the speed
 // of a link, and keeping a drive busy, both need many concurrent reads. One thread of four is left
 // for queueing copies and mapping memory; without it links take a tenth longer for the same bytes.
-io::ThreadEngineOptions reading_options(int threads);
+io::EngineOptions reading_options(int threads);
 
 }  // namespace strata::torch

@@ -19,8 +19,6 @@
 namespace strata::torch {
 namespace {
 
-namespace autograd = ::torch::autograd;
-
 // Reports the time of one scope's forward or backward: as a span of the engine's recorder if the
 // step is timed, and as a range of torch's profiler if that is on ("strata.forward
 // model.layers.3"). If it is destroyed without end(), the recorder gets no span.

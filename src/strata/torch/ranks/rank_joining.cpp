@@ -188,8 +188,7 @@ comm::JoinedTransports join_some(const engine::Config& config, const JoiningRank
   if (!choice.bulk) return {control, std::nullopt};
   comm::TransportFactories makers;
   makers.peers = [&] {
-    comm::PeerOptions peers{options.timeout, names};
-    return std::shared_ptr(comm::make_peer_collectives(me.make_device(), control, peers));
+    return std::shared_ptr(comm::make_peer_collectives(me.make_device(), control, options));
   };
   if (me.new_backend) {
     makers.nccl = [&] {

@@ -164,7 +164,7 @@ void open(Attempt& attempt, const std::string& text, const engine::Weights& weig
   attempt.map.emplace(engine::whole_tensors(weights.params()),
                       tensors_of(weights, values, params, *attempt.memory),
                       attempt.memory->file().path());
-  io::ThreadEngineOptions options = reading_options(threads);
+  io::EngineOptions options = reading_options(threads);
   options.piece = kReadPiece;
   attempt.io = std::make_unique<io::ThreadEngine>(options, attempt.memory);
 }

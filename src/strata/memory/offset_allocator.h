@@ -1,22 +1,18 @@
-// Extents of any size out of one fixed span of memory: staging buffers for transfers, sized by the
-// tensors that pass through. Nothing is allocated but bookkeeping, and the span is never exceeded.
-// Threads: one at a time. Ownership: the span belongs to the caller and outlives the extents;
-// extents may outlive the arena.
-// Units: sizes are rounded up to the granule, so that every extent is aligned to it.
-// Errors: none; try_allocate returns nullopt when no free piece is large enough, and the caller
-// waits, streams in smaller pieces, or writes the message.
+// Gives out ranges [offset, offset + size) of a fixed space that it never touches, such as memory
+// of an arena. Best fit: the smallest free range that suffices, the lowest offset among equals;
+// freed ranges are joined with their free neighbours at once, so that no two free ranges ever
+// touch. Cost: O(log n) in the number of ranges. Threads: one at a time. Units: bytes; sizes are
+// rounded up to the granule, and so are offsets. Errors: none but InternalError for a range that is
+// not held; a release never allocates.
 #pragma once
 
 #include <algorithm>
 #include <bit>
-#include <cstddef>
 #include <cstdint>
 #include <iterator>
 #include <map>
-#include <memory>
 #include <optional>
 #include <set>
-#include <span>
 #include <utility>
 
 #include "strata/base/error.h"
@@ -24,14 +20,6 @@
 
 namespace strata::memory {
 
-// Gives out ranges [offset, offset + size) of a fixed space that it never touches: memory of an
-// arena, bytes of a file. Best fit: the smallest free range that suffices, the lowest offset among
-// equals; freed ranges are joined with their free neighbours at once, so that no two free ranges
-// ever touch.
-// Cost: O(log n) in the number of ranges.
-// Threads: one at a time.
-// Units: bytes; sizes are rounded up to the granule, and so are offsets.
-// Errors: none but InternalError for a range that is not held; a release never allocates.
 class OffsetAllocator {
  public:
   // `granule` is a power of two; the rest of `capacity` beyond whole granules is unused.
@@ -116,58 +104,6 @@ class OffsetAllocator {
   Bytes in_use_;
   ByOffset by_offset_;
   BySize by_size_;  // the free ranges
-};
-
-// A piece of an arena; given back by the destructor. Movable.
-class Extent {
- public:
-  Extent() = default;
-  // Exactly as many as asked for.
-  std::span<std::byte> bytes() const { return held_ ? bytes_ : std::span<std::byte>(); }
-
- private:
-  friend class Arena;
-  struct Home {
-    Home(std::span<std::byte> span, Bytes granule)
-        : memory(span), offsets(Bytes(span.size()), granule) {}
-
-    const std::span<std::byte> memory;
-    OffsetAllocator offsets;
-  };
-  struct GiveBack {
-    std::shared_ptr<Home> home;
-    Bytes offset;
-    void operator()(Home*) const noexcept { home->offsets.release(offset); }
-  };
-
-  std::unique_ptr<Home, GiveBack> held_;  // null: holds nothing
-  std::span<std::byte> bytes_;
-};
-
-class Arena {
- public:
-  static constexpr Bytes kDefaultGranule = 256_B;
-
-  // `memory` begins at a multiple of `granule`, a power of two.
-  explicit Arena(std::span<std::byte> memory, Bytes granule = kDefaultGranule)
-      : home_(std::make_shared<Extent::Home>(memory, granule)) {
-    STRATA_ASSERT(reinterpret_cast<std::uintptr_t>(memory.data()) % granule.size() == 0);
-  }
-
-  std::optional<Extent> try_allocate(Bytes bytes) {
-    const auto offset = home_->offsets.try_allocate(bytes);
-    if (!offset) return std::nullopt;
-    Extent extent;
-    extent.held_ = decltype(extent.held_)(home_.get(), Extent::GiveBack{home_, *offset});
-    extent.bytes_ = home_->memory.subspan(offset->size(), bytes.size());
-    return extent;
-  }
-
-  Bytes capacity() const { return home_->offsets.capacity(); }
-  Bytes in_use() const { return home_->offsets.in_use(); }  // with the rounding
-
- private:
-  std::shared_ptr<Extent::Home> home_;
 };
 
 }  // namespace strata::memory

@@ -1,4 +1,4 @@
-#include "strata/memory/arena.h"
+#include "strata/memory/offset_allocator.h"
 
 #include <gtest/gtest.h>
 
@@ -6,14 +6,12 @@
 #include <cstdint>
 #include <limits>
 #include <map>
-#include <memory>
 #include <optional>
 #include <random>
 #include <utility>
 #include <vector>
 
 #include "strata/base/error.h"
-#include "strata/memory/host_buffer.h"
 
 namespace strata::memory {
 namespace {
@@ -123,59 +121,6 @@ TEST(OffsetAllocator, ARangeThatIsNotHeldIsABug) {
   allocator.release(*offset);
   EXPECT_THROW(allocator.release(*offset), InternalError);
   EXPECT_EQ(allocator.try_allocate(1_KiB), 0_B);
-}
-
-void fill(const Extent& extent, std::uint8_t value) {
-  std::fill(extent.bytes().begin(), extent.bytes().end(), std::byte{value});
-}
-
-bool holds(const Extent& extent, std::uint8_t value) {
-  return std::all_of(extent.bytes().begin(), extent.bytes().end(),
-                     [&](std::byte b) { return b == std::byte{value}; });
-}
-
-TEST(Arena, ExtentsKeepTheirContentsOverARandomHistory) {
-  HostBuffer memory(256_KiB);
-  Arena arena(memory.bytes());
-  std::mt19937 random(7);
-  std::vector<std::pair<Extent, std::uint8_t>> held;
-  for (int step = 0; step < 5000; ++step) {
-    if (held.empty() || random() % 2 == 0) {
-      auto extent = arena.try_allocate(Bytes(static_cast<std::int64_t>(random() % 9000)));
-      if (!extent) continue;
-      const auto value = static_cast<std::uint8_t>(random());
-      fill(*extent, value);
-      held.emplace_back(std::move(*extent), value);
-    } else {
-      std::swap(held[random() % held.size()], held.back());
-      ASSERT_TRUE(holds(held.back().first, held.back().second));
-      held.pop_back();
-    }
-  }
-  held.clear();
-  EXPECT_EQ(arena.in_use(), 0_B);
-  EXPECT_TRUE(arena.try_allocate(arena.capacity()));
-}
-
-TEST(Arena, WhatDoesNotFitIsRefusedAndFitsLater) {
-  HostBuffer memory(4_KiB);
-  Arena arena(memory.bytes());
-  auto whole = arena.try_allocate(4_KiB);
-  ASSERT_TRUE(whole);
-  EXPECT_FALSE(arena.try_allocate(1_B));
-  whole.reset();
-  EXPECT_TRUE(arena.try_allocate(4_KiB));
-}
-
-TEST(Arena, AnExtentIsGivenBackOnceAndMayOutliveItsArena) {
-  HostBuffer memory(4_KiB);
-  std::optional<Arena> arena(std::in_place, memory.bytes());
-  Extent first = std::move(*arena->try_allocate(1_KiB));
-  Extent second = std::move(*arena->try_allocate(1_KiB));
-  second = std::move(first);
-  EXPECT_EQ(arena->in_use(), 1_KiB);
-  arena.reset();
-  fill(second, 1);
 }
 
 }  // namespace
