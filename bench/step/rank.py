@@ -136,7 +136,7 @@ def measure(training, context, sampler):
 
 
 def _compiled():
-    """What torch.compile has made in this rank: blocks of one class share a graph, and another is a recompilation."""
+    """Graphs and breaks that torch.compile has made in this rank. Blocks of one class share a graph."""
     from torch._dynamo.utils import counters
 
     return {"graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}
