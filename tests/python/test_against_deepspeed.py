@@ -17,7 +17,10 @@ from hf_models import MODELS, llama
 from ranks import run_ranks
 
 WORLD = 2
-pytestmark = pytest.mark.skipif(ON_GPU, reason="compared with DeepSpeed on the CPU")
+pytestmark = [
+    pytest.mark.skipif(ON_GPU, reason="compared with DeepSpeed on the CPU"),
+    pytest.mark.xdist_group("against_deepspeed"),  # tests of this file share its runs
+]
 STEPS = 6
 STAGES = (1, 2, 3)
 LR = 1e-3

@@ -4,6 +4,7 @@ import os
 
 import earlier_checkpoints as earlier
 import pytest
+import strata
 import torch
 from earlier_checkpoints import CELLS, WRITTEN, name_of
 from ranks import run_ranks
@@ -14,6 +15,7 @@ from training_states import snapshot
 def _saved_again(folder):
     """The checkpoints of this many ranks; as the first ones, they name torch 2.11 as what wrote them."""
     os.chdir(folder)
+    assert strata._C.__name__  # loaded for the torch that is here
     torch.__version__ = "2.11.0+cu130"
     for cell in CELLS:
         if cell[0] == rank_and_world()[1]:
