@@ -1,7 +1,7 @@
 // Seam: how the ranks of one job exchange bytes. Implementations: local_collectives (threads of one
 // process), shm_collectives (processes of one host), peer_collectives (devices of one host),
-// grouped_collectives and split_collectives (each made of two others) and, above the torch line,
-// c10d_collectives (gloo) and device_collectives (NCCL for the bulk of device memory).
+// combined_collectives (grouped, split and joint ones, each made of two others) and, above the
+// torch line, c10d_collectives (gloo) and device_collectives (NCCL for the bulk of device memory).
 //
 // Model. Each rank owns slices of things; a slice lives in a SharedBuffer, memory that peers may
 // read. Two kinds of operation move bulk data:
