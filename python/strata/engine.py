@@ -82,7 +82,9 @@ class Engine(EngineCheckpoints, torch.nn.Module):
                 if tiles_of(known.parameter) is not None:
                     _C.show_tiled(self.core, known.parameter, known.shape, [part.index for part in known.parts])
         take_ownership(self.core, parameters, config.stage)
-        self._interception = intercept(self.core, [module for _, module, _ in tree.modules])
+        modules = [module for _, module, _ in tree.modules]
+        self._scope_modules = [modules[index] for index in self.core.scopes()]
+        self._interception = intercept(self.core, modules)
         self._restore_arguments = intercept_arguments(tree.model, self.device if config.move_inputs else None,
                                                       torch.float16 if config.cast_inputs else None)
         self.timers, self.tput_timer = Timers(self.device), ThroughputTimer()

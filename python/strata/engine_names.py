@@ -4,6 +4,7 @@ import gc
 import os
 
 from . import _C
+from .model.compiling import regions_of
 from .ops.elementwise import set_value
 
 _WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
@@ -131,37 +132,44 @@ class EngineNames:
 
     # --- torch.compile ---
 
-    def compile(self, backend=None, compile_kwargs=None, schedule=None, compiled_autograd_enabled=False):
-        """Compiles the module's forward, as ``torch.nn.Module.compile`` does, at its first call. The losses equal those
-        of the model that is not compiled, where the backend's kernels round in the same way.
+    def compile(self, backend=None, compile_kwargs=None, schedule=None, compiled_autograd_enabled=False,
+                regional=True):  # fmt: skip
+        """Compiles each block in place, as ``block.compile()`` does, at its first call, and so the modules outside of
+        blocks that own parameters. The losses equal those of the model that is not compiled, where the backend's
+        kernels round in the same way.
 
         The engine's hooks stay out of graphs. At every stage each block is a graph, or several where its code breaks
-        it. ``block.compile(fullgraph=True)`` in the script does the same for one block, and says where it breaks. The
-        module stays compiled when the engine is destroyed. UsageError for ``fullgraph`` and for CUDA graphs, which the
-        engine's hooks do not allow; NotImplementedError for ``schedule`` and ``compiled_autograd_enabled``.
+        it; ``fullgraph`` then says where. Modules that are compiled already stay so, and all stay compiled when the
+        engine is destroyed. UsageError for CUDA graphs, which the engine's hooks do not allow, and for ``fullgraph``
+        where the model is compiled from its root; NotImplementedError for ``schedule`` and
+        ``compiled_autograd_enabled``.
 
         Args:
             backend: of torch.compile, a name or a function. None: "inductor".
             compile_kwargs: dict, more arguments of torch.compile.
             schedule: None; Strata does not offer DeepCompile's passes.
             compiled_autograd_enabled: False; compiled autograd cannot trace the engine's hooks, which are C++.
+            regional: False compiles the module from its root, as ``engine.module.compile()`` does; so does True where
+                the model has no blocks. Graphs then end at each module that the engine gathers.
         """
         if schedule is not None:
             raise NotImplementedError("engine.compile: DeepCompile's passes are not offered; leave schedule out")
         if compiled_autograd_enabled:
             raise NotImplementedError("engine.compile: compiled autograd cannot trace the engine's hooks; leave "
                                       "compiled_autograd_enabled out")
-        arguments = dict(compile_kwargs or {})
-        arguments.pop("backend", None)  # as in DeepSpeed the other argument counts
-        _require_allowed(arguments)
-        self._engine.module.compile(backend=backend or "inductor", **arguments)
+        arguments = {**(compile_kwargs or {}), "backend": backend or "inductor"}  # the other argument counts
+        regions = regions_of(self._engine._scope_modules) if regional else []
+        _require_allowed(arguments, regions)
+        for module in regions or [self._engine.module]:
+            if module._compiled_call_impl is None:
+                module.compile(**arguments)
         self._engine.is_compiled = True
 
 
-def _require_allowed(arguments):
-    if arguments.get("fullgraph"):
-        raise _C.UsageError("engine.compile: the engine's hooks run between graphs, so a model is more than one; leave "
-                            "fullgraph out")
+def _require_allowed(arguments, regions):
+    if arguments.get("fullgraph") and not regions:
+        raise _C.UsageError("engine.compile: the engine's hooks run between graphs, so a model without blocks, or with "
+                            "regional=False, is more than one; leave fullgraph out")
     options = arguments.get("options") or {}
     if arguments.get("mode") in _WITH_CUDA_GRAPHS or options.get("triton.cudagraphs"):
         raise _C.UsageError("engine.compile: CUDA graphs would keep addresses of weights that the engine moves; write "

@@ -77,7 +77,7 @@ def test_what_the_hooks_forbid_is_said_at_once():
         with pytest.raises(strata.UsageError, match="max-autotune-no-cudagraphs"):
             engine.compile(backend="inductor", compile_kwargs=arguments)
     with pytest.raises(strata.UsageError, match="leave fullgraph out"):
-        engine.compile(compile_kwargs={"fullgraph": True})
+        engine.compile(compile_kwargs={"fullgraph": True}, regional=False)
     with pytest.raises(NotImplementedError, match="leave schedule out"):
         engine.compile(schedule=[])
     with pytest.raises(NotImplementedError, match="compiled_autograd_enabled"):

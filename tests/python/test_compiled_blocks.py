@@ -7,6 +7,7 @@ All blocks of a model have one class, and their code one cache, so a model has a
 import pytest
 import strata
 import torch
+from compiled_training import Graphs, compile_blocks, train
 from hf_models import MODELS
 from ranks import run_ranks
 from soak import also
@@ -15,27 +16,13 @@ from tiny_models import (
     config_of,
     differences,
     full_parameters,
-    loss_of,
-    make_batches,
     make_engine,
     make_model,
     rank_and_world,
 )
 from torch.utils.checkpoint import checkpoint
 
-STEPS = 4
 STAGES = (0, 1, 2, 3)
-
-
-class Graphs:
-    """A backend that counts what it compiles. Blocks share one object: another backend would be another graph."""
-
-    def __init__(self, then="aot_eager"):
-        self.made, self.then = 0, torch._dynamo.lookup_backend(then)
-
-    def __call__(self, graph, inputs):
-        self.made += 1
-        return self.then(graph, inputs)
 
 
 class _Checkpointed(torch.nn.Module):
@@ -75,36 +62,6 @@ CASES = {
 }
 
 
-def _train(make, config, backend, after):
-    """(losses of this rank, weights, graphs, breaks) after STEPS steps; ``backend`` None: without compiling."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    rank, world = rank_and_world()
-    model = make()
-    if backend is not None and not after:
-        _compile(model.layers, backend)
-    engine = make_engine(model, config)
-    if backend is not None and after:
-        _compile(model.layers, backend)
-    losses = []
-    accumulation = config["gradient_accumulation_steps"]
-    for number, tokens in enumerate(make_batches(STEPS * accumulation, world)):
-        stance = "default" if number < accumulation else "fail_on_recompile"
-        with torch.compiler.set_stance(stance):
-            loss = loss_of(engine, tokens[rank])
-            engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    weights = full_parameters(engine.module)
-    engine.destroy()
-    return losses, weights, dict(torch._dynamo.utils.counters["graph_break"])
-
-
-def _compile(layers, backend):
-    for layer in layers:
-        layer.compile(backend=backend, fullgraph=True)
-
-
 def _one_graph(name, stages):
     graphs, make, more, after = CASES[name]
     for stage in stages:
@@ -112,9 +69,10 @@ def _one_graph(name, stages):
             continue
         zero = {"stage": stage, **more.get("zero_optimization", {})}
         config = config_of(stage, **{**more, "zero_optimization": zero})
-        losses, weights, _ = _train(make, config, None, after)
+        losses, weights, _ = train(make, config)
         backend = Graphs()
-        compiled, compiled_weights, breaks = _train(make, config, backend, after)
+        in_engine = (lambda engine, backend: compile_blocks(engine.module, backend)) if after else None
+        compiled, compiled_weights, breaks = train(make, config, backend, after=in_engine)
         assert breaks == {} and backend.made == graphs, (name, stage, backend.made, breaks)
         assert compiled == losses, (name, stage)
         assert differences(compiled_weights, weights) == [], (name, stage)
@@ -130,7 +88,7 @@ def test_a_block_is_one_graph_with_the_bits_of_a_block_that_is_not_compiled(name
 
 def _by_inductor():
     for dtype in ("fp32", "bf16"):
-        of_stage = [_train(make_model, config_of(stage, dtype, clipping=0.5), "inductor", False) for stage in STAGES]
+        of_stage = [train(make_model, config_of(stage, dtype, clipping=0.5), "inductor") for stage in STAGES]
         for losses, weights, breaks in of_stage[1:]:
             assert losses == of_stage[0][0] and breaks == {}
             assert differences(weights, of_stage[0][1]) == []
