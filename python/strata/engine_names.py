@@ -4,7 +4,7 @@ import gc
 import os
 
 from . import _C
-from .model.compiling import regions_of
+from .model.compiling import regions_of, require_whole
 from .ops.elementwise import set_value
 
 _WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
@@ -160,6 +160,8 @@ class EngineNames:
         arguments = {**(compile_kwargs or {}), "backend": backend or "inductor"}  # the other argument counts
         regions = regions_of(self._engine._scope_modules) if regional else []
         _require_allowed(arguments, regions)
+        for module in regions if arguments.get("fullgraph") else ():
+            require_whole(type(module).__name__, module, self._engine._cut)
         for module in regions or [self._engine.module]:
             if module._compiled_call_impl is None:
                 module.compile(**arguments)

@@ -2,20 +2,65 @@
 
 import functools
 import sys
+import weakref
+
+from .. import _C
+
+_REASON = "Strata computes this outside of graphs"
 
 
 def outside_graphs(function):
     """``function`` for torch.compile: a graph ends before its call, and nothing in it is traced. Torch's own decorator
     would import Dynamo."""
-    disabled = functools.cache(lambda dynamo: dynamo.disable(function))
+    disabled = []
 
     @functools.wraps(function)
     def outside(*args, **kwargs):
         dynamo = sys.modules.get("torch._dynamo")
-        return (function if dynamo is None else disabled(dynamo))(*args, **kwargs)
+        if dynamo is not None and not disabled:
+            disabled.append(dynamo.disable(function, reason=_REASON))
+        return (disabled[0] if disabled else function)(*args, **kwargs)
 
-    outside._torchdynamo_disable, outside._torchdynamo_disable_msg = True, "strata computes this outside of graphs"
+    outside._torchdynamo_disable, outside._torchdynamo_disable_msg = True, _REASON
     return outside
+
+
+def _context_of(module):
+    """torch's object that compiles ``module``, for ``module.compile()`` or ``torch.compile(module)``; or None."""
+    read = getattr(module._compiled_call_impl, "get_compiler_config", None)  # torch's function, which holds the object
+    closure = getattr(read, "__closure__", None)
+    return closure[0].cell_contents if closure else module.__dict__.get("dynamo_ctx")
+
+
+def require_compilable(named_modules, cut):
+    """Raises UsageError, with the name of the module, where torch.compile was asked for graphs that cannot be.
+    ``named_modules``: [(path, module)] of a model; ``cut``: its ``strata.tiles.cutting.Cut``, or None."""
+    for path, module in named_modules:
+        context = _context_of(module)
+        if context is not None and getattr(context, "fullgraph", False):
+            require_whole(path, module, cut)
+
+
+def require_whole(path, module, cut):
+    """Raises UsageError where ``module``, whose graph must be whole, uses a parameter in tiles."""
+    inside = set() if cut is None else {id(inner) for inner in module.modules()}
+    for tiles in cut.all if inside else ():
+        if any(id(home) in inside for home, _ in tiles.homes):
+            raise _C.UsageError(f"'{path}' cannot be one graph: '{tiles.name}' in it is used in tiles, outside of "
+                                "graphs; compile it without fullgraph, or leave the parameter whole by "
+                                "strata.tiles.match")
+
+
+def check_at_first_forward(engine):
+    """Checks once, when the model's forward is called first, how the script has compiled modules since ``initialize``.
+    Returns a function that undoes this. ``engine``: a weak proxy."""
+    @outside_graphs
+    def check(module, _):
+        require_compilable(module.named_modules(), engine._cut)
+        handle.remove()
+
+    handle = engine.module.register_forward_pre_hook(check, prepend=True)
+    return handle.remove
 
 
 def regions_of(scope_modules):

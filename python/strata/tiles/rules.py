@@ -9,6 +9,7 @@ import copy
 import torch
 
 from .. import _C
+from ..model.compiling import outside_graphs
 from ..model.interception import replaced
 from . import functions
 from .functions import Groups, Members, has_grouped_product
@@ -47,6 +48,7 @@ class _TiledForward:
         self._rule, self._module, self._tiles = rule, module, tiles
         self.__wrapped__ = type(module).forward.__get__(module)  # for inspect.signature
 
+    @outside_graphs
     def __call__(self, *args, **kwargs):
         return self._rule.forward(self._module, self._tiles, *args, **kwargs)
 
@@ -127,6 +129,7 @@ class ExpertsRule(TilingRule):
         return take_back
 
 
+@outside_graphs
 def _forward(self, hidden_states, top_k_index, top_k_weights):
     """As transformers' eager implementation, with each expert's tokens in consecutive rows. ``self``: the module of
     experts; hidden_states [tokens, width]; top_k_* [tokens, k], where the number of experts stands for none."""

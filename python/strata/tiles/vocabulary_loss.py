@@ -15,6 +15,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from .. import _C
+from ..model.compiling import outside_graphs
 from ..model.interception import replaced
 from ..model.tiles import Destination, ProductSum, Tile, tiles_of, write_product
 from .functions import linear
@@ -23,6 +24,7 @@ _BLOCK_BYTES = 128 << 20  # of fp32 logits at once
 _BLOCK_ROWS = 8192  # of a weight that is not in tiles
 
 
+@outside_graphs
 def linear_cross_entropy(hidden, weight, labels, bias=None, ignore_index=-100, reduction="mean", block_bytes=None):
     """``cross_entropy(linear(hidden, weight, bias), labels)``, which never holds the logits of the whole vocabulary.
 
@@ -250,7 +252,8 @@ class _LazyHead:
         self.__wrapped__ = before
 
     def __call__(self, hidden):
-        if not torch.is_grad_enabled():  # the result is not for training
+        # LazyLogits are for training, and torch.compile cannot trace a frame that gets them.
+        if not torch.is_grad_enabled() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None:
             return self.before(hidden)
         return LazyLogits.of(self._head, self._tiles, hidden)
 
@@ -264,6 +267,7 @@ class _CausalLoss:
     def __init__(self, plain):
         self._plain = plain
 
+    @outside_graphs
     def __call__(self, logits, labels, vocab_size=None, num_items_in_batch=None, ignore_index=-100, shift_labels=None,
                  **kwargs):  # fmt: skip
         if not isinstance(logits, LazyLogits) or logits._found is not None:
