@@ -235,13 +235,13 @@ class _Flat:
         parameters = {id(_at(*home)): _at(*home) for home in homes}
         names = {id(_at(m, name)): f"{type(m).__name__}/{name}" for m, name in homes}
         self.parameters = [(f"{names[key]}/{number}", p) for number, (key, p) in enumerate(parameters.items())]
-        root, by_module, seen = types.SimpleNamespace(_parameters={}), {}, set()
+        root, by_module, seen = types.SimpleNamespace(_parameters={}, _modules={}), {}, set()
         for module, name in homes:
             parameter = _at(module, name)
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 by_module.setdefault(id(module), {})[name] = parameter
-        leaves = [types.SimpleNamespace(_parameters=own, _z3_leaf=True) for own in by_module.values()]
+        leaves = [types.SimpleNamespace(_parameters=own, _modules={}, _z3_leaf=True) for own in by_module.values()]
         self.modules = [("", root, None), *((str(number), leaf, root) for number, leaf in enumerate(leaves))]
 
 

@@ -5,6 +5,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 
 from . import _C
+from .model.compiling import plain_name
 from .rank_logging import logger
 
 STATES = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
@@ -30,7 +31,7 @@ class EngineWeights:
             return found
         for name, parameter in self._engine.module.named_parameters(remove_duplicate=False):
             if exclude_frozen_parameters and not parameter.requires_grad:
-                found.pop(prefix + name, None)
+                found.pop(prefix + plain_name(name), None)
         return found
 
     def load_module_state_dict(self, checkpoint, strict=True, custom_load_fn=None, fetch_z3_params=False,
@@ -56,7 +57,7 @@ class EngineWeights:
         return None
 
     def state_dict(self, *, destination=None, prefix="", keep_vars=False):
-        """{name: tensor} under the model's own names, those of ``engine.module``.
+        """{name: tensor} under the model's own names, those of ``engine.module`` without what wrappers add.
 
         Collective at stage 3: the engine gathers parameters one at a time and copies them to the host of rank 0, which
         needs room for the whole model; other ranks get an empty dict. ``save_pretrained`` needs no such room. At stages
@@ -69,7 +70,11 @@ class EngineWeights:
         core.require_weights("a state dict")
         core.require_own_memory()
         if self._engine._config.stage < 3:
-            return model.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+            found = model.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+            items = [(plain_name(name), value) for name, value in found.items()]
+            found.clear()  # and no new dict, which would lack torch's `_metadata`
+            found.update(items)
+            return found
         found = _whole_weights().whole_state_dict(model, keep, with_frozen) or {}
         destination = OrderedDict() if destination is None else destination
         destination.update((prefix + name, value) for name, value in found.items())

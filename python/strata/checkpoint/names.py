@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..model.compiling import plain_name
 from .supported_transformers import adapter, is_transformers_model
 
 
@@ -13,7 +14,7 @@ def state_names(model):
     """({name: parameter}, {name: persistent buffer}); an object with several names has all of them. Gathers nothing."""
     parameters, buffers = {}, {}
     for path, module in model.named_modules(remove_duplicate=False):
-        prefix = f"{path}." if path else ""
+        prefix = plain_name(f"{path}." if path else "")
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 parameters[prefix + name] = parameter

@@ -9,6 +9,7 @@ from collections import OrderedDict
 import torch
 
 from .. import _C
+from ..model.compiling import plain_name
 from ..model.parameter import full_shape, gathered
 from ..model.tiles import tiles_of
 from ..ranks.runtime import agree_after
@@ -124,7 +125,7 @@ def whole_state_dict(model, keep=True, with_frozen=True):
     ``with_frozen=False`` leaves out parameters that need no gradient."""
     result, copies = OrderedDict(), {}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        prefix = prefix and prefix + "."
+        prefix = plain_name(prefix and prefix + ".")
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if not parameter.requires_grad and not with_frozen:
                 continue
@@ -169,7 +170,7 @@ def _of_rank_0(engine, state_dict, buffers):
     """Rank 0's state dict. On other ranks tensors without memory stand for those that ``_set`` takes from rank 0."""
     first = engine.global_rank == 0
     with agree_after(engine._collectives, "loading the state dict"):
-        own = {name: value for name, value in state_dict.items() if isinstance(value, torch.Tensor)} if first else {}
+        own = {plain_name(n): v for n, v in state_dict.items() if isinstance(v, torch.Tensor)} if first else {}
         listed = json.dumps([[n, list(v.shape), str(v.dtype).removeprefix("torch."),
                               to_plain(v, None, n) if n in buffers and v.numel() else None] for n, v in own.items()])
     text = engine._collectives.all_gather_text(listed)[0]

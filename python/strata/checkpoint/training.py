@@ -11,6 +11,7 @@ import os
 import torch
 
 from .. import _C
+from ..model.compiling import plain_name
 from ..ops.elementwise import place_of, set_values
 from ..ranks.runtime import agree_after
 from .names import state_names
@@ -194,6 +195,7 @@ def _aliases(engine):
     aliases = [[] for _ in engine._described]
     for name, parameter in engine.module.named_parameters(remove_duplicate=False):
         known = known_by.get(id(parameter))
+        name = plain_name(name)
         if known is None or name == engine.core.known_name(known.parts[0].index):
             continue
         for part in known.parts:

@@ -1,4 +1,5 @@
-"""The modules of a model as torch.compile sees them. Imports no Dynamo, which takes seconds."""
+"""The modules of a model as torch.compile and torch's checkpoint_wrapper treat them. Imports no Dynamo, which takes
+seconds."""
 
 import functools
 import sys
@@ -6,6 +7,7 @@ import weakref
 
 from .. import _C
 
+WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")  # names of the module within torch's wrappers
 _REASON = "Strata computes this outside of graphs"
 
 
@@ -23,6 +25,19 @@ def outside_graphs(function):
 
     outside._torchdynamo_disable, outside._torchdynamo_disable_msg = True, _REASON
     return outside
+
+
+def plain_name(name):
+    """The name of a module or a tensor without those that wrappers put into it: of ``torch.compile(module)``, and of
+    ``checkpoint_wrapper(module)``."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPED)
+
+
+def unwrapped(module):
+    """The module within such wrappers; ``module`` itself, where there are none."""
+    while inner := next(filter(None, map(module._modules.get, WRAPPED)), None):
+        module = inner
+    return module
 
 
 def _context_of(module):
@@ -56,7 +71,7 @@ def check_at_first_forward(engine):
     Returns a function that undoes this. ``engine``: a weak proxy."""
     @outside_graphs
     def check(module, _):
-        require_compilable(module.named_modules(), engine._cut)
+        require_compilable(((plain_name(path), inner) for path, inner in module.named_modules()), engine._cut)
         handle.remove()
 
     handle = engine.module.register_forward_pre_hook(check, prepend=True)

@@ -5,6 +5,7 @@ import os
 import torch
 
 from .. import _C
+from .compiling import WRAPPED, unwrapped
 from .leaves import z3_leaf_module
 from .parameter import owner_of
 from .tiles import known_as, tile_of, tiles_of
@@ -20,6 +21,7 @@ class ModelTree:
     Attributes:
         model: a ``torch.nn.Module``.
         modules: [(path, module, parent or None)], each under its first path, in the order of ``named_modules()``.
+            A wrapper and the module in it have one path.
         parameters: [(name, parameter)], as ``named_parameters()`` gives them; in place of one that is cut, its tiles.
         cut: ``strata.tiles.cutting.Cut``, the parameters that are cut; None: there are none.
     """
@@ -42,7 +44,7 @@ class ModelTree:
                     self.parameters.append((prefix + name, parameter))
             for name, child in reversed(module._modules.items()):
                 if child is not None:
-                    waiting.append((prefix + name, child, module))
+                    waiting.append((path if name in WRAPPED else prefix + name, child, module))
 
 
 def describe_parameters(tree, groups, from_files=None, takes_unfrozen=False):
@@ -85,7 +87,7 @@ def describe_modules(tree):
         number = -1 if parent is None else number_of[id(parent)]
         callable_ = not isinstance(module, _CONTAINERS)
         reads = not _only_looks_up(module)
-        entries.append((path, type(module).__name__, number, own, callable_, reads, z3_leaf_module(module)))
+        entries.append((path, type(unwrapped(module)).__name__, number, own, callable_, reads, z3_leaf_module(module)))
     return entries
 
 
