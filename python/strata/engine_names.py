@@ -3,11 +3,11 @@
 import gc
 import os
 
-from . import _C
-from .model.compiling import regions_of, require_whole
-from .ops.elementwise import set_value
+import torch
 
-_WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
+from . import _C
+from .model.compiling import compiler_of, regions_of, require_no_cuda_graphs, require_whole
+from .ops.elementwise import set_value
 
 
 class EngineNames:
@@ -159,20 +159,13 @@ class EngineNames:
                                       "compiled_autograd_enabled out")
         arguments = {**(compile_kwargs or {}), "backend": backend or "inductor"}  # the other argument counts
         regions = regions_of(self._engine._scope_modules) if regional else []
-        _require_allowed(arguments, regions)
+        if arguments.get("fullgraph") and not regions:
+            raise _C.UsageError("engine.compile: the engine's hooks run between graphs, so a model without blocks, or "
+                                "with regional=False, is more than one; leave fullgraph out")
+        require_no_cuda_graphs("engine.compile", compiler_of(torch.compile(len, **arguments)))
         for module in regions if arguments.get("fullgraph") else ():
             require_whole(type(module).__name__, module, self._engine._cut)
         for module in regions or [self._engine.module]:
             if module._compiled_call_impl is None:
                 module.compile(**arguments)
         self._engine.is_compiled = True
-
-
-def _require_allowed(arguments, regions):
-    if arguments.get("fullgraph") and not regions:
-        raise _C.UsageError("engine.compile: the engine's hooks run between graphs, so a model without blocks, or with "
-                            "regional=False, is more than one; leave fullgraph out")
-    options = arguments.get("options") or {}
-    if arguments.get("mode") in _WITH_CUDA_GRAPHS or options.get("triton.cudagraphs"):
-        raise _C.UsageError("engine.compile: CUDA graphs would keep addresses of weights that the engine moves; write "
-                            "mode \"default\" or \"max-autotune-no-cudagraphs\", and no \"triton.cudagraphs\"")

@@ -96,3 +96,42 @@ def test_as_accelerate_calls_it():
     engine.step()
     assert engine.is_compiled and graphs.made > 0
     engine.destroy()
+
+
+_WITH_CUDA_GRAPHS = [{"mode": "reduce-overhead"}, {"mode": "max-autotune", "fullgraph": True},
+                     {"options": {"triton.cudagraphs": True}}, {"backend": "cudagraphs"}]  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", _WITH_CUDA_GRAPHS)
+def test_cuda_graphs_are_refused_where_a_script_asks_for_them(arguments):
+    refused = "'layers.1' is compiled: CUDA graphs would keep addresses"
+    tokens = make_batches(1, 1)[0][0]
+    for stage in (0, 3):
+        model = make_model()
+        model.layers[1].compile(**arguments)
+        with pytest.raises(strata.UsageError, match=refused):
+            make_engine(model, config_of(stage))
+        model = make_model()
+        model.layers[1] = torch.compile(model.layers[1], **arguments)
+        with pytest.raises(strata.UsageError, match=refused):
+            make_engine(model, config_of(stage))
+        engine = make_engine(make_model(), config_of(stage))
+        engine.module.layers[1].compile(**arguments)
+        for call in (engine, engine.module, engine):
+            with pytest.raises(strata.UsageError, match=refused):
+                call(tokens)
+        engine.module.layers[1].compile(backend="eager")
+        engine.backward(loss_of(engine, tokens))
+        engine.step()
+        engine.destroy()
+
+
+def test_cuda_graphs_of_torchs_settings_are_refused():
+    from torch._inductor import config
+
+    engine = make_engine(make_model(), config_of(3))
+    with config.patch({"triton.cudagraphs": True}), pytest.raises(strata.UsageError, match="CUDA graphs would keep"):
+        engine.compile()
+    engine.compile(compile_kwargs={"mode": "max-autotune-no-cudagraphs", "disable": True})
+    engine.compile(compile_kwargs={"mode": "max-autotune-no-cudagraphs"})
+    engine.destroy()

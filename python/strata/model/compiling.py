@@ -3,7 +3,8 @@ seconds."""
 
 import functools
 import sys
-import weakref
+
+import torch
 
 from .. import _C
 
@@ -40,20 +41,37 @@ def unwrapped(module):
     return module
 
 
-def _context_of(module):
-    """torch's object that compiles ``module``, for ``module.compile()`` or ``torch.compile(module)``; or None."""
-    read = getattr(module._compiled_call_impl, "get_compiler_config", None)  # torch's function, which holds the object
-    closure = getattr(read, "__closure__", None)
-    return closure[0].cell_contents if closure else module.__dict__.get("dynamo_ctx")
+def compiler_of(compiled):
+    """torch's object that compiles: of a function that torch.compile has made, or of a module, for ``module.compile()``
+    and ``torch.compile(module)``. None where there is none."""
+    if isinstance(compiled, torch.nn.Module):
+        return compiler_of(compiled._compiled_call_impl) or compiled.__dict__.get("dynamo_ctx")
+    closure = getattr(getattr(compiled, "get_compiler_config", None), "__closure__", None)  # it holds the object
+    return closure[0].cell_contents if closure else None
+
+
+def require_no_cuda_graphs(what, compiler):
+    """Raises UsageError where ``compiler`` makes CUDA graphs of ``what``, a text; None makes none."""
+    backend = getattr(compiler, "callback", None)
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    options, inductor = getattr(backend, "config", None), sys.modules.get("torch._inductor.config")
+    by_inductor = isinstance(options, dict) and options.get(
+        "triton.cudagraphs", inductor is not None and inductor.triton.cudagraphs)
+    if by_inductor or getattr(backend, "compiler_name", None) == "cudagraphs":
+        raise _C.UsageError(f"{what}: CUDA graphs would keep addresses of weights that the engine moves; write mode "
+                            "\"default\" or \"max-autotune-no-cudagraphs\", and no \"triton.cudagraphs\"")
 
 
 def require_compilable(named_modules, cut):
     """Raises UsageError, with the name of the module, where torch.compile was asked for graphs that cannot be.
     ``named_modules``: [(path, module)] of a model; ``cut``: its ``strata.tiles.cutting.Cut``, or None."""
     for path, module in named_modules:
-        context = _context_of(module)
-        if context is not None and getattr(context, "fullgraph", False):
-            require_whole(path, module, cut)
+        compiler = compiler_of(module)
+        if compiler is not None:
+            require_no_cuda_graphs(f"'{path}' is compiled", compiler)
+            if compiler.fullgraph:
+                require_whole(path, module, cut)
 
 
 def require_whole(path, module, cut):
