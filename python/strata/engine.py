@@ -88,7 +88,7 @@ class Engine(EngineCheckpoints, torch.nn.Module):
         self._interception = intercept(self.core, modules)
         self._restore_arguments = intercept_arguments(tree.model, self.device if config.move_inputs else None,
                                                       torch.float16 if config.cast_inputs else None)
-        self._end_checks = check_at_first_forward(me)
+        self._end_checks = check_at_first_forward(self)
         self.timers, self.tput_timer = Timers(self.device), ThroughputTimer()
         self._watching = None  # a StepWatch, where this rank shows something of its steps
         self.core.free_originals()

@@ -2,12 +2,17 @@
 seconds."""
 
 import functools
+import logging
 import sys
+import weakref
 
 import torch
 
 from .. import _C
 
+logger = logging.getLogger("strata")
+
+_LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
 WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")  # names of the module within torch's wrappers
 _REASON = "Strata computes this outside of graphs"
 
@@ -84,16 +89,48 @@ def require_whole(path, module, cut):
                                 "strata.tiles.match")
 
 
+def is_one_graph(module, parent):
+    """Whether ``module``, a child of ``parent``, is compiled, and should be gathered as one: within it the engine's
+    hooks would end graphs. A module that holds lists of blocks is not, unless it is a member of such a list itself."""
+    if parent is None or not module._modules or compiler_of(module) is None:
+        return False
+    lists = (inner for inner in module.modules() if isinstance(inner, _LISTS))
+    return isinstance(parent, _LISTS) or not any(member._modules for inner in lists for member in inner.children())
+
+
 def check_at_first_forward(engine):
-    """Checks once, when the model's forward is called first, how the script has compiled modules since ``initialize``.
-    Returns a function that undoes this. ``engine``: a weak proxy."""
+    """Checks once, when the model's forward is called first, how the script has compiled modules since ``initialize``,
+    and its autocast. Returns a function that undoes this. The hook does not keep ``engine``."""
+    reference = weakref.ref(engine)
+
     @outside_graphs
     def check(module, _):
-        require_compilable(((plain_name(path), inner) for path, inner in module.named_modules()), engine._cut)
-        handle.remove()
+        engine = reference()
+        named = [(plain_name(path), inner) for path, inner in module.named_modules()]
+        require_compilable(named, None if engine is None else engine._cut)
+        module._forward_pre_hooks.pop(handle.id, None)  # also of a copy of the model
+        if engine is not None and engine.global_rank == 0 and engine._config.stage == 3 and engine.world_size > 1:
+            _log_costs(engine, named)
 
     handle = engine.module.register_forward_pre_hook(check, prepend=True)
     return handle.remove
+
+
+def _log_costs(engine, named_modules):
+    """Warns of graphs that end at each parameter, and of weights that autocast keeps."""
+    scopes = {id(module) for module in engine._scope_modules}
+    for path, module in named_modules[1:] if engine.zero_allgather_sequential() else ():
+        if compiler_of(module) is not None and any(id(m) in scopes for m in module.modules() if m is not module):
+            logger.warning("'%s' was compiled after initialize, and stage3_allgather_sequential gathers its modules "
+                           "one by one: its graph ends at each of them. Compile it before initialize, which then "
+                           "gathers it as one", path)
+            break
+    kind = engine.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else engine._config.autocast_dtype
+    if dtype is not None and any(parameter.dtype.itemsize > 2 for _, parameter, *_ in engine._described):
+        logger.warning("autocast at stage 3 keeps 16-bit copies of weights from forward to backward, beside the memory "
+                       "that the engine reports: of the whole model, where it recomputes no activations. bf16.enabled "
+                       "trains with weights in bf16, and needs no copies")
 
 
 def regions_of(scope_modules):

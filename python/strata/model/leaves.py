@@ -2,7 +2,8 @@
 contains. They suit modules of which each batch uses other parts, such as experts, and very fine-grained modules.
 
 A script marks leaves before ``strata.initialize``, which reads the marks; ``zero_optimization.leaf_module`` of the
-configuration names more. The engine gathers the blocks that it finds by itself as one anyway, with leaves in them."""
+configuration names more. The engine gathers the blocks that it finds by itself as one anyway, with leaves in them, and
+modules that are compiled before ``strata.initialize``."""
 
 __all__ = ["get_z3_leaf_modules", "set_z3_leaf_module", "set_z3_leaf_modules", "set_z3_leaf_modules_by_name",
            "set_z3_leaf_modules_by_suffix", "unset_z3_leaf_modules", "z3_leaf_module"]  # fmt: skip

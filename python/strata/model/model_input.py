@@ -5,7 +5,7 @@ import os
 import torch
 
 from .. import _C
-from .compiling import WRAPPED, unwrapped
+from .compiling import WRAPPED, is_one_graph, unwrapped
 from .leaves import z3_leaf_module
 from .parameter import owner_of
 from .tiles import known_as, tile_of, tiles_of
@@ -87,7 +87,8 @@ def describe_modules(tree):
         number = -1 if parent is None else number_of[id(parent)]
         callable_ = not isinstance(module, _CONTAINERS)
         reads = not _only_looks_up(module)
-        entries.append((path, type(unwrapped(module)).__name__, number, own, callable_, reads, z3_leaf_module(module)))
+        leaf = z3_leaf_module(module) or is_one_graph(module, parent)
+        entries.append((path, type(unwrapped(module)).__name__, number, own, callable_, reads, leaf))
     return entries
 
 
