@@ -70,6 +70,9 @@ class StrataTrainerMixin:
     def _begin_engine(self, training):
         given = self.optimizer if training else None
         self.engine, optimizer, _, _ = initialize(model=self.model, optimizer=given, config=self._settings)
+        compiling = self.accelerator.state.dynamo_plugin.to_kwargs()  # of torch_compile, or of accelerate's settings
+        if "backend" in compiling:
+            self.engine.compile(compiling.pop("backend"), compiling)
         if optimizer is not None:
             optimizer._is_accelerate_prepared = True
             optimizer.step_was_skipped = False
