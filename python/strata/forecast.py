@@ -13,8 +13,9 @@ def memory_forecast(model, config, world_size, device="cuda", optimizer=None, mo
 
     The call needs no ranks and no GPU, and a model on the meta device suffices. The engine itself runs for three steps
     on a device without memory, so the numbers follow from its decisions, not from a formula. They do not contain the
-    model's activations, its gradients before they reach the engine, and the memory of torch, the driver, the
-    collectives and the engine's kernels ("workspace" in ``engine.memory_report()``, some bytes a MiB of shard).
+    model's activations, its gradients before they reach the engine (all of one block's where it is compiled), and the
+    memory of torch, the driver, the collectives and the engine's kernels ("workspace" in
+    ``engine.memory_report()``, some bytes a MiB of shard).
     "gradients" are an upper bound: reductions that end early hold less, and so does an order within a block that
     completes units one after the other.
 
