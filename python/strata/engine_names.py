@@ -6,7 +6,7 @@ import os
 import torch
 
 from . import _C
-from .model.compiling import compiler_of, regions_of, require_no_cuda_graphs, require_whole
+from .model.compiling import compiler_of, regions_of, require_compilable
 from .ops.elementwise import set_value
 
 
@@ -162,10 +162,10 @@ class EngineNames:
         if arguments.get("fullgraph") and not regions:
             raise _C.UsageError("engine.compile: the engine's hooks run between graphs, so a model without blocks, or "
                                 "with regional=False, is more than one; leave fullgraph out")
-        require_no_cuda_graphs("engine.compile", compiler_of(torch.compile(len, **arguments)))
-        for module in regions if arguments.get("fullgraph") else ():
-            require_whole(type(module).__name__, module, self._engine._cut)
-        for module in regions or [self._engine.module]:
+        modules, compiler = regions or [self._engine.module], compiler_of(torch.compile(len, **arguments))
+        for module in modules:
+            require_compilable("", module, compiler, self._engine._cut)
+        for module in modules:
             if module._compiled_call_impl is None:
                 module.compile(**arguments)
         self._engine.is_compiled = True

@@ -11,7 +11,7 @@ from . import _C
 from .checkpoint.supported_transformers import is_transformers_model, unsupported
 from .config_source import read_config, shown
 from .engine import Engine
-from .model.compiling import require_compilable
+from .model.compiling import compiler_of, require_compilable
 from .model.leaves import mark_leaves_of
 from .model.model_input import ModelTree, find_device, make_current
 from .model.parameter import require_values
@@ -134,7 +134,8 @@ class StartUp:
                         from .tiles.cutting import cut_parameters
 
                         cut_parameters(self.tree, self.config, self.budget, self.from_files)
-                    require_compilable(((path, module) for path, module, _ in self.tree.modules), self.tree.cut)
+                    for path, module, _ in self.tree.modules:
+                        require_compilable(path, module, compiler_of(module), self.tree.cut)
                 with self.clock.phase("make engine"):
                     self.make_engine()
             except BaseException:

@@ -47,42 +47,28 @@ def unwrapped(module):
 
 
 def compiler_of(compiled):
-    """torch's object that compiles: of a function that torch.compile has made, or of a module, for ``module.compile()``
-    and ``torch.compile(module)``. None where there is none."""
+    """torch's object that compiles a module, or that has made a function; None where there is none."""
     if isinstance(compiled, torch.nn.Module):
         return compiler_of(compiled._compiled_call_impl) or compiled.__dict__.get("dynamo_ctx")
     closure = getattr(getattr(compiled, "get_compiler_config", None), "__closure__", None)  # it holds the object
     return closure[0].cell_contents if closure else None
 
 
-def require_no_cuda_graphs(what, compiler):
-    """Raises UsageError where ``compiler`` makes CUDA graphs of ``what``, a text; None makes none."""
-    backend = getattr(compiler, "callback", None)
+def require_compilable(path, module, compiler, cut):
+    """Raises UsageError, with the module's path or else its class, where ``compiler``, of ``compiler_of``, would make
+    graphs of it that cannot be. ``cut``: the model's ``strata.tiles.cutting.Cut``, or None."""
+    path, backend = path or type(module).__name__, getattr(compiler, "callback", None)
     while hasattr(backend, "_torchdynamo_orig_backend"):
         backend = backend._torchdynamo_orig_backend
     options, inductor = getattr(backend, "config", None), sys.modules.get("torch._inductor.config")
     by_inductor = isinstance(options, dict) and options.get(
         "triton.cudagraphs", inductor is not None and inductor.triton.cudagraphs)
     if by_inductor or getattr(backend, "compiler_name", None) == "cudagraphs":
-        raise _C.UsageError(f"{what}: CUDA graphs would keep addresses of weights that the engine moves; write mode "
-                            "\"default\" or \"max-autotune-no-cudagraphs\", and no \"triton.cudagraphs\"")
-
-
-def require_compilable(named_modules, cut):
-    """Raises UsageError, with the name of the module, where torch.compile was asked for graphs that cannot be.
-    ``named_modules``: [(path, module)] of a model; ``cut``: its ``strata.tiles.cutting.Cut``, or None."""
-    for path, module in named_modules:
-        compiler = compiler_of(module)
-        if compiler is not None:
-            require_no_cuda_graphs(f"'{path}' is compiled", compiler)
-            if compiler.fullgraph:
-                require_whole(path, module, cut)
-
-
-def require_whole(path, module, cut):
-    """Raises UsageError where ``module``, whose graph must be whole, uses a parameter in tiles."""
-    inside = set() if cut is None else {id(inner) for inner in module.modules()}
-    for tiles in cut.all if inside else ():
+        raise _C.UsageError(f"'{path}' is compiled: CUDA graphs would keep addresses of weights that the engine moves; "
+                            "write mode \"default\" or \"max-autotune-no-cudagraphs\", and no \"triton.cudagraphs\"")
+    whole = cut is not None and getattr(compiler, "fullgraph", False)
+    inside = {id(inner) for inner in module.modules()} if whole else ()
+    for tiles in cut.all if whole else ():
         if any(id(home) in inside for home, _ in tiles.homes):
             raise _C.UsageError(f"'{path}' cannot be one graph: '{tiles.name}' in it is used in tiles, outside of "
                                 "graphs; compile it without fullgraph, or leave the parameter whole by "
@@ -105,11 +91,11 @@ def check_at_first_forward(engine):
 
     @outside_graphs
     def check(module, _):
-        engine = reference()
-        named = [(plain_name(path), inner) for path, inner in module.named_modules()]
-        require_compilable(named, None if engine is None else engine._cut)
+        engine, named = reference(), [(plain_name(path), inner) for path, inner in module.named_modules()]
+        for path, inner in named:
+            require_compilable(path, inner, compiler_of(inner), engine and engine._cut)
         module._forward_pre_hooks.pop(handle.id, None)  # also of a copy of the model
-        if engine is not None and engine.global_rank == 0 and engine._config.stage == 3 and engine.world_size > 1:
+        if engine and engine.global_rank == 0 and engine._config.stage == 3 and engine.world_size > 1:
             _log_costs(engine, named)
 
     handle = engine.module.register_forward_pre_hook(check, prepend=True)
