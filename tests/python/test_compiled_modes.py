@@ -127,7 +127,7 @@ def test_activation_memory_budget_keeps_the_bits():
 
 
 def _evaluated():
-    config = config_of(3, "bf16")
+    config = config_of(3, "bf16", live_bytes=1)
     contexts = (torch.no_grad, torch.inference_mode)
     losses, weights, _ = train(make_model, config, evaluate=contexts)
     backend = Graphs()

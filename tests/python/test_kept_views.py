@@ -228,3 +228,25 @@ def _free_after_an_evaluation():
 
 def test_the_cache_of_gathered_parameters_can_be_emptied():
     run_ranks(2, _free_after_an_evaluation)
+
+
+def _kept_in_inference_mode():
+    """A script keeps views that it made in inference mode, and trains on."""
+    rank, world = rank_and_world()
+    engine, kept = make_engine(make_model(), config_of(3, live_bytes=1)), []
+
+    def keep(module, args, output):
+        if torch.is_inference_mode_enabled():
+            kept.append((module.weight.view(-1), module.weight.detach().clone()))
+
+    engine.module.layers[0].norm.register_forward_hook(keep)
+    for tokens in make_batches(2, world):
+        train_step(engine, tokens[rank])
+        with torch.inference_mode():
+            loss_of(engine, tokens[rank])
+    assert len(kept) == 2 and all(same_bits(view, copied.view(-1)) for view, copied in kept)
+    engine.destroy()
+
+
+def test_views_that_are_kept_in_inference_mode_do_not_end_training():
+    run_ranks(2, _kept_in_inference_mode)

@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/stack.h>
 #include <ATen/ops/empty_like.h>
+#include <c10/core/InferenceMode.h>
 #include <torch/library.h>
 
 #include <thread>
@@ -214,6 +215,7 @@ void ParameterStorage::renew() {
   forget_pending();
   pending_view_.reset();
   pending_.reset();
+  const c10::InferenceMode off(false);  // autograd cannot save a view that is made in this mode
   point(view_, make_view(view_.scalar_type(), view_.sizes(), view_.strides(), view_.device()));
 }
 
