@@ -218,7 +218,8 @@ def test_the_command_stores_draws_and_says_what_is_out_of_date(tmp_path, monkeyp
         "settings": {"world": 2}, "limit": {"stage3_s": 0.2, "stage2_s": 0.3},
         "engines": {"strata-z2": {"total_s": 0.4}}, "skipped": {}, "failed": {},
     }))
-    with pytest.raises(SystemExit, match="--store wants startup or step or step_compiled, a file, and --model, --machine"):
+    wanted = "--store wants startup or step or step_compiled, a file, and --model, --machine"
+    with pytest.raises(SystemExit, match=wanted):
         run("--store", "startup", tmp_path / "raw.json")
     about = [word for key in plots.ABOUT for word in (f"--{key}", f"my {key}")]
     assert run("--store", "startup", tmp_path / "raw.json", *about) == 0 and run("--check") == 0
