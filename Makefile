@@ -46,9 +46,12 @@ $(VENV)/.strata-ready: requirements.txt tools/python_environment.sh | $(SYSTEM)
 	@sh tools/python_environment.sh $(PYTHON) $(VENV)
 	@touch $@
 
+# Python keeps what it compiles of these. Else all workers of pytest would compile the same at once.
+COMPILED_ONCE = torch._inductor.compile_fx, transformers.trainer, deepspeed, peft, trl.trainer.sft_trainer, trl.trainer.grpo_trainer
 $(VENV)/.strata-tests: requirements-test.txt $(VENV)/.strata-ready
 	@echo "Bringing $(VENV) to the pinned requirements of the tests"
 	@sh tools/python_environment.sh $(PYTHON) $(VENV) tests
+	@DS_ACCELERATOR=cpu $(VENV_PYTHON) -c "import $(COMPILED_ONCE)" > $@-imports 2>&1 || cat $@-imports
 	@touch $@
 
 .PHONY: setup
@@ -106,7 +109,8 @@ RUN_TESTS = $(VENV_PYTHON) tools/run_tests.py $(BUILD) --jobs $(JOBS)
 
 .PHONY: test test-bench test-torch smoke test-newest test-transformers soak test-gpu test-core demo bench-cpu sanitize
 .PHONY: wheel wheels
-test: build $(VENV)/.strata-tests  ## All C++ and Python tests; ends with "N passed, N failed"
+test: $(CONFIGURED)  ## All C++ and Python tests; ends with "N passed, N failed"
+	@$(MAKE) --no-print-directory -j 2 build $(VENV)/.strata-tests  # one downloads while the other compiles
 	$(RUN_TESTS) -- -n $(PYTHON_JOBS) --dist loadgroup $(PYTEST)
 
 test-bench: module $(VENV)/.strata-tests  ## The tests of the benchmarks themselves, on CPU ranks
@@ -187,8 +191,8 @@ sanitize: export STRATA_DRIVE_SEEDS ?= 40
 sanitize: export STRATA_FAULT_SEEDS ?= 40
 sanitize: build/asan/build.ninja build/tsan/build.ninja  ## The core with clang under ASan+UBSan, then with g++ under TSan
 	ninja -C build/asan -j $(JOBS)
-	ctest --preset asan$(CASES) -j $(JOBS)
-	ninja -C build/tsan -j $(JOBS) $(TSAN_PROGRAMS$(CASES))
+	nice -n 19 ninja -C build/tsan -j $(JOBS) $(TSAN_PROGRAMS$(CASES)) > build/tsan/log & building=$$!; \
+	  ctest --preset asan$(CASES) -j $(JOBS); wait $$building || { cat build/tsan/log; exit 1; }
 	$(FIXED_ADDRESSES) ctest --preset tsan$(CASES) -j $(JOBS)
 
 wheel: $(SYSTEM)  ## A wheel for this Python and every supported torch, in dist/

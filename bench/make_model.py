@@ -53,6 +53,12 @@ SHAPES = {
         dict(_QWEN, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32)
         | dict(num_key_value_heads=8, tie_word_embeddings=False),
     ),
+    # 0.94 B parameters, nearly all of them in blocks.
+    "dense-1b": (
+        "Qwen3Config",
+        dict(_QWEN, hidden_size=2048, intermediate_size=6144, num_hidden_layers=16, num_attention_heads=16)
+        | dict(num_key_value_heads=8, vocab_size=32768, tie_word_embeddings=False),
+    ),
     "qwen3-0.6b": (
         "Qwen3Config",
         dict(_QWEN, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16)

@@ -54,6 +54,7 @@ LABELS = {
         "z2-nccl": "Strata, stage 2, over NCCL",
         "z3-nccl": "Strata, stage 3, over NCCL",
         "fsdp2": "FSDP2, fp32 reduction",
+        "fsdp2-pure": "FSDP2, all in bf16, no masters",
         "fsdp2-bf16": "FSDP2, bf16 reduction",
         "fsdp2-bf16-keep": "FSDP2, bf16 reduction, kept",
         "ds-z2": "DeepSpeed ZeRO-2",
@@ -67,6 +68,9 @@ WORDS = {
     ", kept": "Kept: gathered weights stay for backward.",
     ", large": "Large: DeepSpeed's buckets of 1e9 elements.",
 }
+LABELS["step_compiled"] = LABELS["step"]
+for keys in (ROW_KEYS, SETTINGS_KEYS):
+    keys["step_compiled"] = keys["step"]
 COLOUR_NAMES = {"strata": "Strata", "deepspeed": "DeepSpeed", "fsdp2": "FSDP2"}
 
 
@@ -202,7 +206,8 @@ def step_chart(figures, place):
     note = f"{batch} x {seq} tokens a GPU and step. In brackets: share of the step without communication."
     caption = _caption(figures, place, note)
     legend = _legend(bars, "limit: nothing exchanged")
-    return Chart("A training step", "tokens a second and GPU; more is better", bars, legend, caption)
+    compiled = ", every block compiled" if "--compile" in figures["about"]["command"] else ""
+    return Chart(f"A training step{compiled}", "tokens a second and GPU; more is better", bars, legend, caption)
 
 
 def memory_chart(figures, place):
@@ -219,6 +224,7 @@ def memory_chart(figures, place):
 CHARTS = {
     "start_up": ("startup", start_up_chart),
     "step": ("step", step_chart),
+    "step_compiled": ("step_compiled", step_chart),
     "memory": ("step", memory_chart),
 }
 
@@ -233,7 +239,8 @@ def draw(picture, results=None):
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; say which pictures are out of date")
-    parser.add_argument("--store", nargs=2, metavar=("BENCH", "RAW"), help="startup or step; a file of run.py --json")
+    parser.add_argument("--store", nargs=2, metavar=("BENCH", "RAW"), 
+                        help=f"{', '.join(ROW_KEYS)}; a file of run.py --json")
     for key in ABOUT:
         parser.add_argument(f"--{key}", help="with --store: as the caption says it")
     return parser.parse_args()

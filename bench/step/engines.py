@@ -125,9 +125,9 @@ def deepspeed(context, **changes):
     return Training(_engine_step(engine))
 
 
-def fsdp2(context, reduce="fp32", reshard=True):
+def fsdp2(context, reduce="fp32", reshard=True, masters=True):
     """torch's fully_shard on every block and on the model: bf16 over fp32 weights, which are made fp32 a block at
-    a time, when they are about to be sharded."""
+    a time, when they are about to be sharded. Without ``masters`` weights, states and the update are bf16."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -139,7 +139,7 @@ def fsdp2(context, reduce="fp32", reshard=True):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=dtypes[reduce])
     for module in [*model.model.layers, model]:
         for parameter in module.parameters():
-            if not isinstance(parameter, DTensor):
+            if masters and not isinstance(parameter, DTensor):
                 parameter.data = parameter.data.float()
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
@@ -209,6 +209,7 @@ ENGINES = {
     "strata-z3": Engine("Strata 3", "strata", strata, {"stage": 3}),
     "fsdp2": Engine("FSDP2, fp32 reduction", "torch", fsdp2, {}),
     "fsdp2-bf16": Engine("FSDP2, bf16 reduction", "torch", fsdp2, {"reduce": "bf16"}),
+    "fsdp2-pure": Engine("FSDP2, all in bf16", "torch", fsdp2, {"reduce": "bf16", "masters": False}),
     "fsdp2-bf16-keep": Engine("FSDP2, bf16, not resharded", "torch", fsdp2, {"reduce": "bf16", "reshard": False}),
     "ds-z2": Engine("DeepSpeed 2", "deepspeed", deepspeed, {"stage": 2}),
     "ds-z2-large": Engine("DeepSpeed 2, large", "deepspeed", deepspeed, {"stage": 2, "zero": LARGE_BUCKETS[2]}),

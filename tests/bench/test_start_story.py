@@ -45,6 +45,7 @@ def test_an_unchanged_script_starts(tmp_path):
     compare(tmp_path, 1, ["strata"])  # beside DeepSpeed: among the long tests
 
 
+@pytest.mark.soak
 def test_a_script_that_fails_says_why(tmp_path):
     model = tmp_path / "model"
     model.mkdir()

@@ -43,6 +43,21 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
+def test_an_engine_has_its_figures_beside_the_limit(checkpoint, tmp_path):
+    comparing = _compare(checkpoint, tmp_path / "start.json", "--steps", 1, "--tokens", 16,
+                         "--engines", "strata-z2,limit")  # fmt: skip
+    printed, _ = comparing.communicate(timeout=300)
+    assert comparing.returncode == 0, printed
+    result = json.loads((tmp_path / "start.json").read_text())
+    (row,) = result["engines"].values()
+    assert 0 < row["load_s"] <= row["total_s"] and len(row["losses"]) == 1
+    assert "\nstrata-z2 " in printed and not result["failed"] and not result["skipped"]
+    limit = result["limit"]
+    assert limit["stage2_s"] == limit["stage3_s"] + limit["gather_s"] > 0
+    assert limit["bytes"] == sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
+
+
+@pytest.mark.soak
 def test_every_turn_has_its_figures_beside_the_limit(checkpoint, tmp_path):
     comparing = _compare(checkpoint, tmp_path / "start.json", "--steps", 1, "--tokens", 16, "--ready-marks",
                          "--engines", "strata-z2,strata-host-z2,limit,strata-z2")

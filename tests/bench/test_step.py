@@ -30,6 +30,8 @@ from engines import ENGINES, Engine, merged, spelled_out  # noqa: E402
 from rank import rank_main  # noqa: E402
 
 STEPS, WARMUP, WORLD = 3, 1, 2
+ALL = "STRATA_SOAK" in os.environ
+NAMED = ["floor", *(["strata-z2"] if ALL else []), "strata-z3"]
 OPTIONS = {"device": "cpu", "cores": 2}
 
 
@@ -45,17 +47,18 @@ def run_bench(folder, *arguments, program="run.py"):
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):
     folder = tmp_path_factory.mktemp("step")
-    variants = {"z3-bf16": {"stage": 3, "communication_data_type": "bf16"}, "no-such-stage": {"stage": 9}}
-    variants["fsdp2-keep"] = {"engine": "fsdp2", "reshard": False}
+    variants = {"no-such-stage": {"stage": 9}, "fsdp2-keep": {"engine": "fsdp2", "reshard": False}}
+    if ALL:
+        variants["z3-bf16"] = {"stage": 3, "communication_data_type": "bf16"}
     arguments = [f"--variant={name}={json.dumps(changes)}" for name, changes in variants.items()]
     arguments += ["--profile", folder / "trace.json", "--sample-every", 2]
-    return run_bench(folder, "--engines", "floor,strata-z2,strata-z3", *arguments)
+    return run_bench(folder, "--engines", ",".join(NAMED), *arguments)
 
 
 def test_every_engine_has_its_figures(outcome):
     _, printed, result = outcome
     rows = result["engines"]
-    assert list(rows) == ["floor", "strata-z2", "strata-z3", "z3-bf16", "fsdp2-keep"], printed
+    assert list(rows) == [*NAMED, "fsdp2-keep", *(["z3-bf16"] if ALL else [])], printed
     for name, row in rows.items():
         assert len(row["step_s"]) == STEPS and len(row["losses"]) == WARMUP + STEPS, name
         assert 0 < row["fastest_s"] <= row["median_s"] and row["mean_s"] > 0
@@ -73,7 +76,8 @@ def test_all_engines_train_the_same(outcome):
     apart, _, _ = result["losses_apart"]
     assert 0 <= apart < 1e-3 and f"losses: at most {apart:.1e} apart" in printed
     losses = {name: row["losses"] for name, row in result["engines"].items()}
-    assert losses["strata-z2"] == losses["strata-z3"]
+    if ALL:
+        assert losses["strata-z2"] == losses["strata-z3"]
     assert losses["floor"][0] == pytest.approx(losses["strata-z3"][0], rel=1e-6)
     assert losses["strata-z3"][0] == pytest.approx(math.log(256), rel=0.05)
     assert losses["floor"][1:] != losses["strata-z3"][1:]  # the floor's weights stay

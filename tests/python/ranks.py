@@ -24,7 +24,7 @@ from pathlib import Path
 
 from devices import gpus, prepare_rank, skip_without_gpus
 
-PRELOADED = ["torch", "torch.distributed", "transformers.modeling_utils", "pytest", "strata"]
+PRELOADED = ["torch", "torch.distributed", "transformers.modeling_utils", "pytest", "strata", "hf_models"]
 PATIENCE_S = 3.0  # how long the others may go on once a rank has failed
 _PR_SET_PDEATHSIG = 1
 

@@ -18,7 +18,7 @@ from offloaded_training import (
     whole_weights,
 )
 from ranks import run_ranks
-from soak import also
+from soak import ALL, also
 
 import strata
 
@@ -214,7 +214,8 @@ def _starts(folder):
 
     config = all_offloaded("nvme", "nvme", folder)
     seen = []
-    for start in range(100):
+    starts = 100 if ALL else 60
+    for start in range(starts):
         engine, *_ = strata.initialize(model=make_model(rows=3000), config=config)
         if start % 10 == 0:
             train_steps(engine, 1)
@@ -225,10 +226,10 @@ def _starts(folder):
             seen.append((len(os.listdir("/proc/self/fd")), os.listdir(folder), resident()))
     assert {fds for fds, _, _ in seen} == {seen[0][0]}, seen
     assert all(files == [] for _, files, _ in seen), seen
-    assert seen[-1][2] - seen[1][2] < 24 * 1024, "kB, of 60 starts with 4 MB of weights and states each"
+    assert seen[-1][2] - seen[1][2] < (starts - 40) * 400, "kB, of starts with 4 MB of weights and states each"
 
 
-def test_a_hundred_starts_leave_nothing_behind(tmp_path):
+def test_many_starts_leave_nothing_behind(tmp_path):
     run_ranks(1, _starts, str(tmp_path))
 
 

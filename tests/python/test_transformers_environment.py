@@ -6,7 +6,6 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from soak import also
 
 SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "transformers_environment.sh"
 
@@ -25,7 +24,8 @@ def _packages(folder):
     return folder / Path(sysconfig.get_path("purelib")).relative_to(sys.prefix)
 
 
-@pytest.mark.parametrize("nested, version", [*also((False, "newest"), (True, "newest")), (False, "4.57.6")])
+@pytest.mark.soak  # it meets what `make test-transformers` sets up
+@pytest.mark.parametrize("nested, version", [(False, "newest"), (True, "newest"), (False, "4.57.6")])
 def test_it_stands_on_all_that_its_environment_stands_on(tmp_path, nested, version):
     below = _environment(tmp_path / "below", "of_below")
     venv = _environment(tmp_path / "venv", "of_venv", below) if nested else below
