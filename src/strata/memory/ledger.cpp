@@ -37,24 +37,9 @@ void Charge::grow(Bytes by) {
   mine.bytes += by;
 }
 
-Bytes Ledger::held(Tier tier, Kind kind) const {
+Ledger::Count Ledger::count_of(Tier tier, std::optional<Kind> kind) const {
   const std::lock_guard lock(mutex_);
-  return by_kind_[index_of(tier)][index_of(kind)].held;
-}
-
-Bytes Ledger::held(Tier tier) const {
-  const std::lock_guard lock(mutex_);
-  return by_tier_[index_of(tier)].held;
-}
-
-Bytes Ledger::peak(Tier tier, Kind kind) const {
-  const std::lock_guard lock(mutex_);
-  return by_kind_[index_of(tier)][index_of(kind)].peak;
-}
-
-Bytes Ledger::peak(Tier tier) const {
-  const std::lock_guard lock(mutex_);
-  return by_tier_[index_of(tier)].peak;
+  return kind ? by_kind_[index_of(tier)][index_of(*kind)] : by_tier_[index_of(tier)];
 }
 
 void Ledger::reset_peaks() {

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -34,10 +35,10 @@ std::string_view name_of(Kind kind);
 
 class Ledger {
  public:
-  Bytes held(Tier tier, Kind kind) const;
-  Bytes held(Tier tier) const;
-  Bytes peak(Tier tier, Kind kind) const;  // since construction or reset_peaks()
-  Bytes peak(Tier tier) const;             // of the tier's total, not the sum of the kinds' peaks
+  // Without a kind: of the tier's total. Peaks are since construction or reset_peaks(), and a
+  // tier's is not the sum of its kinds'.
+  Bytes held(Tier tier, std::optional<Kind> kind = {}) const { return count_of(tier, kind).held; }
+  Bytes peak(Tier tier, std::optional<Kind> kind = {}) const { return count_of(tier, kind).peak; }
   void reset_peaks();
   // How often memory of the tier was taken so far: charges made, and those that grew.
   std::int64_t charges(Tier tier) const;
@@ -55,6 +56,8 @@ class Ledger {
     Bytes held;
     Bytes peak;
   };
+  Count count_of(Tier tier, std::optional<Kind> kind) const;
+
   mutable std::mutex mutex_;
   std::array<std::array<Count, kKindCount>, kTierCount> by_kind_{};  // guarded by mutex_
   std::array<Count, kTierCount> by_tier_{};                          // guarded by mutex_
