@@ -110,19 +110,9 @@ class RankLink {
     ring_peers();
     return number;
   }
-  // A rank that has not published operation `number`, or kNobody; likewise for finished.
-  int unpublished_by(std::uint64_t number) {
-    for (int r = 0; r < world_size_; ++r) {
-      if (memory_->control(r).published.load(std::memory_order_acquire) <= number) return r;
-    }
-    return kNobody;
-  }
-  int unfinished_by(std::uint64_t number) {
-    for (int r = 0; r < world_size_; ++r) {
-      if (memory_->control(r).finished.load(std::memory_order_acquire) <= number) return r;
-    }
-    return kNobody;
-  }
+  // A rank that has not published, or finished, operation `number`, or kNobody.
+  int unpublished_by(std::uint64_t number) { return behind(number, &ControlBlock::published); }
+  int unfinished_by(std::uint64_t number) { return behind(number, &ControlBlock::finished); }
   // Every rank has published `number`: fails unless they agree.
   void check_agreement(std::uint64_t number) {
     const OperationEntry& mine = entry(rank_, number);
@@ -140,8 +130,7 @@ class RankLink {
         continue;
       }
       const std::string text = describe(entry(r, number));
-      const auto group = std::find_if(groups.begin(), groups.end(),
-                                      [&](const auto& g) { return g.first == text; });
+      const auto group = std::ranges::find(groups, text, &decltype(groups)::value_type::first);
       if (group != groups.end())
         group->second.push_back(name_of(r));
       else
@@ -230,6 +219,12 @@ class RankLink {
 
  private:
   ControlBlock& own() { return memory_->control(rank_); }
+  int behind(std::uint64_t number, std::atomic<std::uint64_t> ControlBlock::*progress) {
+    for (int r = 0; r < world_size_; ++r) {
+      if ((memory_->control(r).*progress).load(std::memory_order_acquire) <= number) return r;
+    }
+    return kNobody;
+  }
   // The fault of a peer, or empty. `ask_system` costs system calls.
   std::string stopped_peer() {
     for (int r = 0; r < world_size_; ++r) {
