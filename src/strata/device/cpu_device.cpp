@@ -4,12 +4,10 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <utility>
 
-#include "strata/base/error.h"
 #include "strata/memory/host_buffer.h"
 #include "strata/memory/system_memory.h"
 

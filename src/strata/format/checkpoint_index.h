@@ -12,7 +12,6 @@
 #include <string_view>
 #include <vector>
 
-#include "strata/base/units.h"
 #include "strata/format/safetensors.h"
 #include "strata/io/file.h"
 

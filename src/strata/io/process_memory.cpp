@@ -11,8 +11,6 @@
 #include <random>
 #include <sstream>
 
-#include "strata/base/error.h"
-
 namespace strata::io {
 namespace {
 

@@ -1,6 +1,5 @@
 #include "strata/io/thread_engine.h"
 
-#include <algorithm>
 #include <exception>
 #include <optional>
 #include <utility>

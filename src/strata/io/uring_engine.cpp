@@ -19,7 +19,6 @@
 
 #include "strata/base/error.h"
 #include "strata/base/interface.h"
-#include "strata/io/request_ring.h"
 #include "strata/io/thread_engine.h"
 
 namespace strata::io {

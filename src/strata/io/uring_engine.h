@@ -14,7 +14,6 @@
 #include <memory>
 
 #include "strata/io/io_engine.h"
-#include "strata/io/pending_range.h"
 #include "strata/io/request_ring.h"
 
 namespace strata::io {

@@ -8,7 +8,6 @@
 
 #include "strata/base/error.h"
 #include "strata/base/thread_pool.h"
-#include "strata/base/units.h"
 #include "strata/kernels/adam_constants.h"
 #include "strata/kernels/elementwise.h"
 #include "strata/kernels/elementwise_loops.h"

@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "strata/base/error.h"
-#include "strata/io/io_engine.h"
 #include "strata/io/striping.h"
 #include "strata/offload/block_file.h"
 #include "strata/offload/memory_store.h"

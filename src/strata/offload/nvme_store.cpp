@@ -1,6 +1,5 @@
 #include "strata/offload/nvme_store.h"
 
-#include <algorithm>
 #include <chrono>
 #include <iterator>
 #include <utility>

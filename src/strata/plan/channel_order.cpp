@@ -1,6 +1,7 @@
 #include "strata/plan/channel_order.h"
 
 #include <cstring>
+#include <vector>
 
 #include "strata/base/error.h"
 

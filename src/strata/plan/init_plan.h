@@ -16,7 +16,6 @@
 #include <span>
 #include <string>
 #include <string_view>
-#include <vector>
 
 #include "strata/base/units.h"
 #include "strata/plan/param_spec.h"

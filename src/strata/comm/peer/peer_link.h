@@ -9,7 +9,6 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <memory>
@@ -24,7 +23,6 @@
 #include "strata/comm/agreement.h"
 #include "strata/comm/peer/peer_buffers.h"
 #include "strata/comm/peer/peer_channel.h"
-#include "strata/comm/peer/peer_collectives.h"
 #include "strata/comm/peer/peer_flags.h"
 #include "strata/memory/host_buffer.h"
 

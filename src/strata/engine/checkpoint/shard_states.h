@@ -13,7 +13,6 @@
 #include <memory>
 #include <span>
 #include <string_view>
-#include <vector>
 
 #include "strata/engine/engine.h"
 #include "strata/engine/optimize/adam_optimizer.h"

@@ -12,7 +12,6 @@
 // from the next start() or wait().
 #pragma once
 
-#include <atomic>
 #include <memory>
 #include <optional>
 #include <string>

@@ -12,7 +12,6 @@
 #include <string_view>
 #include <vector>
 
-#include "strata/base/dtype.h"
 #include "strata/base/units.h"
 #include "strata/comm/transports.h"
 #include "strata/engine/config/offload_config.h"

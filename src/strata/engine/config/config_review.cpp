@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <nlohmann/json.hpp>
 
 #include "strata/base/error.h"
 #include "strata/engine/config/config.h"

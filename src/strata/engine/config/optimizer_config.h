@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <optional>
 #include <string>
-#include <vector>
 
 #include "strata/engine/config/remarks.h"
 #include "strata/engine/schedule/schedule.h"

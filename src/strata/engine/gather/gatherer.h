@@ -16,11 +16,9 @@
 // from acquire() of a unit whose weights are offloaded (offload_states()).
 #pragma once
 
-#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <span>
-#include <utility>
 #include <vector>
 
 #include "strata/comm/collectives.h"

@@ -1,7 +1,6 @@
 #include "strata/engine/record/step_recorder.h"
 
 #include <algorithm>
-#include <chrono>
 
 #include "strata/base/error.h"
 

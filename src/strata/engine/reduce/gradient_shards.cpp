@@ -1,7 +1,5 @@
 #include "strata/engine/reduce/gradient_shards.h"
 
-#include "strata/base/error.h"
-
 namespace strata::engine {
 namespace {
 

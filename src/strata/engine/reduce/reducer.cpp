@@ -1,6 +1,5 @@
 #include "strata/engine/reduce/reducer.h"
 
-#include <algorithm>
 #include <optional>
 #include <set>
 #include <utility>
