@@ -115,7 +115,7 @@ void StateOffload::reload_states() {
     if (outside_.reload_states) outside_.reload_states();
   });
   if (away_.weights) {
-    engine_.weights().finish_reload();
+    for (Unit& unit : engine_.weights().units()) unit.away = false;
     engine_.gatherer().whole().attach();
   }
   away_ = {};

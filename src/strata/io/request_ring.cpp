@@ -41,15 +41,11 @@ const char* likely_reason(int code) {
   throw IoError("the kernel refuses io_uring: {}: {}", likely_reason(code), errno_text(code));
 }
 
-unsigned entries_for(int depth) {
-  return static_cast<unsigned>(depth) + 1;  // and the request that waits for wake()
-}
-
 class KernelRing final : public RequestRing {
  public:
   explicit KernelRing(int depth) : wakes_(::eventfd(0, EFD_CLOEXEC)) {
     if (!wakes_.valid()) refuse(errno);
-    const int code = open(entries_for(depth));
+    const int code = open(static_cast<unsigned>(depth) + 1);  // one that waits for wake()
     if (code != 0) refuse(code);
     has_regions_ = ::io_uring_register_buffers_sparse(&ring_, kRegions) == 0;
   }

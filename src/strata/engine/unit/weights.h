@@ -88,11 +88,8 @@ class Weights {
   // Gives the memory back to the device, when no rank reads it any more. Units are `away` then.
   void offload_states();
   // Takes the memory and the values back, at the same addresses; may throw OutOfMemoryError, and be
-  // called again. Units are `away` until finish_reload(), when all ranks have done so.
+  // called again. Units stay `away`; the caller ends that when all ranks have done so.
   void reload_states();
-  void finish_reload() {
-    for (Unit& unit : units_) unit.away = false;
-  }
 
   // The part of `param` that this rank owns: [first, second) in elements; empty when none.
   std::pair<Numel, Numel> owned_range(int param) const;

@@ -98,10 +98,6 @@ at::Tensor rotated(const at::Tensor& x, const at::Tensor& cosine, const at::Tens
   return x * cosine + at::cat({-high, low}, -1) * sine;
 }
 
-at::Tensor in_heads(const at::Tensor& x) {
-  return x.view({1, kTokens, kHeads, kHeadWidth}).transpose(1, 2);
-}
-
 }  // namespace
 
 std::optional<c10::Device> device_of(
@@ -252,7 +248,8 @@ void warm_up(c10::Device place, c10::ScalarType dtype) {
   const at::Tensor sine = angles.sin().to(dtype).unsqueeze(1);
 
   at::Tensor x = at::embedding(table, ids);
-  const at::Tensor query = in_heads(at::linear(normed(x, scale), project));
+  const at::Tensor query =
+      at::linear(normed(x, scale), project).view({1, kTokens, kHeads, kHeadWidth}).transpose(1, 2);
   const at::Tensor attended = at::scaled_dot_product_attention(
       rotated(query, cosine, sine), rotated(query, cosine, sine), query, {}, 0.0, true);
   x = x + at::linear(attended.transpose(1, 2).reshape({1, kTokens, kWidth}), project);
