@@ -163,25 +163,20 @@ def is_functorch_transforming():
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-class OnDevice:
+class OnDevice(contextlib.ExitStack):
     """Context in which torch makes tensors on a device ("meta": without memory), floating ones in a torch.dtype.
     ``enabled=False`` makes it do nothing."""
 
     def __init__(self, dtype, device="meta", enabled=True):
+        super().__init__()
         self._dtype, self._device, self._enabled = dtype, torch.device(device), enabled
 
     def __enter__(self):
         if self._enabled:
-            self._before = torch.get_default_dtype()
+            self.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(self._dtype)
-            self._device.__enter__()
+            self.enter_context(self._device)
         return self
-
-    def __exit__(self, *error):
-        if self._enabled:
-            self._device.__exit__(*error)
-            torch.set_default_dtype(self._before)
-        return False
 
 
 # By builder: DeepSpeed's name of the operator, the operator's work, and whether Strata does this work.
