@@ -75,9 +75,6 @@ class Finder:
         if wanted is None or wanted.lower() == NAME:
             yield _distribution()
 
-    def invalidate_caches(self):
-        """Does nothing: this finder has no caches."""
-
     def create_module(self, spec):
         """The module that ``spec`` is another name of; None: make a new one."""
         path = _path_of(spec.name)

@@ -64,19 +64,8 @@ def get_all_ranks_from_group(group=None):
     return dist.get_process_group_ranks(group or dist.group.WORLD)
 
 
-def yes():
-    """True: this torch has the operation."""
-    return True
-
-
-def zero():
-    """0, the rank in a model that is not cut between ranks."""
-    return 0
-
-
-def one():
-    """1, the number of ranks of a model that is not cut between ranks."""
-    return 1
+# Whether this torch has an operation; the rank and the number of ranks of a model that is not cut between ranks.
+yes, zero, one = (lambda: True), (lambda: 0), (lambda: 1)
 
 
 def _get_sequence_parallel_group():
