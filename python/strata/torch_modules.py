@@ -67,7 +67,9 @@ def choose(version):
                          f"{_INSTALL.format(requirement())}")  # fmt: skip
     module = modules.get(".".join(version.split(".")[:2]))
     if module is None:
-        raise WrongTorch(f"this Strata was built for torch {_range(modules)}, and torch {version} is installed; "
+        minors = list(modules)
+        served = " to ".join(dict.fromkeys((minors[0], minors[-1])))
+        raise WrongTorch(f"this Strata was built for torch {served}, and torch {version} is installed; "
                          f"{_INSTALL.format(requirement())}, or {_BUILD}")  # fmt: skip
     built_for = module.with_name("built_for.txt").read_text().strip()
     if version != built_for and not re.fullmatch(r"\d+\.\d+\.\d+(\+[\w.]+)?", version):
@@ -107,11 +109,6 @@ def _no_module():
                 f"{sys.version_info.major}.{sys.version_info.minor}; install it with this Python: {sys.executable} -m "
                 "pip install strata-train")  # fmt: skip
     return f"{FOLDER} holds no module; install the package again: pip install --force-reinstall strata-train"
-
-
-def _range(modules):
-    minors = list(modules)
-    return minors[0] if len(minors) == 1 else f"{minors[0]} to {minors[-1]}"
 
 
 def _numbers(minor):

@@ -80,8 +80,9 @@ def load_checkpoint(engine, folder, tag, strict, optimizer_states, scheduler_sta
     def read_client(name):
         return checkpoint.read("client", name)
 
-    if optimizer_states:
-        _train_what_was_trained(engine, checkpoint)
+    if optimizer_states:  # makes room for states of parameters that are frozen here, and were unfrozen in that job
+        trained = {name for role, name, _, _, trains, _ in checkpoint.tensors() if role == "parameter" and trains}
+        engine.core.train([i for i in range(len(engine._described)) if engine.core.known_name(i) in trained])
     with agree_after(collectives, _LOADING):  # every check comes before the first value is stored
         targets, tensors = targets_of_segments(engine, checkpoint) if optimizer_states else ([], [])
         client_state = from_plain(training.get("client_state", {}), read_client)
@@ -108,12 +109,6 @@ def load_checkpoint(engine, folder, tag, strict, optimizer_states, scheduler_sta
         _C.loading_failed(engine.core, str(error))
         raise
     return paths[0], client_state
-
-
-def _train_what_was_trained(engine, checkpoint):
-    """Makes room for states of parameters that the checkpoint's job had unfrozen, and that are still frozen here."""
-    trained = {name for role, name, _, _, trainable, _ in checkpoint.tensors() if role == "parameter" and trainable}
-    engine.core.train([i for i in range(len(engine._described)) if engine.core.known_name(i) in trained])
 
 
 # --- the folder ---

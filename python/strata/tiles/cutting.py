@@ -155,18 +155,6 @@ def mark_tiled(parameter, tiles):
         parameter.__class__ = TiledParameter
 
 
-def unmark_tiled(parameter):
-    """Undoes ``mark_tiled``; the parameter gets the values of its tiles."""
-    tiles = parameter.__dict__.pop("_strata_tiles")
-    if type(parameter) is TiledParameter:
-        parameter.__class__ = ShardedParameter
-    unmark_managed(parameter)
-    values = tiles.joined()
-    if values is not None:
-        parameter.data = values
-    return values is not None
-
-
 def _serves(rule, module, name):
     return rule is not None and name in rule.parameters and "forward" not in module.__dict__
 
@@ -305,11 +293,16 @@ class Cut:
             take_back()
         empty = []
         for tiles in self.all:
-            parameter, (core, index) = tiles.whole, tiles.owner
-            has_values = unmark_tiled(parameter)
+            parameter, (core, index), values = tiles.whole, tiles.owner, tiles.joined()
+            del parameter._strata_tiles
+            if type(parameter) is TiledParameter:
+                parameter.__class__ = ShardedParameter
+            unmark_managed(parameter)
+            if values is not None:
+                parameter.data = values
             if core is not None and core.alive:  # it still has the values
                 set_owner(parameter, core, index, weakly=False)
-            elif not has_values:
+            elif values is None:
                 empty.append(parameter)
         self._undo, self.all = [], []
         self._tree.parameters = self._parameters
