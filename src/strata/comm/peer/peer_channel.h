@@ -128,7 +128,8 @@ class PeerChannel : NonCopyable {
     };
     if (silent_.count(rank) != 0) throw silent();
     const int socket = outward_.at(static_cast<std::size_t>(rank)).get();
-    if (!asks_no_more_.load() && send_message(socket, question_line({first, key}), {})) {
+    const std::string question = fmt::format("{} {} {}", kQuestion, first, key);
+    if (!asks_no_more_.load() && send_message(socket, question, {})) {
       pollfd waiting{socket, POLLIN, 0};
       if (!wait_until(Clock::now() + timeout_, {&waiting, 1})) {
         silent_.insert(rank);
@@ -144,7 +145,8 @@ class PeerChannel : NonCopyable {
       }
     }
     if (asks_no_more_.load()) throw CommError("this rank has failed: no peer answers it");
-    wait_for_end_of(rank);
+    std::unique_lock lock(mutex_);  // the rank's answers and its words come on different sockets
+    heard_.wait_for(lock, kLastWords, [&] { return ended_.count(rank) != 0; });
     throw CommError("rank {} has ended: it does not answer", names_.of(rank));
   }
   // Notifies the peers that this rank has failed, and how: they read "rank 1 <told>". They answer
@@ -152,7 +154,7 @@ class PeerChannel : NonCopyable {
   void fail(std::string_view told) noexcept {
     asks_no_more_.store(true);
     try {
-      const std::string text = failure_line(told);
+      const std::string text = fmt::format("{} {}", kFailure, told.substr(0, kToldMax));
       for (const FileDescriptor& socket : outward_) {
         if (socket.valid()) send_message(socket.get(), text, {});
       }
@@ -181,7 +183,7 @@ class PeerChannel : NonCopyable {
     for (std::size_t r = 0; r < addresses.size(); ++r) {
       if (static_cast<int>(r) == rank_) continue;
       outward_[r] = connect_to(addresses[r].substr(1));
-      send_message(outward_[r].get(), hello_line(rank_), {});
+      send_message(outward_[r].get(), fmt::format("{} {}", kHello, rank_), {});
     }
   }
   // All peers have connected by now, and each says first which rank it is.
@@ -209,7 +211,8 @@ class PeerChannel : NonCopyable {
   }
   // The peer that a connection's first line names; nothing where it is none, or has a connection.
   std::optional<int> new_peer(std::string_view hello) const {
-    const std::optional<int> rank = rank_in_hello(hello);
+    const std::optional<std::string_view> named = after_letter(kHello, hello);
+    const std::optional<int> rank = named ? number_in<int>(*named) : std::nullopt;
     const bool expected =
         rank && *rank >= 0 && *rank < static_cast<int>(outward_.size()) && *rank != rank_;
     const auto known = [&](const Peer& peer) { return peer.rank == *rank; };
@@ -257,7 +260,7 @@ class PeerChannel : NonCopyable {
     if (message.text.empty()) {
       peer.failure = "failed: it has ended";
     } else {
-      peer.failure = failure_in(message.text)
+      peer.failure = after_letter(kFailure, message.text)
                          .value_or("failed: it sent a line that this version does not know");
     }
   }
@@ -308,11 +311,6 @@ class PeerChannel : NonCopyable {
     } catch (const std::exception&) {
       service_.failed({});  // no memory for the words
     }
-  }
-  // A rank's answers and its words come on different sockets.
-  void wait_for_end_of(int rank) {
-    std::unique_lock lock(mutex_);
-    heard_.wait_for(lock, kLastWords, [&] { return ended_.count(rank) != 0; });
   }
 
   Service& service_;

@@ -6,6 +6,7 @@
 
 #include <fmt/core.h>
 
+#include <array>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -81,20 +82,11 @@ class PeerFlags {
 };
 
 inline std::string_view text_of(PeerFlags::Kind kind) {
-  switch (kind) {
-    case PeerFlags::Kind::kWritten:
-      return "its part of a reduction";
-    case PeerFlags::Kind::kRead:
-      return "it to read this rank's part of a reduction";
-    case PeerFlags::Kind::kBarrier:
-    case PeerFlags::Kind::kGathered:
-      return "it at a barrier";
-    case PeerFlags::Kind::kGiven:
-      return "its values of an exchange";
-    case PeerFlags::Kind::kRounds:
-      return "it to read this rank's new weights";
-  }
-  return "it";
+  constexpr std::array<std::string_view, 6> kTexts = {
+      "its part of a reduction",   "it to read this rank's part of a reduction",
+      "it at a barrier",           "it at a barrier",
+      "its values of an exchange", "it to read this rank's new weights"};
+  return kTexts.at(static_cast<std::size_t>(kind));
 }
 
 // Watches the flags of peers for which this rank's streams wait, so that no wait lasts for ever: a

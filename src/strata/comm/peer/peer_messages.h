@@ -175,7 +175,7 @@ inline constexpr std::size_t kPiecesPerReply = 64;      // what a message can ca
 // Each line begins with its letter, and a space where more follows.
 inline constexpr char kHello = 'H';     // "H <rank>"
 inline constexpr char kQuestion = 'Q';  // "Q <first> <key>"
-inline constexpr char kFailure = 'F';   // "F <told>"
+inline constexpr char kFailure = 'F';   // "F <told>": the rank's fate, cut to kToldMax
 inline constexpr char kParts = 'P';     // "P <number> <bytes> <reserved> {<offset> <bytes>}"
 inline constexpr std::size_t kToldMax = 3000;
 
@@ -194,19 +194,6 @@ std::optional<Number> number_in(std::string_view text) {
   return number;
 }
 
-inline std::string hello_line(int rank) {
-  return fmt::format("{} {}", kHello, rank);
-}
-
-inline std::optional<int> rank_in_hello(std::string_view line) {
-  const std::optional<std::string_view> rank = after_letter(kHello, line);
-  return rank ? number_in<int>(*rank) : std::nullopt;
-}
-
-inline std::string question_line(const Question& question) {
-  return fmt::format("{} {} {}", kQuestion, question.first, question.key);
-}
-
 inline std::optional<Question> question_in(std::string_view line) {
   const std::optional<std::string_view> rest = after_letter(kQuestion, line);
   if (!rest) return std::nullopt;
@@ -215,16 +202,6 @@ inline std::optional<Question> question_in(std::string_view line) {
   const auto first = number_in<std::size_t>(rest->substr(0, space));
   if (!first) return std::nullopt;
   return Question{*first, std::string(rest->substr(space + 1))};
-}
-
-// `told`: the fate of the rank, as it follows the rank's name. Long texts are cut.
-inline std::string failure_line(std::string_view told) {
-  return fmt::format("{} {}", kFailure, told.substr(0, kToldMax));
-}
-
-inline std::optional<std::string> failure_in(std::string_view line) {
-  const std::optional<std::string_view> told = after_letter(kFailure, line);
-  return told ? std::optional(std::string(*told)) : std::nullopt;
 }
 
 // Descriptors travel beside the line, in the order of pieces.
