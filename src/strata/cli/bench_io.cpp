@@ -12,7 +12,6 @@
 #include "strata/checkpoint/pipeline.h"
 #include "strata/format/safetensors.h"
 #include "strata/io/folder_calls.h"
-#include "strata/io/io_engine.h"
 #include "strata/memory/host_buffer.h"
 #include "strata/offload/block_file.h"
 
@@ -53,11 +52,6 @@ constexpr int kBlocksAhead = 2;
 constexpr double kAsGood = 1.03;
 
 enum class Pass { kRead, kWrite, kBoth };
-
-Bytes memory_for(const DriveRequest& request) {
-  return *std::ranges::max_element(request.blocks) *
-         (std::int64_t{kBlocksAhead} * *std::ranges::max_element(request.depths));
-}
 
 void check(const DriveRequest& request) {
   const Bytes largest = *std::ranges::max_element(request.blocks);
@@ -203,7 +197,9 @@ Report measure_drives(const DriveRequest& request, const std::shared_ptr<memory:
   check(request);
   // Refuses what cannot be meant before there is anything to wait for.
   for (const std::string& path : request.paths) make_file(path, request.size);
-  memory::HostBuffer memory(memory_for(request), {.ledger = ledger});
+  const std::int64_t blocks =
+      std::int64_t{kBlocksAhead} * *std::ranges::max_element(request.depths);
+  memory::HostBuffer memory(*std::ranges::max_element(request.blocks) * blocks, {.ledger = ledger});
   offload::fill_with_noise(memory.bytes());  // no drive compresses it
   DriveSpeeds speeds;
   Report report;
