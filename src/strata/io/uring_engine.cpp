@@ -19,6 +19,7 @@
 
 #include "strata/base/error.h"
 #include "strata/base/interface.h"
+#include "strata/io/pending_range.h"
 #include "strata/io/thread_engine.h"
 
 namespace strata::io {
