@@ -20,18 +20,17 @@ def main(arguments=None):
         description="Imports a checkpoint of DeepSpeed, stages 1 to 3 or a universal one: weights, the optimizer's "
                     "states, scheduler, loss scale, steps, the script's values.")
     deepspeed.add_argument("checkpoint", help="DeepSpeed's folder: that of all tags, or of one")
-    deepspeed.add_argument("out", help="folder for Strata's checkpoint; made if need be")
     deepspeed.add_argument("--tag", help="which checkpoint; default: the one that 'latest' names")
     dcp = commands.add_parser(
         "dcp", help="a folder of torch.distributed.checkpoint", description="Imports what FSDP2's users save: "
         'dcp.save({"model": ..., "optimizer": ...}) of get_state_dict, or a model\'s state dict alone.', epilog=_EPILOG)
     dcp.add_argument("checkpoint", metavar="folder", help="where dcp.save wrote: it has a file '.metadata'")
-    dcp.add_argument("out", help="folder for Strata's checkpoint; made if need be")
     dcp.add_argument("--tag", help="name of the new checkpoint; default: the folder's")
     dcp.add_argument("--buffer", action="append", default=[], metavar="NAME", dest="buffers",
                      help="a floating tensor of the model that is a buffer, and no frozen parameter; may be given "
                           "again")
     for command in (deepspeed, dcp):
+        command.add_argument("out", help="folder for Strata's checkpoint; made if need be")
         command.add_argument("--json", action="store_true", help="the report as JSON")
     return run(parser, parser.parse_args(arguments), _import, "imported_from")
 
