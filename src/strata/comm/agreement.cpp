@@ -2,10 +2,7 @@
 
 #include <fmt/core.h>
 
-#include <algorithm>
 #include <functional>
-
-#include "strata/base/error.h"
 
 namespace strata::comm {
 namespace {

@@ -6,6 +6,7 @@
 // step.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <span>
@@ -28,6 +29,12 @@ BulkOperation describe_gather(const SliceMap& slices, std::span<std::byte> flat,
                               int world_size, std::string_view tag);
 BulkOperation describe_reduction(const Reduction& reduction, int world_size, std::string_view tag);
 std::string describe_broadcast(Bytes bytes, int root, int world_size);
+
+// The values of two ranks in an all-reduce. A NaN compares as neither smaller nor larger.
+inline double combine_values(double a, double b, ReduceOp op) {
+  if (op == ReduceOp::kSum) return a + b;
+  return op == ReduceOp::kMin ? std::min(a, b) : std::max(a, b);
+}
 
 // `buffer` is not one of the collectives that shall use it. `role`: "buffer of an all_gather".
 [[noreturn]] void throw_foreign_buffer(std::string_view role, const SharedBuffer& buffer,

@@ -53,18 +53,6 @@ std::string text_of(std::uint64_t number, const OperationEntry& entry) {
   return fmt::format("operation {} ({})", number, describe(entry));
 }
 
-double combine(double a, double b, ReduceOp op) {
-  switch (op) {
-    case ReduceOp::kSum:
-      return a + b;
-    case ReduceOp::kMin:
-      return b < a ? b : a;
-    case ReduceOp::kMax:
-      return b > a ? b : a;
-  }
-  return a;
-}
-
 // The reductions of one rank of a host over its RankLink. They go on beside the rank's other work.
 class ReductionQueue {
  public:
@@ -262,7 +250,7 @@ class MessageRounds {
             for (std::size_t i = 0; i < values.size(); ++i) {
               double theirs = 0;
               std::memcpy(&theirs, mail.data() + i * sizeof(double), sizeof(double));
-              values[i] = rank == 0 ? theirs : combine(values[i], theirs, op);
+              values[i] = rank == 0 ? theirs : combine_values(values[i], theirs, op);
             }
           });
   }

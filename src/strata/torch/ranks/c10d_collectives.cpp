@@ -90,9 +90,7 @@ class C10dCollectives final : public comm::Collectives {
       double result = by_rank[i];
       for (int r = 1; r < world_size(); ++r) {
         const double other = by_rank[static_cast<std::size_t>(r) * values.size() + i];
-        if (op == comm::ReduceOp::kSum) result += other;
-        if (op == comm::ReduceOp::kMin) result = std::min(result, other);
-        if (op == comm::ReduceOp::kMax) result = std::max(result, other);
+        result = comm::combine_values(result, other, op);
       }
       values[i] = result;
     }
