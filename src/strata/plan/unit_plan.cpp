@@ -142,8 +142,10 @@ class Planner {
     const Bytes bytes = bytes_of_param(param);
     const Numel numel = params_[static_cast<std::size_t>(param)].numel();
     auto it = units.find(key);
+    // A persistent parameter (std::get<2>) stays gathered, so sharing a unit costs it nothing.
     if (it == units.end() || it->second.bytes + bytes > most ||
-        !may_share(it->second, key, module, numel)) {
+        (it->second.module != module && !std::get<2>(key) &&
+         it->second.numel + numel > options_.shared_numel)) {
       it = units.insert_or_assign(key, Open{new_unit(path, key), module, Bytes(), Numel()}).first;
     }
     Open& open = it->second;
@@ -151,11 +153,6 @@ class Planner {
     open.module = module;
     open.bytes += bytes;
     open.numel += numel;
-  }
-
-  // A persistent parameter (std::get<2>) stays gathered, so sharing a unit costs it nothing.
-  bool may_share(const Open& open, const Key& key, std::size_t module, Numel numel) const {
-    return open.module == module || std::get<2>(key) || open.numel + numel <= options_.shared_numel;
   }
 
   Bytes bytes_of_param(int param) const {

@@ -34,10 +34,6 @@ namespace {
 constexpr Bytes kSmallAlignment = 4_KiB;
 constexpr Bytes kHugeAlignment = 2_MiB;  // lets the kernel use huge pages
 
-Bytes alignment_of(Bytes bytes) {
-  return bytes >= kHugeAlignment ? kHugeAlignment : kSmallAlignment;
-}
-
 FileDescriptor create_memfd(int rank) {
   FileDescriptor file(::memfd_create("strata", MFD_CLOEXEC));
   if (!file.valid()) {
@@ -101,7 +97,8 @@ class SharedSegment : public std::enable_shared_from_this<SharedSegment> {
           "a living buffer of this rank has the name already: free it first ('{}', rank {})", name,
           rank_);
     }
-    const BufferRange place{align_up(end_, alignment_of(bytes)).value, bytes.value};
+    const Bytes alignment = bytes >= kHugeAlignment ? kHugeAlignment : kSmallAlignment;
+    const BufferRange place{align_up(end_, alignment).value, bytes.value};
     grow(fd(), Bytes(place.offset) + align_up(bytes, kSmallAlignment) + kSmallAlignment, name);
     end_ = Bytes(place.offset) + align_up(bytes, kSmallAlignment) + kSmallAlignment;
     auto memory = std::make_shared<const memory::MappedMemory>(memory::MappedMemory::of_file(
@@ -265,8 +262,11 @@ class RankProcess {
   ControlBlock& control() { return header_->control; }
   std::optional<BufferView> find(std::uint64_t id) {
     const std::uint64_t changes = header_->directory.changes();
-    if (changes != seen_changes_) drop_stale_mappings();
-    seen_changes_ = changes;
+    if (std::exchange(seen_changes_, changes) != changes) {  // drops stale mappings
+      std::erase_if(mappings_, [&](const auto& item) {
+        return header_->directory.find(item.first) != item.second.place;
+      });
+    }
     auto known = mappings_.find(id);
     if (known == mappings_.end()) {
       const auto place = header_->directory.find(id);
@@ -289,12 +289,6 @@ class RankProcess {
     BufferRange place;
     std::shared_ptr<const memory::MappedMemory> memory;
   };
-
-  void drop_stale_mappings() {
-    std::erase_if(mappings_, [&](const auto& item) {
-      return header_->directory.find(item.first) != item.second.place;
-    });
-  }
 
   int rank_;
   pid_t pid_;

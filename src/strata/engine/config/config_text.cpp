@@ -14,7 +14,6 @@
 #include <utility>
 #include <vector>
 
-#include "strata/base/error.h"
 #include "strata/base/units.h"
 #include "strata/engine/config/value_check.h"
 
@@ -52,7 +51,10 @@ class StrictCopy {
       } else if (starts("/*")) {
         skip_block();
       } else if (!copy_token()) {
-        if (text_[at_] == '}' || text_[at_] == ']') drop_trailing_comma();
+        if (text_[at_] == '}' || text_[at_] == ']') {  // drops a trailing comma
+          const auto last = out_.find_last_not_of(" \t\r\n");
+          if (last != std::string::npos && out_[last] == ',') out_[last] = ' ';
+        }
         out_ += text_[at_++];
       }
     }
@@ -86,11 +88,6 @@ class StrictCopy {
       return true;
     }
     return false;
-  }
-
-  void drop_trailing_comma() {
-    const auto last = out_.find_last_not_of(" \t\r\n");
-    if (last != std::string::npos && out_[last] == ',') out_[last] = ' ';
   }
 
   std::string_view text_;
