@@ -131,12 +131,6 @@ ParameterDict* as_parameter_dict(PyObject* self) {
   return reinterpret_cast<ParameterDict*>(self);
 }
 
-// Sets the error as a bound function's would be set: with its own Python class.
-void set_python_error(const std::exception_ptr& error) {
-  const py::cpp_function rethrow([&error] { std::rethrow_exception(error); });
-  Py_XDECREF(PyObject_CallObject(rethrow.ptr(), nullptr));
-}
-
 bool gather_if_released(PyObject* self, PyObject* value) {
   const at::Tensor& tensor = THPVariable_Unpack(value);
   if (tensor.numel() != 0 || as_parameter_dict(self)->model == nullptr) return true;
@@ -148,8 +142,10 @@ bool gather_if_released(PyObject* self, PyObject* value) {
     const py::gil_scoped_release release;
     model->read(param);
     return true;
-  } catch (...) {
-    set_python_error(std::current_exception());
+  } catch (...) {  // sets the error as a bound function's would be set: with its own Python class
+    const py::cpp_function rethrow(
+        [error = std::current_exception()] { std::rethrow_exception(error); });
+    Py_XDECREF(PyObject_CallObject(rethrow.ptr(), nullptr));
     return false;
   }
 }

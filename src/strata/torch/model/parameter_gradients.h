@@ -196,12 +196,6 @@ class ParameterGradients : NonCopyable {
       if (shown.look == Look::kUnread) give(shown, flat + slot.offset.size());
     }
   }
-  // Gives the memory of `tensor` to a storage that tensors already use.
-  static void give_values(c10::StorageImpl& storage, const at::Tensor& tensor) {
-    storage.set_data_ptr_noswap(c10::InefficientStdFunctionContext::makeDataPtr(
-        tensor.mutable_data_ptr(), [tensor](void*) {}, tensor.device()));
-    storage.set_nbytes(tensor.nbytes());
-  }
   // A gradient that the script has set to None gets values as well: the script may have kept the
   // tensor.
   void give(Shown& shown, const float* values) {
@@ -212,7 +206,9 @@ class ParameterGradients : NonCopyable {
     at::Tensor memory =
         values == nullptr ? at::zeros({numel}, options) : at::empty({numel}, options);
     if (values != nullptr) memory.copy_(tensor_over(values, numel, at::kFloat, memory.device()));
-    give_values(*shown.values, memory);
+    shown.values->set_data_ptr_noswap(c10::InefficientStdFunctionContext::makeDataPtr(
+        memory.mutable_data_ptr(), [memory](void*) {}, memory.device()));
+    shown.values->set_nbytes(memory.nbytes());
     const bool zeroed = shown.look == Look::kZeroed;
     shown.look = Look::kRead;
     if (zeroed) drop(shown, /*came=*/true);

@@ -23,10 +23,6 @@ std::vector<at::Tensor> variables_of(const ModelInput& input) {
   return variables;
 }
 
-forecast::Trainers trainers_with(engine::UpdateRule rule, const ModelRuntime& runtime) {
-  return {rule, runtime.collectives->traits(), runtime.device->runs_ahead()};
-}
-
 std::int64_t count_of(const std::pair<Numel, Numel>& range) {
   return (range.second - range.first).value;
 }
@@ -55,7 +51,9 @@ ShardedModel::ShardedModel(const ModelInput& input, const engine::Config& config
     : config_(config),
       runtime_(std::move(runtime)),
       room_(agreed_room(input, config, runtime_)),
-      model_(plan_model(input, config, trainers_with(rule, runtime_), room_)),
+      model_(plan_model(input, config,
+                        {rule, runtime_.collectives->traits(), runtime_.device->runs_ahead()},
+                        room_)),
       rule_(rule),
       parameters_(variables_of(input), runtime_.place, runtime_.device) {
   StartedModel started = start_model(input, model_, config_, runtime_, parameters_,
@@ -242,19 +240,14 @@ void StateValues::finish_queued() {
   engine_.device().compute_stream().synchronize();
 }
 
-// A view of this rank's part of the gradient, which must be filled.
-at::Tensor StateValues::gradient_view() {
-  float* const values = engine_.shards().gradients().values(unit_.id).data();
-  return tensor_over(values + at_.size(), count_of(mine_), at::kFloat, model_.place());
-}
-
 std::optional<at::Tensor> StateValues::part(std::string_view kind) {
   finish_queued();
   if (!unit_.trainable()) return std::nullopt;
   if (kind == kGradient) {
     model_.passes().shown_gradients().apply();
     if (!engine_.shards().gradients().filled(unit_.id)) return std::nullopt;
-    at::Tensor copy = gradient_view().clone();
+    float* const values = engine_.shards().gradients().values(unit_.id).data() + at_.size();
+    at::Tensor copy = tensor_over(values, count_of(mine_), at::kFloat, model_.place()).clone();
     current_stream(model_.place()).synchronize();
     return copy;
   }

@@ -170,7 +170,6 @@ class StateValues {
   bool set_whole(std::string_view kind, const at::Tensor& values);
 
  private:
-  at::Tensor gradient_view();
   at::Tensor join(const at::Tensor& mine);
   void set_masters(const at::Tensor& values);
   void finish_queued();

@@ -178,14 +178,11 @@ void ValueIntake::store(int param, Numel begin, const at::Tensor& values) {
                                              from_scalar_type(values.scalar_type()));
 }
 
-at::Tensor ValueIntake::piece_like(const at::Tensor& values) {
+void ValueIntake::store_from_rank_0(int param, Numel begin, const at::Tensor& values) {
   if (piece_ == nullptr) piece_ = engine_.device().allocate(kPiece, memory::Kind::kStaging);
   STRATA_ASSERT(values.nbytes() <= piece_->bytes().size());
-  return tensor_over(piece_->bytes().data(), values.numel(), values.scalar_type(), place_);
-}
-
-void ValueIntake::store_from_rank_0(int param, Numel begin, const at::Tensor& values) {
-  at::Tensor piece = piece_like(values);
+  at::Tensor piece =
+      tensor_over(piece_->bytes().data(), values.numel(), values.scalar_type(), place_);
   if (engine_.collectives().rank() == 0) piece.copy_(values.detach().view({-1}));
   engine_.collectives().broadcast(mutable_bytes(piece), 0);
   store(param, begin, piece);

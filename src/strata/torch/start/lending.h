@@ -35,8 +35,6 @@ class ValueIntake {
   void store_from_rank_0(int param, Numel begin, const at::Tensor& values);
 
  private:
-  at::Tensor piece_like(const at::Tensor& values);
-
   engine::Engine& engine_;
   c10::Device place_;
   std::unique_ptr<device::Memory> piece_;  // null: nothing was sent yet
