@@ -48,7 +48,8 @@ def byte_tokenizer():
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     names = {b: letter for letter, b in letters.items()}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=names[0], eos_token=names[ord("\n")])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=names[0], eos_token=names[ord("\n")],
+                                   model_input_names=["input_ids", "attention_mask"])
 
 
 def model_config():

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = [
+    pytest.mark.xdist_group("bench_startup"),  # one run for all
     pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed"),
     pytest.mark.skipif(os.environ.get("STRATA_TEST_DEVICE") == "cuda", reason="the benches are tried on the CPU"),
 ]

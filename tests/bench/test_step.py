@@ -15,6 +15,7 @@ import pytest
 
 # Ranks that these tests start import this module: it imports neither torch nor transformers.
 pytestmark = [
+    pytest.mark.xdist_group("bench_step"),  # one run for all
     pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed"),
     pytest.mark.skipif(os.environ.get("STRATA_TEST_DEVICE") == "cuda", reason="the benches are tried on the CPU"),
 ]

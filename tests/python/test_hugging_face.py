@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from devices import ON_GPU
 from hf_jobs import STEPS, main
 from hf_models import llama
@@ -48,6 +49,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def by_deepspeed(folder):
+    if transformers.__version__.startswith("4."):
+        pytest.skip("DeepSpeed 0.19.8 fails itself: its optimizer has fewer groups than the scheduler of transformers 4")
     return {world: forked(world, main, folder, f"deepspeed{world}", *cases) for world, cases in CASES.items()}
 
 

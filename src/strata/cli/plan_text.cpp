@@ -146,8 +146,9 @@ std::string text_of_plan(const PlanRequest& request, const Json& plan) {
     }
   }
   text += fmt::format(
-      "Not counted: {}gradients before they reach the engine, and what torch, the driver and\nthe "
-      "collectives keep for themselves. Kinds are peaks of their own, and do not add up.\nHost and "
+      "Not counted: {}gradients before they reach the engine (all of a compiled block), and what\n"
+      "torch, the driver and the collectives keep for themselves. Kinds are peaks of their own, "
+      "and do not add up.\nHost and "
       "NVMe are {}, also while it loads or saves.\n",
       plan["activations"].is_null() ? "activations, " : "",
       request.grid ? "of all ranks of a host" : "of each rank");

@@ -2,8 +2,8 @@
 // The engine itself runs some steps on a device without memory, so it makes the same decisions
 // about gathering, keeping and reducing as in training; nothing is estimated. Only the order in
 // which gradients come within a block is not known: the forecast takes the order that holds most.
-// Not included are the model's activations, gradients before they reach the engine, and memory that
-// collectives keep for themselves.
+// Not included are the model's activations, gradients before they reach the engine (all of a block
+// that torch.compile compiles), and memory that collectives keep for themselves.
 //
 // Takes hardly any memory, and milliseconds for thousands of parameters. Pure functions.
 // Errors: those of Engine's construction; OutOfMemoryError where the system has no more addresses;

@@ -266,8 +266,9 @@ class RankLink {
     const std::uint64_t published = block.published.load(std::memory_order_acquire);
     const std::string activity = block.activity.load();
     fail(fmt::format(
-        "rank {} waited too long for {}: rank {} lives but did not come; look there for a hang or "
-        "for another order of calls, or raise the timeout (rank {} has started {} operations, its "
+        "rank {} waited too long for {}: rank {} lives but did not come; look there for a hang, "
+        "for torch.compile at work or for another order of calls, or raise the timeout (rank {} "
+        "has started {} operations, its "
         "last call: {}; timeout {} s)",
         name_of(rank_), what, name_of(missing), name_of(missing), published,
         activity.empty() ? "none" : activity, std::chrono::duration<double>(timeout_).count()));

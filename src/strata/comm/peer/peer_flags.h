@@ -129,7 +129,8 @@ class FlagWatch {
       return LatePeer{
           wait.peer,
           fmt::format("lives but does not come: this rank's streams have waited for {} longer than "
-                      "the timeout of {} ms; look there for a process that is stopped or hangs",
+                      "the timeout of {} ms; look there for a process that is stopped, hangs or "
+                      "runs torch.compile",
                       text_of(wait.kind), timeout_.count())};
     }
     return std::nullopt;
