@@ -50,7 +50,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def by_deepspeed(folder):
     if transformers.__version__.startswith("4."):
-        pytest.skip("DeepSpeed 0.19.8 fails itself: its optimizer has fewer groups than the scheduler of transformers 4")
+        pytest.skip("DeepSpeed 0.19.8 fails: its optimizer has fewer groups than the scheduler of transformers 4")
     return {world: forked(world, main, folder, f"deepspeed{world}", *cases) for world, cases in CASES.items()}
 
 
