@@ -90,7 +90,8 @@ def trainer_of(way, kind, path, tokenizer, adapter, out):
     if kind == "dpo":
         return trainer_class(way, DPOTrainer)(args=DPOConfig(max_length=48, **common), **given)
     common["learning_rate"] = 1e-2 if adapter else 2e-3  # the loss is how far the model has gone
-    common["gradient_checkpointing_kwargs"] = {"use_reentrant": False}  # DDP does not take the other kind
+    if transformers.__version__.startswith("4."):
+        common["gradient_checkpointing"] = False  # DDP does not take that of TRL's versions for transformers 4
     args = GRPOConfig(max_completion_length=8, num_generations=2, beta=1.0, **common)
     return trainer_class(way, GRPOTrainer)(args=args, reward_funcs=reward, **given)
 
