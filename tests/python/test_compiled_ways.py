@@ -37,7 +37,7 @@ def _compile_from_root(engine, backend):
 def _by_accelerate(engine, backend):
     from accelerate.utils.other import compile_regions_deepspeed
 
-    compile_regions_deepspeed(engine.module, backend=backend, fullgraph=True)
+    compile_regions_deepspeed(engine.module, backend=backend)  # its regions have classes of torch.nn, without graphs
 
 
 def _in_engine(way):
