@@ -98,7 +98,10 @@ class Pass {
     std::ranges::stable_sort(waiting_, {}, [](const Gradient& g) { return g.index / 2; });
   }
 
-  ~Pass() { c_.contribution_stream()->synchronize(); }
+  ~Pass() {
+    c_.stream(Traffic::kContributions)->synchronize();
+    c_.stream(Traffic::kOwn)->synchronize();
+  }
 
   void run() {
     for (std::size_t index = 0; index < slices_.size(); ++index) {
@@ -146,7 +149,8 @@ class Pass {
       inbox_.write_zero(g.index, begin, numel, dtype_);
     } else {
       kept_.push_back(device_.allocate_uncharged(Bytes(bytes.size())));
-      device_.copy(kept_.back()->bytes(), bytes, *c_.contribution_stream());
+      device_.copy(kept_.back()->bytes(), bytes, *c_.stream(Traffic::kContributions));
+      c_.stream(Traffic::kOwn)->wait_for(*c_.stream(Traffic::kContributions)->record());
       inbox_.write(g.index, begin, kept_.back()->bytes(), dtype_);
     }
   }
@@ -155,7 +159,7 @@ class Pass {
     std::vector<float> result(slices_[index], 1.0F);
     const auto host = std::as_writable_bytes(std::span(result));
     const auto there = device_.allocate_uncharged(Bytes(host.size()));
-    device_.copy(there->bytes(), host, *c_.contribution_stream());
+    device_.copy(there->bytes(), host, *c_.stream(Traffic::kContributions));
     Reduction reduction;
     reduction.dtype = dtype_;
     reduction.result = {reinterpret_cast<float*>(there->bytes().data()), result.size()};

@@ -124,7 +124,8 @@ TEST(LateGatherRounds, WhenTheyAreFinishedSlicesMayBeWritten) {
       device.enqueue(
           compute, [there = slice->local(), rank = c.rank(), round] { fill(there, rank, round); });
       c.barrier();
-      if (round % c.world_size() == c.rank()) device.enqueue(*c.contribution_stream(), work_long);
+      if (round % c.world_size() == c.rank())
+        device.enqueue(*c.stream(Traffic::kGathers), work_long);
       const auto gather =
           c.all_gather({slice.get(), 0_B, 0_B, Bytes(kBytes)}, flat->bytes(), "weights");
       const auto readers = c.finish_gathers();
@@ -204,7 +205,8 @@ int read_what_is_reduced(Collectives& c, device::LateDevice& device) {
     });
   };
   for (int round = 0; round < 20; ++round) {
-    if (round % c.world_size() == c.rank()) device.enqueue(*c.contribution_stream(), work_long);
+    if (round % c.world_size() == c.rank())
+      device.enqueue(*c.stream(Traffic::kReductions), work_long);
     device.enqueue(device.compute_stream(), [there = floats_of(*source), rank = c.rank(), round] {
       for (std::size_t i = 0; i < there.size(); ++i) there[i] = late_contribution(rank, i, round);
     });

@@ -115,7 +115,7 @@ class HostResults final : public Collectives {
 
   std::string_view name() const override { return collectives_->name(); }
   void record_times(bool on) override { collectives_->record_times(on); }
-  device::Stream* contribution_stream() override { return collectives_->contribution_stream(); }
+  device::Stream* stream(Traffic traffic) override { return collectives_->stream(traffic); }
 
   std::unique_ptr<SharedBuffer> allocate(std::string name, Bytes bytes) override {
     return collectives_->allocate(std::move(name), bytes);

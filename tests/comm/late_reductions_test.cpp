@@ -41,7 +41,7 @@ class Caller {
         device_(device),
         place_(collectives.shard_position()),
         own_writes_(device.create_stream()),
-        writes_(shares_stream ? collectives.contribution_stream() : own_writes_.get()) {
+        writes_(shares_stream ? collectives.stream(Traffic::kContributions) : own_writes_.get()) {
     require(writes_ != nullptr, "a stream");
     for (int i = 0; i < kBuffers; ++i)
       buffers_.push_back({collectives.allocate(fmt::format("gradients.{}", i), whole_bytes()), {}});

@@ -65,7 +65,7 @@ TEST_P(SplitCollectivesTest, PromiseWhatThePartsDo) {
     require(c.traits().one_sided == peers_gather, "gathers");
     require(c.traits().deterministic != peers_gather && c.traits().sums_in_fp32 != peers_gather,
             "sums");
-    require((c.contribution_stream() == nullptr) == peers_gather, "stream");
+    require((c.stream(Traffic::kContributions) == nullptr) == peers_gather, "stream");
     require(c.traits().gathers_on_device, "exchange");
     c.barrier();
     return std::string();

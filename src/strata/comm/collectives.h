@@ -135,8 +135,8 @@ struct Reduction {
   Replicas replicas = Replicas::kSum;
 };
 
-// Times of an operation by the device's clock. Its bytes moved from `begin` to `end`. A reduction
-// also has `ready`, when this rank's contribution was complete. Null: not known.
+// Times of an operation by the device's clock. Bytes moved between ranks from `begin` to `end`. A
+// reduction also has `ready`, when this rank's contribution was complete. Null: not known.
 struct WorkTimes {
   std::shared_ptr<device::TimedEvent> ready;
   std::shared_ptr<device::TimedEvent> begin;
@@ -169,6 +169,11 @@ class CompletedWork final : public Work {
   bool done() override { return true; }
   void wait() override {}
 };
+
+// The bytes that an operation moves, by the streams that carry them. Each stream keeps its order,
+// and waits for another one only where the bytes are the same. kOwn: copies within this rank's
+// memory, of the parts of gathers and contributions that stay there.
+enum class Traffic { kGathers, kContributions, kOwn, kReductions };
 
 enum class ReduceOp { kSum, kMin, kMax };
 
@@ -217,9 +222,10 @@ class Collectives : public Interface {
   virtual std::unique_ptr<Work> reduce_scatter(const Reduction& reduction,
                                                std::string_view tag) = 0;
 
-  // The device's stream in which contributions are best written (Reduction::writer), since
-  // reductions run in it, too. Null: any stream will do.
-  virtual device::Stream* contribution_stream() { return nullptr; }
+  // The device's stream that carries this traffic; null: no stream of its own. Contributions are
+  // best written in theirs (Reduction::writer). Each reduction writes its result in the stream of
+  // reductions, and a reader of the result may be queued there.
+  virtual device::Stream* stream(Traffic /*traffic*/) { return nullptr; }
 
   // Memory into which the other ranks write their contributions themselves. Null unless
   // Traits::has_inbox: ranks reach each other's memory, and things are sharded over all of them.

@@ -34,7 +34,7 @@ struct Traits {
   bool deterministic = true;       // sums run in the order of ranks: the same bits in every run
   bool sums_in_fp32 = true;        // contributions of 16 bits are widened before they are added up
   bool gathers_on_device = false;  // all_gather_on_device() may be called
-  bool has_contribution_stream = false;  // contribution_stream() is not null
+  bool has_contribution_stream = false;  // stream(Traffic::kContributions) is not null
   bool has_inbox = false;                // make_inbox() gives one
 
   bool operator==(const Traits&) const = default;

@@ -121,7 +121,7 @@ class DryCollectives final : public comm::Collectives {
         contributions_(device_->create_stream()) {}
 
   std::string_view name() const override { return "dry"; }
-  device::Stream* contribution_stream() override {
+  device::Stream* stream(comm::Traffic) override {
     return traits().has_contribution_stream ? contributions_.get() : nullptr;
   }
 

@@ -227,7 +227,7 @@ TEST(LateStepOptions, PeersGetTheWeightsOfTheStepWhateverIsWrittenAfterIt) {
       rank.forward();
       add_all(rank, all_gradients(model, step, 0, r), {}, true);
       if (r == step % 2) {
-        device.enqueue(*rank.collectives().contribution_stream(), [] {
+        device.enqueue(*rank.collectives().stream(comm::Traffic::kGathers), [] {
           volatile std::uint64_t sum = 0;
           for (std::uint64_t i = 0; i < 3'000'000; ++i) sum = sum + i;
         });

@@ -21,7 +21,9 @@ class SplitCollectives final : public PairedCollectives {
         name_(fmt::format("{}/{}", pair->first().name(), pair->second().name())) {}
 
   std::string_view name() const override { return name_; }
-  device::Stream* contribution_stream() override { return reductions().contribution_stream(); }
+  device::Stream* stream(Traffic traffic) override {
+    return (traffic == Traffic::kGathers ? gathers() : reductions()).stream(traffic);
+  }
 
   std::unique_ptr<Work> all_gather(const SliceMap& slices, std::span<std::byte> flat,
                                    std::string_view tag) override {
@@ -130,7 +132,7 @@ class JointGathers final : public Collectives {
   std::unique_ptr<Work> reduce_scatter(const Reduction& reduction, std::string_view tag) override {
     return inner_->reduce_scatter(reduction, tag);
   }
-  device::Stream* contribution_stream() override { return inner_->contribution_stream(); }
+  device::Stream* stream(Traffic traffic) override { return inner_->stream(traffic); }
   std::unique_ptr<Inbox> make_inbox(std::string name, Bytes bytes) override {
     return inner_->make_inbox(std::move(name), bytes);
   }

@@ -3,7 +3,9 @@
 #include <fmt/core.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
+#include <deque>
 #include <utility>
 #include <vector>
 
@@ -23,14 +25,13 @@ constexpr Bytes kThroughHostMost = 256_KiB;
 using Kind = PeerFlags::Kind;
 
 // Reductions between devices that reach each other's memory: each rank adds up its slice of all
-// contributions, reading its peers' where they lie, all on one stream: of streams that wait the
-// device's scheduler makes every kernel's launch longer, the model's, too.
+// contributions, reading its peers' where they lie, all on the link's stream of reductions.
 class PeerReductions {
  public:
   explicit PeerReductions(PeerLink& link) : link_(link) {}
 
   struct Started {
-    std::unique_ptr<device::Event> added;  // the result is there
+    std::shared_ptr<device::Event> added;  // the result is there
     std::uint32_t number = 0;              // of the reduction, for the functions below
   };
   // Collective. `times`: null if they are not wanted.
@@ -46,9 +47,10 @@ class PeerReductions {
 
   using Sources = std::vector<const std::byte*>;  // this rank's slice of each rank's contribution
   // Collective: of contributions that their ranks write into this rank's memory, on their streams
-  // of transfers, before they come here.
+  // of contributions, before they come here.
   Started start_arrived(const Reduction& reduction, const Sources& here, WorkTimes* times) {
-    begin(link_.transfers(), times);
+    link_.reductions().wait_for(*link_.own().record());
+    begin(link_.contributions(), times);
     add(reduction, here);
     return end(times);
   }
@@ -88,22 +90,25 @@ class PeerReductions {
   // once.
   void begin(device::Stream& writer, WorkTimes* times) {
     ++count_;
-    if (&writer != &link_.transfers()) link_.transfers().wait_for(*writer.record());
+    device::Stream& stream = link_.reductions();
+    stream.wait_for(*writer.record());
     if (times != nullptr) times->ready = writer.record_timed();
     link_.notify_all(Kind::kWritten, count_, writer);
-    link_.wait_for_all(Kind::kWritten, count_, link_.transfers());
-    if (times != nullptr) times->begin = link_.transfers().record_timed();
+    link_.wait_for_all(Kind::kWritten, count_, stream);
+    if (times != nullptr) times->begin = stream.record_timed();
   }
   Started end(WorkTimes* times) {
-    link_.notify_all(Kind::kRead, count_, link_.transfers());
-    if (times != nullptr) times->end = link_.transfers().record_timed();
-    link_.note_reduction(link_.transfers().record());
-    return {link_.transfers().record(), count_};
+    device::Stream& stream = link_.reductions();
+    link_.notify_all(Kind::kRead, count_, stream);
+    if (times != nullptr) times->end = stream.record_timed();
+    std::shared_ptr<device::Event> added = stream.record();
+    link_.note_reduction(added);
+    return {std::move(added), count_};
   }
   void add(const Reduction& reduction, const Sources& sources) {
     if (reduction.result.empty()) return;
     link_.device().sum_in_order(reduction.result, sources, reduction.dtype, reduction.scale,
-                                reduction.accumulate, link_.transfers());
+                                reduction.accumulate, link_.reductions());
   }
 
   PeerLink& link_;
@@ -117,9 +122,13 @@ class PeerReductions {
 // drops it.
 class PeerWork final : public Work {
  public:
-  // `end` null: the compute stream waits for it already.
-  PeerWork(std::shared_ptr<PeerLink> link, std::unique_ptr<device::Event> end, WorkTimes times = {})
-      : PeerWork(std::move(link), nullptr, {std::move(end), 0}, std::move(times)) {}
+  // `end` null: the compute stream waits for it already. `own`: of this rank's own part; null:
+  // there is none.
+  PeerWork(std::shared_ptr<PeerLink> link, std::unique_ptr<device::Event> end,
+           std::unique_ptr<device::Event> own = nullptr, WorkTimes times = {})
+      : PeerWork(std::move(link), nullptr, {std::move(end), 0}, std::move(times)) {
+    own_ = std::move(own);
+  }
   // `reductions`: of `link`, and live no longer than it.
   PeerWork(std::shared_ptr<PeerLink> link, std::shared_ptr<PeerReductions> reductions,
            PeerReductions::Started started, WorkTimes times)
@@ -137,7 +146,7 @@ class PeerWork final : public Work {
 
   bool done() override {
     return started_.added == nullptr ||
-           (started_.added->done() &&
+           (started_.added->done() && (own_ == nullptr || own_->done()) &&
             (reductions_ == nullptr || reductions_->read_by_all(started_.number)));
   }
   void wait() override {
@@ -152,6 +161,7 @@ class PeerWork final : public Work {
   void join() {
     if (started_.added == nullptr) return;
     link_->device().compute_stream().wait_for(*started_.added);
+    if (own_ != nullptr) link_->device().compute_stream().wait_for(*own_);
     if (reductions_ != nullptr) reductions_->wait_for_readers(started_.number);
     started_.added.reset();
   }
@@ -159,6 +169,7 @@ class PeerWork final : public Work {
   std::shared_ptr<PeerLink> link_;
   std::shared_ptr<PeerReductions> reductions_;  // null: not a reduction
   PeerReductions::Started started_;             // no event: the compute stream waits already
+  std::unique_ptr<device::Event> own_ = {};
   WorkTimes times_;
 };
 
@@ -169,30 +180,33 @@ class RoundWork final : public Work {
   RoundWork(std::shared_ptr<PeerLink> link, std::uint32_t round)
       : link_(std::move(link)), round_(round) {
     link_->require_usable();
-    link_->notify_all(Kind::kRounds, round_, link_->transfers());
-    own_ = link_->transfers().record();
+    link_->notify_all(Kind::kRounds, round_, link_->gathers());
+    ends_ = {link_->gathers().record(), link_->own().record()};
   }
 
-  bool done() override { return own_->done() && link_->reached_by_all(Kind::kRounds, round_); }
+  bool done() override {
+    return ends_[0]->done() && ends_[1]->done() && link_->reached_by_all(Kind::kRounds, round_);
+  }
   void wait() override {
     link_->require_usable();
     if (std::exchange(waits_, true)) return;
     device::Stream& compute = link_->device().compute_stream();
-    compute.wait_for(*own_);
+    for (const auto& end : ends_) compute.wait_for(*end);
     link_->wait_for_all(Kind::kRounds, round_, compute);
   }
 
  private:
   std::shared_ptr<PeerLink> link_;
   std::uint32_t round_;
-  std::unique_ptr<device::Event> own_;  // the end of this rank's gathers
-  bool waits_ = false;                  // the compute stream
+  std::array<std::unique_ptr<device::Event>, 2> ends_;  // of this rank's gathers
+  bool waits_ = false;                                  // the compute stream
 };
 
-// The inbox of ranks whose devices reach each other's memory: pushes by copy engines, on the one
-// stream of transfers. A rank's flags say what it has written for each peer, and what it has added
-// up and others may overwrite; they are those of the reductions that pull, and count with them.
-// Threads, errors: inbox.h. Ownership: shares link and reductions.
+// The inbox of ranks whose devices reach each other's memory: pushes by copy engines, on the stream
+// of contributions, and a kernel on the stream of own parts. A rank's flags say what it has written
+// for each peer, and what it has added up and others may overwrite; they are those of the
+// reductions that pull, and count with them. Threads, errors: inbox.h. Ownership: shares link and
+// reductions.
 class PeerInbox final : public Inbox {
  public:
   // `memory`: of these peers. `records_times`: whether works know when their bytes moved.
@@ -223,17 +237,19 @@ class PeerInbox final : public Inbox {
           const std::span<const std::byte> source = values.subspan(from.size(), bytes.size());
           if (owner == link_->rank()) {  // a kernel copies faster than an engine within a device
             device.cast(target, dtype, source.data(), dtype, Numel(bytes / size_of(dtype)),
-                        link_->transfers());
+                        link_->own());
           } else {
-            device.copy({target, bytes.size()}, source, link_->transfers());
+            device.copy({target, bytes.size()}, source, link_->contributions());
           }
         });
   }
   void write_zero(std::size_t index, Numel begin, Numel numel, DType dtype) override {
     open(index);
     by_owner(index, bytes_of(begin, dtype), bytes_of(begin + numel, dtype),
-             [&](int, std::byte* target, Bytes, Bytes bytes) {
-               link_->device().fill_zero({target, bytes.size()}, link_->transfers());
+             [&](int owner, std::byte* target, Bytes, Bytes bytes) {
+               const bool own = owner == link_->rank();
+               link_->device().fill_zero({target, bytes.size()},
+                                         own ? link_->own() : link_->contributions());
              });
   }
   std::unique_ptr<Work> reduce(std::size_t index, const Reduction& reduction,
@@ -250,13 +266,14 @@ class PeerInbox final : public Inbox {
     PeerReductions::Started started =
         reductions_->start_arrived(reduction, sources, *records_times_ ? &times : nullptr);
     ring_.begun(index, started.number);
+    added_.push_back({started.number, started.added});
     // The caller's memory was read before; the room's readers are the ring's concern.
     started.number = 0;
     return std::make_unique<PeerWork>(link_, reductions_, std::move(started), std::move(times));
   }
 
  private:
-  // Has the transfers wait for the room on every rank, once.
+  // Has contributions wait for the room on every rank, once.
   void open(std::size_t index) {
     link_->require_usable();
     if (opened_[index]) return;
@@ -264,7 +281,9 @@ class PeerInbox final : public Inbox {
     const std::optional<std::uint32_t> after = ring_.after(index);
     STRATA_ASSERT(after);
     if (*after == 0) return;
-    link_->wait_for_all(Kind::kRead, *after, link_->transfers());
+    link_->wait_for_all(Kind::kRead, *after, link_->contributions());
+    while (added_.front().number < *after) added_.pop_front();
+    link_->own().wait_for(*added_.front().event);
   }
   // The parts of elements' bytes [begin, end) by owner: calls part(owner, target, first, bytes),
   // `first` counted from `begin`.
@@ -302,6 +321,11 @@ class PeerInbox final : public Inbox {
   std::unique_ptr<SharedBuffer> memory_;
   std::shared_ptr<const bool> records_times_;
   InboxRing ring_;
+  struct Added {
+    std::uint32_t number = 0;
+    std::shared_ptr<device::Event> event;
+  };
+  std::deque<Added> added_;        // by this rank; the last one stays
   std::vector<bool> opened_;       // by index
   std::vector<std::byte*> bases_;  // by rank; null: not reached yet
 };
@@ -360,8 +384,9 @@ class PeerCollectives final : public Collectives {
                                      gather.what));
     }
     device::Device& device = link_->device();
-    device::Stream& stream = link_->transfers();
-    stream.wait_for(*device.compute_stream().record());
+    device::Stream& stream = link_->gathers();
+    const auto computed = device.compute_stream().record();
+    stream.wait_for(*computed);
     const auto target = [&](int from) {
       return flat.subspan(static_cast<std::size_t>(from) * bytes, bytes);
     };
@@ -371,10 +396,14 @@ class PeerCollectives final : public Collectives {
       device.copy(target(link_->peer(turn)), {sources[static_cast<std::size_t>(turn)], bytes},
                   stream);
     }
-    if (target(rank()).data() != gather.source.data())
-      device.copy(target(rank()), gather.source, stream);
     if (*records_times_) times.end = stream.record_timed();
-    return std::make_unique<PeerWork>(link_, stream.record(), std::move(times));
+    std::unique_ptr<device::Event> own;
+    if (target(rank()).data() != gather.source.data()) {
+      link_->own().wait_for(*computed);
+      device.copy(target(rank()), gather.source, link_->own());
+      own = link_->own().record();
+    }
+    return std::make_unique<PeerWork>(link_, stream.record(), std::move(own), std::move(times));
   }
 
   std::unique_ptr<Work> finish_gathers() override {
@@ -387,7 +416,19 @@ class PeerCollectives final : public Collectives {
     auto started = reductions_->start(reduction, tag, *records_times_ ? &times : nullptr);
     return std::make_unique<PeerWork>(link_, reductions_, std::move(started), std::move(times));
   }
-  device::Stream* contribution_stream() override { return &link_->transfers(); }
+  device::Stream* stream(Traffic traffic) override {
+    switch (traffic) {
+      case Traffic::kGathers:
+        return &link_->gathers();
+      case Traffic::kContributions:
+        return &link_->contributions();
+      case Traffic::kOwn:
+        return &link_->own();
+      case Traffic::kReductions:
+        break;
+    }
+    return &link_->reductions();
+  }
   std::unique_ptr<Inbox> make_inbox(std::string name, Bytes bytes) override {
     return std::make_unique<PeerInbox>(link_, reductions_, allocate(std::move(name), bytes),
                                        records_times_);
@@ -397,7 +438,8 @@ class PeerCollectives final : public Collectives {
   void all_reduce(std::span<double> values, ReduceOp op) override {
     const std::string what = fmt::format("all-reduce of {} values", values.size());
     link_->agree_on_operation(what);
-    link_->transfers().synchronize();  // shards may change when all ranks have come here
+    link_->gathers().synchronize();  // shards may change when all ranks have come here
+    link_->own().synchronize();
     link_->controlled(what, [&] { link_->control().all_reduce(values, op); });
   }
 
@@ -479,7 +521,7 @@ class PeerCollectives final : public Collectives {
   void broadcast_on_device(std::span<std::byte> bytes, int root) {
     device::Device& device = link_->device();
     device::Stream& compute = device.compute_stream();
-    device::Stream& transfers = link_->transfers();
+    device::Stream& gathers = link_->gathers();
     const std::size_t piece = std::min(bytes.size(), kBroadcastPiece.size());
     const auto buffer = allocate("broadcast", Bytes(rank() == root ? piece : 1));
     for (std::size_t at = 0; at < bytes.size(); at += piece) {
@@ -490,12 +532,12 @@ class PeerCollectives final : public Collectives {
         const std::byte* source =
             link_->reach(root, PeerBuffers::key_of_name("broadcast"), "broadcast", Bytes(),
                          Bytes(part.size()), "broadcast");
-        transfers.wait_for(*compute.record());  // which may still use what is replaced
-        device.copy(part, {source, part.size()}, transfers);
+        gathers.wait_for(*compute.record());  // which may still use what is replaced
+        device.copy(part, {source, part.size()}, gathers);
       }
-      compute.wait_for(*transfers.record());  // so the others know by the barrier that it is read
+      compute.wait_for(*gathers.record());  // so the others know by the barrier that it is read
       barrier();
-      compute.wait_for(*transfers.record());  // which waits for all at the barrier
+      compute.wait_for(*gathers.record());  // which waits for all at the barrier
     }
     barrier();
   }

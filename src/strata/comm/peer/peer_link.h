@@ -48,17 +48,17 @@ class PeerLink final : public PeerChannel::Service {
         names_(options.names),
         watch_(timeout_),
         buffers_(std::make_shared<PeerBuffers>(device_, rank_)),
-        transfers_(device_->create_stream()) {
+        gathers_(device_->create_stream()),
+        contributions_(device_->create_stream()),
+        own_(device_->create_stream()),
+        reductions_(device_->create_stream()) {
     std::string error;
     // Rank 0 pins before it shares: to pin may migrate pages, which fails while others pin them.
     if (rank_ == 0) error = error_of([this] { map_flags(make_flags_file()); });
     channel_ = std::make_unique<PeerChannel>(*control_, *this, timeout_, names_);
     if (rank_ != 0) error = error_of([this] { map_flags(ask_for_flags_file()); });
     agree_all_can(control_->all_gather_text(error), "share memory with the others", names_);
-    buffers_->set_before_unmap([this] {
-      transfers_->synchronize();
-      device_->compute_stream().synchronize();
-    });
+    buffers_->set_before_unmap([this] { synchronize(); });
     mapper_ = std::make_unique<PeerMapper>(*buffers_, *channel_, rank_, world_size_);
   }
   ~PeerLink() override {
@@ -103,11 +103,17 @@ class PeerLink final : public PeerChannel::Service {
   int peer(int turn) const { return (rank_ + 1 + turn) % world_size_; }
   int peers() const { return world_size_ - 1; }
 
-  // Carries gathers, contributions and reductions: all that waits for peers or for the model. A
-  // second stream that waits would make every kernel launch on this device longer by half.
-  device::Stream& transfers() { return *transfers_; }
+  // Gathers and contributions are copies by engines. No kernel holds them up there, such as one of
+  // a reduction: it would wait for a place among the model's kernels, and the model for a late
+  // gather, or for the memory of a gradient. Copies within the device are kernels. Reductions alone
+  // wait for peers in each backward pass: the device's scheduler makes every kernel's launch longer
+  // by the number of streams that wait.
+  device::Stream& gathers() { return *gathers_; }
+  device::Stream& contributions() { return *contributions_; }
+  device::Stream& own() { return *own_; }
+  device::Stream& reductions() { return *reductions_; }
   // Barriers have the compute stream wait for it.
-  void note_reduction(std::unique_ptr<device::Event> added) { reduced_ = std::move(added); }
+  void note_reduction(std::shared_ptr<device::Event> added) { reduced_ = std::move(added); }
 
   // Bytes [offset, offset + bytes) of a peer's buffer; waits for it to be allocated. `what` says in
   // errors what for.
@@ -208,8 +214,11 @@ class PeerLink final : public PeerChannel::Service {
     // Gathers from before the barrier may still run: updates behind the barrier do not wait for
     // them.
     notify_all(PeerFlags::Kind::kBarrier, barriers_, compute);
-    notify_all(PeerFlags::Kind::kGathered, barriers_, *transfers_);
-    wait_for_all(PeerFlags::Kind::kBarrier, barriers_, *transfers_);
+    // What peers see as gathered is all that this rank reads and writes of theirs.
+    for (device::Stream* const stream : {contributions_.get(), own_.get(), reductions_.get()})
+      gathers_->wait_for(*stream->record());
+    notify_all(PeerFlags::Kind::kGathered, barriers_, *gathers_);
+    wait_for_all(PeerFlags::Kind::kBarrier, barriers_, *gathers_);
     require_usable();
   }
   // Exchanges device memory in the compute stream, for which this is a barrier.
@@ -224,7 +233,8 @@ class PeerLink final : public PeerChannel::Service {
     agree_on_operation(fmt::format("exchange of {} B", mine.size()));
     ++exchanges_;
     device::Stream& compute = device_->compute_stream();
-    compute.wait_for(*transfers_->record());
+    compute.wait_for(*gathers_->record());
+    compute.wait_for(*own_->record());
     const std::span<std::byte> values = flags_.values(exchanges_);
     const auto line_of = [&](int rank) {
       return values.subspan(static_cast<std::size_t>(rank) * PeerFlags::kLine, mine.size());
@@ -239,9 +249,8 @@ class PeerLink final : public PeerChannel::Service {
   // Until peers have passed the last barrier in their streams, too.
   void wait_for_readers() noexcept {
     try {
-      wait_for_all(PeerFlags::Kind::kGathered, barriers_, *transfers_);
-      transfers_->synchronize();
-      device_->compute_stream().synchronize();
+      wait_for_all(PeerFlags::Kind::kGathered, barriers_, *gathers_);
+      synchronize();
     } catch (const std::exception&) {
       return;  // a device that is lost runs nothing
     }
@@ -266,6 +275,11 @@ class PeerLink final : public PeerChannel::Service {
   std::optional<LatePeer> late_peer() override { return watch_.look(); }
 
  private:
+  void synchronize() {
+    for (device::Stream* const stream : {gathers_.get(), contributions_.get(), own_.get(),
+                                         reductions_.get(), &device_->compute_stream()})
+      stream->synchronize();
+  }
   // of rank 0, which gives it to the others
   FileDescriptor make_flags_file() {
     const Bytes bytes = flags_bytes();
@@ -336,8 +350,11 @@ class PeerLink final : public PeerChannel::Service {
   std::mutex mutex_;
   std::string failure_;  // guarded by mutex_, like the next
   std::string told_;
-  std::unique_ptr<device::Stream> transfers_;
-  std::unique_ptr<device::Event> reduced_;  // the last reduction; null: none
+  std::unique_ptr<device::Stream> gathers_;
+  std::unique_ptr<device::Stream> contributions_;
+  std::unique_ptr<device::Stream> own_;
+  std::unique_ptr<device::Stream> reductions_;
+  std::shared_ptr<device::Event> reduced_;  // the last reduction; null: none
   std::unique_ptr<PeerChannel> channel_;    // its thread uses those before it
   std::unique_ptr<PeerMapper> mapper_;      // and its thread those
 };

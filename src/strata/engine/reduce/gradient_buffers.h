@@ -25,9 +25,6 @@ namespace strata::engine {
 struct GradientBuffer {
   std::unique_ptr<comm::SharedBuffer> memory;
   memory::Charge charge;
-  // The end of this rank's part of the reduction that reads the memory, if that part runs on a
-  // stream; null: there is nothing to wait for.
-  std::unique_ptr<device::Event> read = nullptr;
 
   std::span<std::byte> bytes() { return memory->local(); }
 };
@@ -59,14 +56,14 @@ class HeldGradients {
   // `most`: bytes that are held at once; the newest gradient may exceed it.
   HeldGradients(device::Device& device, Bytes most) : device_(device), most_(most) {}
 
-  // Until `reader` has done its present work. Without an owner the compute stream waits for that.
-  void hold(std::shared_ptr<const void> owner, Bytes bytes, device::Stream& reader) {
-    if (owner == nullptr) {
-      device_.compute_stream().wait_for(*reader.record());
-      return;
-    }
+  // Until the readers, of which the second may be null, have done their present work. Without an
+  // owner the compute stream waits for that.
+  void hold(std::shared_ptr<const void> owner, Bytes bytes, device::Stream& reader,
+            device::Stream* other) {
+    Held held{std::move(owner), bytes, reader.record(), other ? other->record() : nullptr};
+    if (held.owner == nullptr) return wait_for(held);
     let_go(std::max(most_ - bytes, Bytes()));
-    held_.push_back({std::move(owner), bytes, reader.record()});
+    held_.push_back(std::move(held));
     bytes_ += bytes;
   }
   // Lets go of all.
@@ -82,10 +79,15 @@ class HeldGradients {
     std::shared_ptr<const void> owner;
     Bytes bytes;
     std::unique_ptr<device::Event> read;
+    std::unique_ptr<device::Event> read_by_other;  // may be null
   };
+  void wait_for(const Held& held) {
+    device_.compute_stream().wait_for(*held.read);
+    if (held.read_by_other != nullptr) device_.compute_stream().wait_for(*held.read_by_other);
+  }
   void let_go(Bytes most) {
     while (!held_.empty() && bytes_ > most) {
-      device_.compute_stream().wait_for(*held_.front().read);
+      wait_for(held_.front());
       bytes_ -= held_.front().bytes;
       held_.pop_front();
     }
@@ -186,8 +188,7 @@ class GradientInbox {
     STRATA_ASSERT(std::ranges::find(p.written, false) == p.written.end());
     auto work = inbox_->reduce(p.index, reduction, u.name());
     if (!zero_padding(u.layout, reduction.result)) return work;
-    return std::make_unique<PaddedWork>(std::move(work),
-                                        collectives_.contribution_stream()->record(), device_);
+    return std::make_unique<PaddedWork>(std::move(work), reductions().record(), device_);
   }
 
  private:
@@ -221,7 +222,7 @@ class GradientInbox {
       if (end >= to) return;
       any = true;
       device_.fill_zero(std::as_writable_bytes(shard.subspan(end.size(), (to - end).size())),
-                        *collectives_.contribution_stream());
+                        reductions());
     };
     for (const plan::ShardRange& piece : layout.pieces(collectives_.shard_position().index)) {
       zero(piece.shard_offset);
@@ -230,6 +231,8 @@ class GradientInbox {
     zero(layout.shard());
     return any;
   }
+
+  device::Stream& reductions() { return *collectives_.stream(comm::Traffic::kReductions); }
 
   std::string name_;
   std::vector<Unit>& units_;

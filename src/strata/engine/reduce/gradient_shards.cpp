@@ -103,6 +103,8 @@ void GradientShards::read_values(std::size_t first, std::size_t end, device::Str
 void GradientShards::wait_for_arrived() {
   if (leaving_ != nullptr && !arrived_.empty())
     watch_.await_copies([&] { device_.compute_stream().wait_for(*leaving_->record()); });
+  if (device::Stream* const stream = std::exchange(measuring_, nullptr))
+    device_.compute_stream().wait_for(*stream->record());
 }
 
 std::span<float> GradientShards::values(int unit) {
@@ -169,6 +171,7 @@ void GradientShards::measure(int unit, device::Stream& stream) {
   // Tiles follow each other at once: the next one would wait on the stream.
   if (!through_scratch(unit) && units_[first].spec.tile()) return;
   measure_run(first, first + 1, stream);
+  measuring_ = &stream;
 }
 
 void GradientShards::measure_run(std::size_t first, std::size_t end, device::Stream& stream) {

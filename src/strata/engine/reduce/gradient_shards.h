@@ -132,8 +132,8 @@ class GradientShards {
   // The fp32 values of a filled shard; if dtype() is narrow, until a call for another unit.
   std::span<float> values(int unit);
   std::vector<kernels::GradStats> statistics(std::span<const int> units);  // of filled shards
-  // Queues the sum of an fp32 shard's squares, for squares(), in the stream of the reduction that
-  // fills it, behind that. squares() sums shards to which reductions are added, and tiles.
+  // Queues the sum of an fp32 shard's squares, for squares(), in the stream of reductions, behind
+  // the one that fills the shard. squares() sums shards to which reductions are added, and tiles.
   void measure(int unit, device::Stream& stream);
   // By unit: the sum of squares, in device memory; 0 if not filled. On the compute stream.
   std::span<const double> squares();
@@ -190,6 +190,7 @@ class GradientShards {
   std::deque<Arrived> arrived_;  // finished, and perhaps not folded in; the oldest first
   std::vector<std::unique_ptr<device::Memory>> spare_;  // unused scratch
   std::unique_ptr<device::Memory> squares_;             // a double by unit; null: not asked for yet
+  device::Stream* measuring_ = nullptr;      // it may still read shards; null: compute waits for it
   std::unique_ptr<device::Memory> widened_;  // values() returns it where the dtype is narrow
 };
 

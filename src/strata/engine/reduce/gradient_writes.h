@@ -54,8 +54,9 @@ class GradientWrites {
         reduce_dtype_(options.reduce_dtype),
         inbox_(options.name, units, collectives, device, max_pushed),
         buffers_of_(units.size()),
-        stream_(device.runs_ahead() ? collectives.contribution_stream() : nullptr),
+        stream_(device.runs_ahead() ? collectives.stream(comm::Traffic::kContributions) : nullptr),
         held_(device, max_held) {
+    if (device.runs_ahead()) own_parts_ = collectives.stream(comm::Traffic::kOwn);
     if (device.runs_ahead() && stream_ == nullptr) {
       own_stream_ = device.create_stream();
       stream_ = own_stream_.get();
@@ -137,7 +138,11 @@ class GradientWrites {
   // has to be written. write() adds it to the unit's buffer.
   bool push(int unit, int slot, const std::byte* gradient, DType dtype_here) {
     if (!inbox_.takes(unit) || dtype_here != dtype(unit)) return false;
-    follow_compute();
+    if (stream_ != nullptr) {
+      const auto computed = device_.compute_stream().record();
+      stream_->wait_for(*computed);
+      own_parts_->wait_for(*computed);
+    }
     compute_is_behind_ = true;
     inbox_.write(unit, slot, gradient);
     return true;
@@ -161,7 +166,6 @@ class GradientWrites {
     UnitBuffer& b = of(unit);
     const auto index = static_cast<std::size_t>(slot);
     device::Stream& compute = device_.compute_stream();
-    if (const auto read = std::exchange(b.buffer->read, nullptr)) compute.wait_for(*read);
     if (b.written[index] && stream_ != nullptr) compute.wait_for(*stream_->record());
     return {place_of(unit, layout(unit).slots()[index]).data(), dtype(unit), b.written[index]};
   }
@@ -173,7 +177,7 @@ class GradientWrites {
   // Keeps `owner` of a gradient of `bytes` until the gradient is written. Null: the compute stream
   // waits until then.
   void hold_until_written(std::shared_ptr<const void> owner, Bytes bytes) {
-    if (stream_ != nullptr) held_.hold(std::move(owner), bytes, *stream_);
+    if (stream_ != nullptr) held_.hold(std::move(owner), bytes, *stream_, own_parts_);
   }
 
   // Make a unit ready to be reduced, with zeroes where no gradient came: write_missing() in its
@@ -195,10 +199,13 @@ class GradientWrites {
     const std::span<const plan::Slot> slots = layout(unit).slots();
     std::optional<std::size_t> first;
     follow_compute();  // which may have read the shard that is written next
+    bool writes = false;
     for (std::size_t i = 0; i < slots.size(); ++i) {
       const auto slot = static_cast<int>(i);
       // If a gradient was pushed, a gradient in its buffer came later, and stays.
       if (inbox_.has(unit, slot)) continue;
+      if (own_parts_ != nullptr && !std::exchange(writes, true))
+        own_parts_->wait_for(*stream_->record());
       if (b.buffer != nullptr && b.written[i]) {
         inbox_.write(unit, slot, place_of(unit, slots[i]).data());
         b.written[i] = false;
@@ -215,13 +222,8 @@ class GradientWrites {
     reduction.dtype = dtype(unit);
     reduction.writer = stream_;
     if (pushed) return inbox_.reduce(unit, reduction);
-    GradientBuffer& buffer = *of(unit).buffer;
-    reduction.source = buffer.memory.get();
-    auto work = collectives_.reduce_scatter(reduction, nth(units_, unit).name());
-    // Work::wait_for_readers() need not wait for this rank's own reading, which runs in this
-    // stream: what write() puts there next comes after it anyway, but place() has to know.
-    if (stream_ != nullptr) buffer.read = stream_->record();
-    return work;
+    reduction.source = of(unit).buffer->memory.get();
+    return collectives_.reduce_scatter(reduction, nth(units_, unit).name());
   }
   // The buffer, for as long as the reduction reads it. A pushed unit has none, unless gradients in
   // its buffer were pushed, too. A buffer with gradients that came too late stays.
@@ -238,8 +240,9 @@ class GradientWrites {
   void compute_follows() {
     held_.let_go();
     // Skip the wait if we queued nothing: the stream is the collectives', which may be busy.
-    if (std::exchange(compute_is_behind_, false) && stream_ != nullptr)
-      device_.compute_stream().wait_for(*stream_->record());
+    if (!std::exchange(compute_is_behind_, false) || stream_ == nullptr) return;
+    device_.compute_stream().wait_for(*stream_->record());
+    if (own_parts_ != nullptr) device_.compute_stream().wait_for(*own_parts_->record());
   }
   // Forgets all written gradients, as drop() does after compute_follows(), despite any errors.
   FirstError abandon() noexcept {
@@ -250,6 +253,9 @@ class GradientWrites {
     // The streams could not be ordered, so the host waits. Where that fails, too, the device is
     // lost: nothing runs on it that could still read what goes.
     error.attempt([this] { stream().synchronize(); });
+    error.attempt([this] {
+      if (own_parts_ != nullptr) own_parts_->synchronize();
+    });
     compute_is_behind_ = false;
     held_.forget();
     for (UnitBuffer& b : buffers_of_) b.buffer.reset();
@@ -329,6 +335,7 @@ class GradientWrites {
   bool wide_ = false;  // gradients of earlier passes are in the buffers, on some rank at least
   std::unique_ptr<device::Stream> own_stream_;  // null: the collectives have one, or none is needed
   device::Stream* stream_ = nullptr;            // null: the compute stream
+  device::Stream* own_parts_ = nullptr;         // of pushed gradients; null: there are none
   bool compute_is_behind_ = false;              // something was queued that it does not wait for
   Numel largest_tile_;
   HeldGradients held_;

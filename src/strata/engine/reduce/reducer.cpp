@@ -152,7 +152,7 @@ void Reducer::start_reduction(int unit) {
       options_.sum_gradients ? 1.0F : 1.0F / static_cast<float>(collectives_.world_size());
   auto recording = recorder_.begin_transfer(Activity::kReduce, unit, bytes);
   auto work = writes_.reduce(unit, reduction, pushed);
-  device::Stream* const stream = collectives_.contribution_stream();
+  device::Stream* const stream = collectives_.stream(comm::Traffic::kReductions);
   if (measures_ && pass_ == BackwardPass::kLast && stream != nullptr)
     shards_.measure(unit, *stream);
   recorder_.started(recording, *work);
@@ -237,7 +237,8 @@ void Reducer::complete_groups() {
 
 void Reducer::offload_states(bool shards, bool buffers, bool pinned) {
   // Reductions are complete; what measures them may still run.
-  if (device::Stream* const stream = collectives_.contribution_stream()) stream->synchronize();
+  if (device::Stream* const stream = collectives_.stream(comm::Traffic::kReductions))
+    stream->synchronize();
   if (buffers) writes_.offload_states(pinned);
   if (shards) shards_.offload_states(pinned);
 }
