@@ -62,8 +62,9 @@ class WeightUpdate {
   }
 
  private:
-  // The bytes of one round: each round costs a sync point of the ranks.
+  // The least bytes of one round, and the most rounds: each costs a sync point of the ranks.
   static constexpr Bytes kFetchedTogether = 64_MiB;
+  static constexpr int kMostRounds = 64;
 
   bool fetches_ahead() const {
     const comm::ShardPosition place = engine_.collectives().shard_position();
@@ -85,10 +86,14 @@ class WeightUpdate {
 
   // Units in the order of their updates, cut into rounds.
   std::vector<std::vector<int>> plan_rounds(std::span<const int> updated) const {
+    Bytes all;
+    for (const int index : updated)
+      all += nth(engine_.weights().units(), index).layout.flat_bytes();
+    const Bytes together = std::max(kFetchedTogether, Bytes(all.value / kMostRounds));
     std::vector<std::vector<int>> rounds;
-    Bytes bytes = kFetchedTogether;  // of the last round
+    Bytes bytes = together;  // of the last round
     for (const int index : updated) {
-      if (bytes >= kFetchedTogether) {
+      if (bytes >= together) {
         rounds.emplace_back();
         bytes = Bytes();
       }

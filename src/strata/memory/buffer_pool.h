@@ -42,8 +42,13 @@ class BufferPool : NonCopyable {
   explicit BufferPool(Allocate allocate, std::size_t rounds = 1)
       : allocate_(std::move(allocate)), rounds_(rounds) {}
 
-  Lease acquire(Bytes bytes) {
-    const auto cached = std::find_if(cached_.rbegin(), cached_.rend(), has_size(bytes));
+  // `preferred`: the buffer to take if it is cached; it may be gone.
+  Lease acquire(Bytes bytes, const Buffer* preferred = nullptr) {
+    auto cached = std::find_if(cached_.rbegin(), cached_.rend(), [&](const auto& buffer) {
+      return buffer.get() == preferred && size_of(*buffer) == bytes;
+    });
+    if (cached == cached_.rend())
+      cached = std::find_if(cached_.rbegin(), cached_.rend(), has_size(bytes));
     if (cached != cached_.rend()) {
       std::unique_ptr<Buffer> buffer = std::move(*cached);
       cached_.erase(std::next(cached).base());

@@ -101,10 +101,11 @@ class GatherMemory {
     Pool::Lease lease;
     std::string shortage;
   };
-  Taken take(Bytes footprint) {
-    if (ranks_ == Ranks::kAgree) return take_together(footprint);
+  // `preferred`: as in BufferPool::acquire().
+  Taken take(Bytes footprint, const device::Memory* preferred) {
+    if (ranks_ == Ranks::kAgree) return take_together(footprint, preferred);
     try {
-      return {pool_.acquire(footprint), ""};
+      return {pool_.acquire(footprint, preferred), ""};
     } catch (const OutOfMemoryError& error) {
       return {{}, error.what()};
     }
@@ -130,8 +131,8 @@ class GatherMemory {
   }
 
   // Collective.
-  Taken take_together(Bytes footprint) {
-    if (pool_.has_cached(footprint)) return {pool_.acquire(footprint), ""};
+  Taken take_together(Bytes footprint, const device::Memory* preferred) {
+    if (pool_.has_cached(footprint)) return {pool_.acquire(footprint, preferred), ""};
     std::string shortage;
     // Free buffers are freed by all ranks or none: that one rank alone has them would have it make
     // fewer new ones, and miss an agreement.
@@ -278,7 +279,7 @@ class GatheredUnits : NonCopyable {
   }
   // Starts to gather a released unit; false: there is no memory for it. Nothing is evicted.
   bool start_ahead(int index) {
-    GatherMemory::Taken taken = memory_.take(footprint(index));
+    GatherMemory::Taken taken = memory_.take(footprint(index), of(index).preferred());
     if (!taken.shortage.empty()) {
       if (!memory_.may_do_without()) report_exhausted(index, taken.shortage);
       return false;  // its use will evict what it must, and report what is missing
@@ -286,6 +287,10 @@ class GatheredUnits : NonCopyable {
     of(index).memory = std::move(taken.lease);
     start(index);
     return true;
+  }
+  // A step begins, which may have its units where the last one had them.
+  void begin_step() {
+    for (Slot& s : slots_) s.gathers = 0;
   }
   void drop(int index) {
     Slot& s = of(index);
@@ -372,18 +377,30 @@ class GatheredUnits : NonCopyable {
     GatherMemory::Pool::Lease memory;
     std::unique_ptr<comm::Work> work;
     StepRecorder::Recording recording;  // of `work`
+    // The memory of each gather in this step, or else in the last one: a step that gathers in the
+    // order of the last one has its units at the same addresses.
+    std::vector<const device::Memory*> places;
+    std::size_t gathers = 0;  // in this step
+
+    const device::Memory* preferred() const {
+      return gathers < places.size() ? places[gathers] : nullptr;
+    }
+    void record_place() {
+      places.resize(std::max(places.size(), gathers + 1));
+      places[gathers++] = memory.get();
+    }
   };
 
   // Takes memory for a unit in use, and evicts any unpinned unit that it must.
   GatherMemory::Pool::Lease take(int index) {
     const Bytes bytes = footprint(index);
-    GatherMemory::Taken taken = memory_.take(bytes);
+    GatherMemory::Taken taken = memory_.take(bytes, of(index).preferred());
     if (taken.shortage.empty()) return std::move(taken.lease);
     // The device has less than the bound allows.
     if (live_.value == 0) throw OutOfMemoryError(taken.shortage);
     if (!memory_.may_do_without()) report_exhausted(index, taken.shortage);
     evict_all();
-    taken = memory_.take(bytes);
+    taken = memory_.take(bytes, of(index).preferred());
     if (!taken.shortage.empty()) report_exhausted(index, taken.shortage);
     return std::move(taken.lease);
   }
@@ -402,6 +419,7 @@ class GatheredUnits : NonCopyable {
   void start(int index) {
     const Unit& u = unit(index);
     Slot& s = of(index);
+    s.record_place();
     const Bytes bytes = u.layout.flat_bytes();
     live_ += footprint(index);
     s.state = State::kGathering;

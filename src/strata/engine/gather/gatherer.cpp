@@ -209,6 +209,7 @@ void Gatherer::invalidate(Changed changed) {
   for (const Unit& u : units_) {
     if (concerned(u)) gathered_.drop(u.id);
   }
+  gathered_.begin_step();
 }
 
 // In the order of their uses where each rank may have its own, since that is learned.
@@ -236,8 +237,8 @@ void Gatherer::gather_whole(Changed changed, bool late) {
 
 std::vector<int> Gatherer::first_needed() const {
   std::vector<int> result;
-  // As much as may be live; at least the unit that is used first, and what prefetch() would fetch
-  // beside it though there is no room.
+  // All units that stay whole, which have their memory. Others: as much as may be live; at least
+  // the unit that is used first, and what prefetch() would fetch beside it though there is no room.
   Bytes all;
   Bytes ahead;
   bool has_tile = false;
@@ -245,6 +246,10 @@ std::vector<int> Gatherer::first_needed() const {
     const Unit& u = unit(index);
     if (u.whole ? !gathers_lazily_ : !prefetches_) continue;
     if (std::ranges::find(result, index) != result.end()) continue;
+    if (u.whole) {
+      if (u.trainable()) result.push_back(index);
+      continue;
+    }
     if (u.spec.tile() && !u.whole && std::exchange(has_tile, true)) break;
     all += gathered_.footprint(index);
     if (!result.empty()) ahead += gathered_.footprint(index);
