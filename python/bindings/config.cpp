@@ -57,6 +57,7 @@ void bind_values(py::class_<engine::Config>& config) {
   read("states_tiers", &states_tiers);
   read("param_tier", [](const Config& c) { return tier_name(c.offload.param); });
   read("move_inputs", [](const Config& c) { return c.strata.move_inputs; });
+  read("cuda_graphs", [](const Config& c) { return c.strata.cuda_graphs; });
   read("train_batch_size", [](const Config& c) { return c.batch.train_batch_size; });
   read("micro_batch_size", [](const Config& c) { return c.batch.micro_batch_size; });
   read("accumulation_steps", [](const Config& c) { return c.batch.accumulation_steps; });

@@ -214,6 +214,8 @@ void bind_passes(ModelClass& model) {
       .def("set_synchronise", [](ShardedModel& m, bool s) { m.control().set_synchronise(s); })
       .def("set_accumulation_steps",
            [](ShardedModel& m, std::int64_t n) { m.control().set_accumulation_steps(n); })
+      .def_property_readonly("backward_passes",
+                             [](ShardedModel& m) { return m.engine().backward_passes(); })
       .def_property_readonly("accumulation_steps", &of_control<&StepControl::accumulation_steps>)
       .def_property_readonly("micro_steps", &of_control<&StepControl::micro_steps>)
       .def_property_readonly("global_steps", &of_control<&StepControl::global_steps>)

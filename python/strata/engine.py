@@ -14,7 +14,7 @@ from .clocks import ThroughputTimer, Timers
 from .engine_names import EngineNames
 from .engine_settings import EngineSettings
 from .engine_weights import EngineWeights, StateOffload
-from .model.compiling import check_at_first_forward
+from .model.compiling import check_at_first_forward, mark_steps
 from .model.interception import intercept, intercept_arguments, restore
 from .model.model_input import describe_modules, describe_parameters, move_buffers
 from .model.parameter import release_ownership, discard_values, take_ownership
@@ -88,7 +88,7 @@ class Engine(EngineCheckpoints, torch.nn.Module):
         self._interception = intercept(self.core, modules)
         self._restore_arguments = intercept_arguments(tree.model, self.device if config.move_inputs else None,
                                                       torch.float16 if config.cast_inputs else None)
-        self._end_checks = check_at_first_forward(self)
+        self._end_checks = [check_at_first_forward(self), *([mark_steps(self)] if config.cuda_graphs else [])]
         self.timers, self.tput_timer = Timers(self.device), ThroughputTimer()
         self._watching = None  # a StepWatch, where this rank shows something of its steps
         self.core.free_originals()
@@ -289,7 +289,8 @@ class Engine(EngineCheckpoints, torch.nn.Module):
         end_collectives(self._collectives)
         restore(self.core, self.module, self._interception)
         self._restore_arguments()
-        self._end_checks()
+        for end in self._end_checks:
+            end()
         release_ownership(self._described)
         if self._cut is not None:
             discard_values(self._cut.undo())

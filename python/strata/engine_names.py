@@ -140,9 +140,9 @@ class EngineNames:
 
         The engine's hooks stay out of graphs. At every stage each block is a graph, or several where its code breaks
         it; ``fullgraph`` then says where. Modules that are compiled already stay so, and all stay compiled when the
-        engine is destroyed. UsageError for CUDA graphs, which the engine's hooks do not allow, and for ``fullgraph``
-        where the model is compiled from its root; NotImplementedError for ``schedule`` and
-        ``compiled_autograd_enabled``.
+        engine is destroyed. With ``strata.cuda_graphs`` inductor's mode is "reduce-overhead" unless ``compile_kwargs``
+        has a mode or options. UsageError for CUDA graphs without that key, and for ``fullgraph`` where the model is
+        compiled from its root; NotImplementedError for ``schedule`` and ``compiled_autograd_enabled``.
 
         Args:
             backend: of torch.compile, a name or a function. None: "inductor".
@@ -158,13 +158,16 @@ class EngineNames:
             raise NotImplementedError("engine.compile: compiled autograd cannot trace the engine's hooks; leave "
                                       "compiled_autograd_enabled out")
         arguments = {**(compile_kwargs or {}), "backend": backend or "inductor"}  # the other argument counts
+        cuda_graphs = self._engine._config.cuda_graphs
+        if cuda_graphs and arguments["backend"] == "inductor" and not arguments.keys() & {"mode", "options"}:
+            arguments["mode"] = "reduce-overhead"
         regions = regions_of(self._engine._scope_modules) if regional else []
         if arguments.get("fullgraph") and not regions:
             raise _C.UsageError("engine.compile: the engine's hooks run between graphs, so a model without blocks, or "
                                 "with regional=False, is more than one; leave fullgraph out")
         modules, compiler = regions or [self._engine.module], compiler_of(torch.compile(len, **arguments))
         for module in modules:
-            require_compilable("", module, compiler, self._engine._cut)
+            require_compilable("", module, compiler, self._engine._cut, cuda_graphs)
         for module in modules:
             if module._compiled_call_impl is None:
                 module.compile(**arguments)

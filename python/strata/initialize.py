@@ -135,7 +135,7 @@ class StartUp:
 
                         cut_parameters(self.tree, self.config, self.budget, self.from_files)
                     for path, module, _ in self.tree.modules:
-                        require_compilable(path, module, compiler_of(module), self.tree.cut)
+                        require_compilable(path, module, compiler_of(module), self.tree.cut, self.config.cuda_graphs)
                 with self.clock.phase("make engine"):
                     self.make_engine()
             except BaseException:

@@ -105,7 +105,7 @@ _WITH_CUDA_GRAPHS = [{"mode": "reduce-overhead"}, {"mode": "max-autotune", "full
 
 @pytest.mark.parametrize("arguments", _WITH_CUDA_GRAPHS)
 def test_cuda_graphs_are_refused_where_a_script_asks_for_them(arguments):
-    refused = "'layers.1' is compiled: CUDA graphs would keep addresses"
+    refused = "'layers.1' is compiled: CUDA graphs keep the addresses"
     tokens = make_batches(1, 1)[0][0]
     for stage in (0, 3):
         model = make_model()
@@ -131,7 +131,7 @@ def test_cuda_graphs_of_torchs_settings_are_refused():
     from torch._inductor import config
 
     engine = make_engine(make_model(), config_of(3))
-    with config.patch({"triton.cudagraphs": True}), pytest.raises(strata.UsageError, match="CUDA graphs would keep"):
+    with config.patch({"triton.cudagraphs": True}), pytest.raises(strata.UsageError, match="CUDA graphs keep"):
         engine.compile()
     engine.compile(compile_kwargs={"mode": "max-autotune-no-cudagraphs", "disable": True})
     engine.compile(compile_kwargs={"mode": "max-autotune-no-cudagraphs"})

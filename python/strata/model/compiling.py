@@ -54,18 +54,25 @@ def compiler_of(compiled):
     return closure[0].cell_contents if closure else None
 
 
-def require_compilable(path, module, compiler, cut):
-    """Raises UsageError, with the module's path or else its class, where ``compiler``, of ``compiler_of``, would make
-    graphs of it that cannot be. ``cut``: the model's ``strata.tiles.cutting.Cut``, or None."""
-    path, backend = path or type(module).__name__, getattr(compiler, "callback", None)
+def _makes_cuda_graphs(compiler):
+    backend = getattr(compiler, "callback", None)
     while hasattr(backend, "_torchdynamo_orig_backend"):
         backend = backend._torchdynamo_orig_backend
     options, inductor = getattr(backend, "config", None), sys.modules.get("torch._inductor.config")
     by_inductor = isinstance(options, dict) and options.get(
         "triton.cudagraphs", inductor is not None and inductor.triton.cudagraphs)
-    if by_inductor or getattr(backend, "compiler_name", None) == "cudagraphs":
-        raise _C.UsageError(f"'{path}' is compiled: CUDA graphs would keep addresses of weights that the engine moves; "
-                            "write mode \"default\" or \"max-autotune-no-cudagraphs\", and no \"triton.cudagraphs\"")
+    return by_inductor or getattr(backend, "compiler_name", None) == "cudagraphs"
+
+
+def require_compilable(path, module, compiler, cut, cuda_graphs=False):
+    """Raises UsageError, with the module's path or else its class, where ``compiler``, of ``compiler_of``, would make
+    graphs of it that cannot be. ``cut``: the model's ``strata.tiles.cutting.Cut``, or None. ``cuda_graphs``: whether
+    the configuration allows those."""
+    path = path or type(module).__name__
+    if not cuda_graphs and _makes_cuda_graphs(compiler):
+        raise _C.UsageError(f"'{path}' is compiled: CUDA graphs keep the addresses of weights, which the engine may "
+                            "move; write \"strata\": {\"cuda_graphs\": true}, or else mode \"default\" or "
+                            "\"max-autotune-no-cudagraphs\", and no \"triton.cudagraphs\"")
     whole = cut is not None and getattr(compiler, "fullgraph", False)
     inside = {id(inner) for inner in module.modules()} if whole else ()
     for tiles in cut.all if whole else ():
@@ -84,6 +91,26 @@ def is_one_graph(module, parent):
     return isinstance(parent, _LISTS) or not any(member._modules for inner in lists for member in inner.children())
 
 
+def mark_steps(engine):
+    """Tells torch's CUDA graphs where forward begins anew: at calls of the model without a forward before them that
+    still waits for backward. Torch's own guess takes each block of an evaluation for a new step, which may overwrite
+    the results of the one before. Returns a function that undoes this. The hook does not keep ``engine``."""
+    reference, waits = weakref.ref(engine), [None]  # the backward passes before the last forward with gradients
+
+    @outside_graphs
+    def mark(*_):
+        engine, trees = reference(), sys.modules.get("torch._inductor.cudagraph_trees")
+        if engine is None:
+            return
+        done = engine.core.backward_passes
+        if trees is not None and waits[0] != done:
+            trees.mark_step_begin()
+        if torch.is_grad_enabled():
+            waits[0] = done
+
+    return engine.module.register_forward_pre_hook(mark, prepend=True).remove
+
+
 def check_at_first_forward(engine):
     """Checks once, when the model's forward is called first, how the script has compiled modules since ``initialize``,
     and its autocast. Returns a function that undoes this. The hook does not keep ``engine``."""
@@ -93,7 +120,8 @@ def check_at_first_forward(engine):
     def check(module, _):
         engine, named = reference(), [(plain_name(path), inner) for path, inner in module.named_modules()]
         for path, inner in named:
-            require_compilable(path, inner, compiler_of(inner), engine and engine._cut)
+            require_compilable(path, inner, compiler_of(inner), engine and engine._cut,
+                               engine and engine._config.cuda_graphs)
         module._forward_pre_hooks.pop(handle.id, None)  # also of a copy of the model
         if engine and engine.global_rank == 0 and engine._config.stage == 3 and engine.world_size > 1:
             _log_costs(engine, named)

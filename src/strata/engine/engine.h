@@ -93,6 +93,7 @@ class Engine {
   Gatherer& gatherer() { return gatherer_; }
   void begin_forward();
   bool forward_seen() const { return pass_.forward_seen(); }
+  std::int64_t backward_passes() const { return pass_.backward_passes(); }
   // `boundary`: a step follows. `synchronise`: false keeps the gradients on this rank for a later
   // pass.
   void begin_backward(bool boundary, bool synchronise = true);

@@ -13,6 +13,7 @@
 // now; the state does not change then.
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <string_view>
 
@@ -46,7 +47,11 @@ class PassState {
         "backward() was called without a forward pass; call the engine with a batch first, then "
         "backward() on the loss it gave");
   }
-  void begin_backward() { phase_ = Phase::kBackward; }
+  void begin_backward() {
+    phase_ = Phase::kBackward;
+    ++backward_passes_;
+  }
+  std::int64_t backward_passes() const { return backward_passes_; }  // that have begun
   bool in_backward() const { return phase_ == Phase::kBackward; }
   void end_backward() {
     STRATA_ASSERT(in_backward());
@@ -112,6 +117,7 @@ class PassState {
 
   Phase phase_ = Phase::kBefore;
   Gradients gradients_ = Gradients::kNone;
+  std::int64_t backward_passes_ = 0;
   std::string broken_;  // what has happened to the weights; empty: nothing
 };
 

@@ -85,6 +85,7 @@ StrataConfig read_strata(const Settings& s) {
   read("gather", config.transports.gather);
   read("reduce", config.transports.reduce);
   read("move_inputs", config.move_inputs);
+  read("cuda_graphs", config.cuda_graphs);
   read("max_live_bytes", config.max_live);
   read("wrap", config.wrap);
   read("unit_size", config.unit_size);

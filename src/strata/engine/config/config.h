@@ -55,6 +55,7 @@ struct StrataConfig {
   DeviceKind device = DeviceKind::kAuto;
   comm::TransportSettings transports;  // collectives, gather, reduce
   bool move_inputs = true;             // of the host, to the model's device
+  bool cuda_graphs = false;            // may be made of compiled modules
   std::optional<Bytes> max_live;       // absent: from zero.max_live_parameters
   std::vector<std::string> wrap;       // empty: blocks are found by themselves
   std::optional<Bytes> unit_size;      // absent: the engine's own

@@ -160,6 +160,8 @@ strata section | Strata's own settings
     it; auto: forward on GPUs, unless overlap_comm is false
 .device choice(auto|cpu|cuda) = "auto" | where the model trains; auto: on its current device, and
     models on the host move to the rank's GPU
+.cuda_graphs flag = false | replay compiled blocks as CUDA graphs: engine.compile() makes them, and
+    mode "reduce-overhead" and "max-autotune" are allowed; for steps that wait for the host
 .move_inputs flag = true | copy host tensors among the arguments of forward and generate to the
     model's device
 .collectives choice(auto|local|shm|c10d|nccl|peer) = "auto" | the transport between ranks: threads
