@@ -55,7 +55,7 @@ def build_model(context):
         )
     context.told["parameters"] = sum(p.numel() for p in model.parameters())
     for layer in model.model.layers if context.compile else ():
-        layer.compile()
+        layer.compile(mode=context.compile)
     ready_to_train(context, model)
     return model
 
@@ -98,7 +98,8 @@ def strata(context, **changes):
     import strata as package
 
     model = build_model(context)
-    config = json_config(context, context.strata_json, changes)
+    graphs = {"strata": {"cuda_graphs": True}} if context.compile == "reduce-overhead" else {}
+    config = json_config(context, graphs, context.strata_json, changes)
     engine, *_ = package.initialize(model=model, model_parameters=model.parameters(), config=config)
 
     def account():

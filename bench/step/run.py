@@ -67,7 +67,8 @@ def add_common_arguments(parser, steps=8, loss_tolerance=2e-2):
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--deterministic", action="store_true",
                         help="the model's kernels give the same bits every time")
-    parser.add_argument("--compile", action="store_true", help="every block, as a script does: block.compile()")
+    parser.add_argument("--compile", nargs="?", const="default", metavar="MODE",
+                        help="every block, as a script does: block.compile(mode=MODE); reduce-overhead: CUDA graphs")
     parser.add_argument("--keep-activations", action="store_true", help="no gradient checkpointing")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--profile", metavar="FILE", help="trace of a step of rank 0 per engine: FILE.<engine>.json.gz")

@@ -61,8 +61,9 @@ def test_torch_is_told_where_forward_begins_anew(monkeypatch):
     losses = []
     for forward in (engine, engine.module):
         for _ in range(2):
-            assert marks(lambda: losses.append(loss_of(forward, tokens))) == 1  # noqa: B023
-            assert marks(lambda: losses.append(loss_of(forward, tokens))) == 0, "a forward waits for its backward"  # noqa: B023
+            train = lambda: losses.append(loss_of(forward, tokens))  # noqa: B023, E731
+            assert marks(train) == 1
+            assert marks(train) == 0, "a forward waits for its backward"
             with torch.no_grad():
                 assert marks(lambda: forward(tokens)) == 0, "an evaluation before backward"  # noqa: B023
             assert marks(lambda: engine.backward(losses[0] + losses[1])) == 0
