@@ -98,10 +98,7 @@ class Pass {
     std::ranges::stable_sort(waiting_, {}, [](const Gradient& g) { return g.index / 2; });
   }
 
-  ~Pass() {
-    c_.stream(Traffic::kContributions)->synchronize();
-    c_.stream(Traffic::kOwn)->synchronize();
-  }
+  ~Pass() { c_.stream(Traffic::kContributions)->synchronize(); }
 
   void run() {
     for (std::size_t index = 0; index < slices_.size(); ++index) {
@@ -150,7 +147,6 @@ class Pass {
     } else {
       kept_.push_back(device_.allocate_uncharged(Bytes(bytes.size())));
       device_.copy(kept_.back()->bytes(), bytes, *c_.stream(Traffic::kContributions));
-      c_.stream(Traffic::kOwn)->wait_for(*c_.stream(Traffic::kContributions)->record());
       inbox_.write(g.index, begin, kept_.back()->bytes(), dtype_);
     }
   }

@@ -171,9 +171,8 @@ class CompletedWork final : public Work {
 };
 
 // The bytes that an operation moves, by the streams that carry them. Each stream keeps its order,
-// and waits for another one only where the bytes are the same. kOwn: copies within this rank's
-// memory, of the parts of gathers and contributions that stay there.
-enum class Traffic { kGathers, kContributions, kOwn, kReductions };
+// and waits for another one only where the bytes are the same.
+enum class Traffic { kGathers, kContributions, kReductions };
 
 enum class ReduceOp { kSum, kMin, kMax };
 

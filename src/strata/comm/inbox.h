@@ -6,9 +6,8 @@
 // so each knows, without asking, where in the others' memory its contributions go.
 //
 // Threads: one thread of a rank. Ownership: the destructor frees the inbox's memory, and needs a
-// barrier after the last reduction before it. Order: writes run in the streams of contributions and
-// of own parts. Errors: CommError, as from the collectives that made it; it may outlive them,
-// unused.
+// barrier after the last reduction before it. Order: writes run in the stream of contributions.
+// Errors: CommError, as from the collectives that made it; it may outlive them, unused.
 #pragma once
 
 #include <cstdint>
@@ -37,15 +36,15 @@ class Inbox : public Interface {
   // Whether contribution `index` of these may be written yet: its room may belong to an earlier one
   // that this rank has not begun to reduce.
   virtual bool writable(std::size_t index) const = 0;
-  // Writes `values` from element `begin` on; the contribution must be writable. Both streams read
-  // `values`, whose memory may change after the work that they then hold.
+  // Writes `values` from element `begin` on; the contribution must be writable. The memory of
+  // `values` may change after the work that the stream of contributions then holds.
   virtual void write(std::size_t index, Numel begin, std::span<const std::byte> values,
                      DType dtype) = 0;
   virtual void write_zero(std::size_t index, Numel begin, Numel numel, DType dtype) = 0;
   // Collective: adds up the written contributions as reduce_scatter() does; elements that no rank
-  // wrote are undefined. Writes the result in the stream of reductions, behind what both streams
-  // hold. `source`, its offset and `writer` have no meaning here. Reductions are called in the
-  // order of expect().
+  // wrote are undefined. Writes the result in the stream of reductions, behind what the stream of
+  // contributions holds. `source`, its offset and `writer` have no meaning here. Reductions are
+  // called in the order of expect().
   virtual std::unique_ptr<Work> reduce(std::size_t index, const Reduction& reduction,
                                        std::string_view tag) = 0;
 };

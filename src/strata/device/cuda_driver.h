@@ -37,8 +37,8 @@ struct CudaDriver {
 // clang-format off
 #define STRATA_CUDA_CALLS(X) \
   X(Init) X(DeviceGetCount) X(DeviceGet) X(DeviceGetAttribute) X(DevicePrimaryCtxRetain) \
-  X(DevicePrimaryCtxRelease) X(CtxPushCurrent) X(CtxPopCurrent) X(MemGetInfo) X(MemAlloc) \
-  X(MemFree) X(MemcpyAsync) X(MemsetD8Async) X(MemHostRegister) X(MemHostUnregister) \
+  X(DevicePrimaryCtxRelease) X(CtxGetCurrent) X(CtxPushCurrent) X(CtxPopCurrent) X(MemGetInfo) \
+  X(MemAlloc) X(MemFree) X(MemcpyAsync) X(MemsetD8Async) X(MemHostRegister) X(MemHostUnregister) \
   X(MemAddressReserve) X(MemAddressFree) X(MemCreate) X(MemRelease) X(MemMap) X(MemUnmap) \
   X(MemSetAccess) X(MemGetAllocationGranularity) X(PointerGetAttribute) X(StreamDestroy) \
   X(StreamSynchronize) X(StreamWaitEvent) X(EventCreate) X(EventDestroy) X(EventRecord) \
@@ -119,7 +119,10 @@ class CudaContext : NonCopyable {
     driver_.check(driver_.DeviceGet(&device_, index), "cuDeviceGet");
     driver_.check(driver_.DevicePrimaryCtxRetain(&context_, device_), "cuDevicePrimaryCtxRetain");
   }
-  ~CudaContext() { driver_.DevicePrimaryCtxRelease(device_); }
+  ~CudaContext() {
+    for (CUevent event : events_) end(&CudaDriver::EventDestroy, event);
+    driver_.DevicePrimaryCtxRelease(device_);
+  }
 
   const CudaDriver& driver() const { return driver_; }
   CUdevice device() const { return device_; }
@@ -131,16 +134,39 @@ class CudaContext : NonCopyable {
   }
   const std::shared_ptr<HostWaits>& waits() const { return waits_; }
 
+  // An event without times, and its return for another use: a step has hundreds.
+  CUevent take_event() const {
+    {
+      const std::lock_guard lock(events_mutex_);
+      if (!events_.empty()) {
+        CUevent event = events_.back();
+        events_.pop_back();
+        return event;
+      }
+    }
+    CUevent event = nullptr;
+    call("cuEventCreate", &CudaDriver::EventCreate, &event,
+         static_cast<unsigned>(CU_EVENT_DISABLE_TIMING));
+    return event;
+  }
+  void give_back(CUevent event) const {
+    const std::lock_guard lock(events_mutex_);
+    events_.push_back(event);
+  }
+
   // Makes the context the calling thread's own for as long as it lives.
   class Scope : NonCopyable {
    public:
-    explicit Scope(const CudaContext& context) : driver_(context.driver_) {
-      driver_.check(driver_.CtxPushCurrent(context.context_), "cuCtxPushCurrent");
+    explicit Scope(const CudaContext& context) : Scope(context, std::nothrow) {
+      driver_.check(result_, "cuCtxPushCurrent");
     }
     // For destructors: a driver that is shutting down already is no error.
-    Scope(const CudaContext& context, std::nothrow_t) noexcept
-        : driver_(context.driver_),
-          pushed_(driver_.CtxPushCurrent(context.context_) == CUDA_SUCCESS) {}
+    Scope(const CudaContext& context, std::nothrow_t) noexcept : driver_(context.driver_) {
+      CUcontext current = nullptr;
+      if (driver_.CtxGetCurrent(&current) == CUDA_SUCCESS && current == context.context_) return;
+      result_ = driver_.CtxPushCurrent(context.context_);
+      pushed_ = result_ == CUDA_SUCCESS;
+    }
     ~Scope() {
       if (!pushed_) return;
       CUcontext mine = nullptr;
@@ -149,7 +175,8 @@ class CudaContext : NonCopyable {
 
    private:
     const CudaDriver& driver_;
-    bool pushed_ = true;
+    CUresult result_ = CUDA_SUCCESS;
+    bool pushed_ = false;
   };
 
   // Calls a function of the driver in this context, and checks its result.
@@ -171,6 +198,8 @@ class CudaContext : NonCopyable {
   std::shared_ptr<HostWaits> waits_;
   CUdevice device_ = 0;
   CUcontext context_ = nullptr;
+  mutable std::mutex events_mutex_;
+  mutable std::vector<CUevent> events_;
 };
 
 // The compiled kernels, loaded into one device's context: finds them by name and launches them.
@@ -268,11 +297,20 @@ class CudaModule : NonCopyable {
 // Threads: any. Ownership: keeps the context alive.
 class CudaEvent final : public TimedEvent {
  public:
-  CudaEvent(std::shared_ptr<const CudaContext> context, unsigned int flags)
-      : context_(std::move(context)) {
-    context_->call("cuEventCreate", &CudaDriver::EventCreate, &event_, flags);
+  CudaEvent(std::shared_ptr<const CudaContext> context, bool timed)
+      : context_(std::move(context)), timed_(timed) {
+    if (!timed)
+      event_ = context_->take_event();
+    else
+      context_->call("cuEventCreate", &CudaDriver::EventCreate, &event_,
+                     static_cast<unsigned>(CU_EVENT_DEFAULT));
   }
-  ~CudaEvent() override { context_->end(&CudaDriver::EventDestroy, event_); }
+  ~CudaEvent() override {
+    if (timed_)
+      context_->end(&CudaDriver::EventDestroy, event_);
+    else
+      context_->give_back(event_);
+  }
 
   CUevent handle() const { return event_; }
 
@@ -301,6 +339,7 @@ class CudaEvent final : public TimedEvent {
 
  private:
   std::shared_ptr<const CudaContext> context_;
+  bool timed_;
   CUevent event_ = nullptr;
 };
 
@@ -317,12 +356,12 @@ class CudaStream : public Stream {
   }
   virtual CUstream handle() const = 0;
   std::unique_ptr<Event> record() override {
-    auto event = std::make_unique<CudaEvent>(context_, CU_EVENT_DISABLE_TIMING);
+    auto event = std::make_unique<CudaEvent>(context_, /*timed=*/false);
     mark(event->handle());
     return event;
   }
   std::unique_ptr<TimedEvent> record_timed() override {
-    auto event = std::make_unique<CudaEvent>(context_, CU_EVENT_DEFAULT);
+    auto event = std::make_unique<CudaEvent>(context_, /*timed=*/true);
     mark(event->handle());
     return event;
   }

@@ -3,7 +3,6 @@
 #include <fmt/core.h>
 
 #include <algorithm>
-#include <array>
 #include <cstdint>
 #include <deque>
 #include <utility>
@@ -49,7 +48,6 @@ class PeerReductions {
   // Collective: of contributions that their ranks write into this rank's memory, on their streams
   // of contributions, before they come here.
   Started start_arrived(const Reduction& reduction, const Sources& here, WorkTimes* times) {
-    link_.reductions().wait_for(*link_.own().record());
     begin(link_.contributions(), times);
     add(reduction, here);
     return end(times);
@@ -122,13 +120,9 @@ class PeerReductions {
 // drops it.
 class PeerWork final : public Work {
  public:
-  // `end` null: the compute stream waits for it already. `own`: of this rank's own part; null:
-  // there is none.
-  PeerWork(std::shared_ptr<PeerLink> link, std::unique_ptr<device::Event> end,
-           std::unique_ptr<device::Event> own = nullptr, WorkTimes times = {})
-      : PeerWork(std::move(link), nullptr, {std::move(end), 0}, std::move(times)) {
-    own_ = std::move(own);
-  }
+  // `end` null: the compute stream waits for it already.
+  PeerWork(std::shared_ptr<PeerLink> link, std::unique_ptr<device::Event> end, WorkTimes times = {})
+      : PeerWork(std::move(link), nullptr, {std::move(end), 0}, std::move(times)) {}
   // `reductions`: of `link`, and live no longer than it.
   PeerWork(std::shared_ptr<PeerLink> link, std::shared_ptr<PeerReductions> reductions,
            PeerReductions::Started started, WorkTimes times)
@@ -146,7 +140,7 @@ class PeerWork final : public Work {
 
   bool done() override {
     return started_.added == nullptr ||
-           (started_.added->done() && (own_ == nullptr || own_->done()) &&
+           (started_.added->done() &&
             (reductions_ == nullptr || reductions_->read_by_all(started_.number)));
   }
   void wait() override {
@@ -161,7 +155,6 @@ class PeerWork final : public Work {
   void join() {
     if (started_.added == nullptr) return;
     link_->device().compute_stream().wait_for(*started_.added);
-    if (own_ != nullptr) link_->device().compute_stream().wait_for(*own_);
     if (reductions_ != nullptr) reductions_->wait_for_readers(started_.number);
     started_.added.reset();
   }
@@ -169,7 +162,6 @@ class PeerWork final : public Work {
   std::shared_ptr<PeerLink> link_;
   std::shared_ptr<PeerReductions> reductions_;  // null: not a reduction
   PeerReductions::Started started_;             // no event: the compute stream waits already
-  std::unique_ptr<device::Event> own_ = {};
   WorkTimes times_;
 };
 
@@ -181,32 +173,29 @@ class RoundWork final : public Work {
       : link_(std::move(link)), round_(round) {
     link_->require_usable();
     link_->notify_all(Kind::kRounds, round_, link_->gathers());
-    ends_ = {link_->gathers().record(), link_->own().record()};
+    own_ = link_->gathers().record();
   }
 
-  bool done() override {
-    return ends_[0]->done() && ends_[1]->done() && link_->reached_by_all(Kind::kRounds, round_);
-  }
+  bool done() override { return own_->done() && link_->reached_by_all(Kind::kRounds, round_); }
   void wait() override {
     link_->require_usable();
     if (std::exchange(waits_, true)) return;
     device::Stream& compute = link_->device().compute_stream();
-    for (const auto& end : ends_) compute.wait_for(*end);
+    compute.wait_for(*own_);
     link_->wait_for_all(Kind::kRounds, round_, compute);
   }
 
  private:
   std::shared_ptr<PeerLink> link_;
   std::uint32_t round_;
-  std::array<std::unique_ptr<device::Event>, 2> ends_;  // of this rank's gathers
-  bool waits_ = false;                                  // the compute stream
+  std::unique_ptr<device::Event> own_;  // the end of this rank's gathers
+  bool waits_ = false;                  // the compute stream
 };
 
 // The inbox of ranks whose devices reach each other's memory: pushes by copy engines, on the stream
-// of contributions, and a kernel on the stream of own parts. A rank's flags say what it has written
-// for each peer, and what it has added up and others may overwrite; they are those of the
-// reductions that pull, and count with them. Threads, errors: inbox.h. Ownership: shares link and
-// reductions.
+// of contributions. A rank's flags say what it has written for each peer, and what it has added up
+// and others may overwrite; they are those of the reductions that pull, and count with them.
+// Threads, errors: inbox.h. Ownership: shares link and reductions.
 class PeerInbox final : public Inbox {
  public:
   // `memory`: of these peers. `records_times`: whether works know when their bytes moved.
@@ -237,7 +226,7 @@ class PeerInbox final : public Inbox {
           const std::span<const std::byte> source = values.subspan(from.size(), bytes.size());
           if (owner == link_->rank()) {  // a kernel copies faster than an engine within a device
             device.cast(target, dtype, source.data(), dtype, Numel(bytes / size_of(dtype)),
-                        link_->own());
+                        link_->contributions());
           } else {
             device.copy({target, bytes.size()}, source, link_->contributions());
           }
@@ -246,10 +235,8 @@ class PeerInbox final : public Inbox {
   void write_zero(std::size_t index, Numel begin, Numel numel, DType dtype) override {
     open(index);
     by_owner(index, bytes_of(begin, dtype), bytes_of(begin + numel, dtype),
-             [&](int owner, std::byte* target, Bytes, Bytes bytes) {
-               const bool own = owner == link_->rank();
-               link_->device().fill_zero({target, bytes.size()},
-                                         own ? link_->own() : link_->contributions());
+             [&](int, std::byte* target, Bytes, Bytes bytes) {
+               link_->device().fill_zero({target, bytes.size()}, link_->contributions());
              });
   }
   std::unique_ptr<Work> reduce(std::size_t index, const Reduction& reduction,
@@ -283,7 +270,7 @@ class PeerInbox final : public Inbox {
     if (*after == 0) return;
     link_->wait_for_all(Kind::kRead, *after, link_->contributions());
     while (added_.front().number < *after) added_.pop_front();
-    link_->own().wait_for(*added_.front().event);
+    link_->contributions().wait_for(*added_.front().event);  // this rank's own room
   }
   // The parts of elements' bytes [begin, end) by owner: calls part(owner, target, first, bytes),
   // `first` counted from `begin`.
@@ -385,8 +372,7 @@ class PeerCollectives final : public Collectives {
     }
     device::Device& device = link_->device();
     device::Stream& stream = link_->gathers();
-    const auto computed = device.compute_stream().record();
-    stream.wait_for(*computed);
+    stream.wait_for(*device.compute_stream().record());
     const auto target = [&](int from) {
       return flat.subspan(static_cast<std::size_t>(from) * bytes, bytes);
     };
@@ -396,14 +382,10 @@ class PeerCollectives final : public Collectives {
       device.copy(target(link_->peer(turn)), {sources[static_cast<std::size_t>(turn)], bytes},
                   stream);
     }
+    if (target(rank()).data() != gather.source.data())
+      device.copy(target(rank()), gather.source, stream);
     if (*records_times_) times.end = stream.record_timed();
-    std::unique_ptr<device::Event> own;
-    if (target(rank()).data() != gather.source.data()) {
-      link_->own().wait_for(*computed);
-      device.copy(target(rank()), gather.source, link_->own());
-      own = link_->own().record();
-    }
-    return std::make_unique<PeerWork>(link_, stream.record(), std::move(own), std::move(times));
+    return std::make_unique<PeerWork>(link_, stream.record(), std::move(times));
   }
 
   std::unique_ptr<Work> finish_gathers() override {
@@ -417,17 +399,8 @@ class PeerCollectives final : public Collectives {
     return std::make_unique<PeerWork>(link_, reductions_, std::move(started), std::move(times));
   }
   device::Stream* stream(Traffic traffic) override {
-    switch (traffic) {
-      case Traffic::kGathers:
-        return &link_->gathers();
-      case Traffic::kContributions:
-        return &link_->contributions();
-      case Traffic::kOwn:
-        return &link_->own();
-      case Traffic::kReductions:
-        break;
-    }
-    return &link_->reductions();
+    if (traffic == Traffic::kGathers) return &link_->gathers();
+    return traffic == Traffic::kContributions ? &link_->contributions() : &link_->reductions();
   }
   std::unique_ptr<Inbox> make_inbox(std::string name, Bytes bytes) override {
     return std::make_unique<PeerInbox>(link_, reductions_, allocate(std::move(name), bytes),
@@ -439,7 +412,6 @@ class PeerCollectives final : public Collectives {
     const std::string what = fmt::format("all-reduce of {} values", values.size());
     link_->agree_on_operation(what);
     link_->gathers().synchronize();  // shards may change when all ranks have come here
-    link_->own().synchronize();
     link_->controlled(what, [&] { link_->control().all_reduce(values, op); });
   }
 

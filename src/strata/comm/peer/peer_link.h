@@ -50,7 +50,6 @@ class PeerLink final : public PeerChannel::Service {
         buffers_(std::make_shared<PeerBuffers>(device_, rank_)),
         gathers_(device_->create_stream()),
         contributions_(device_->create_stream()),
-        own_(device_->create_stream()),
         reductions_(device_->create_stream()) {
     std::string error;
     // Rank 0 pins before it shares: to pin may migrate pages, which fails while others pin them.
@@ -103,14 +102,12 @@ class PeerLink final : public PeerChannel::Service {
   int peer(int turn) const { return (rank_ + 1 + turn) % world_size_; }
   int peers() const { return world_size_ - 1; }
 
-  // Gathers and contributions are copies by engines. No kernel holds them up there, such as one of
-  // a reduction: it would wait for a place among the model's kernels, and the model for a late
-  // gather, or for the memory of a gradient. Copies within the device are kernels. Reductions alone
-  // wait for peers in each backward pass: the device's scheduler makes every kernel's launch longer
-  // by the number of streams that wait.
+  // Gathers and contributions are copies, which no reduction should hold up: the model waits for a
+  // late gather, and for the memory of a gradient. Reductions alone wait for peers in each backward
+  // pass: the device's scheduler makes every kernel's launch longer by the number of streams that
+  // wait.
   device::Stream& gathers() { return *gathers_; }
   device::Stream& contributions() { return *contributions_; }
-  device::Stream& own() { return *own_; }
   device::Stream& reductions() { return *reductions_; }
   // Barriers have the compute stream wait for it.
   void note_reduction(std::shared_ptr<device::Event> added) { reduced_ = std::move(added); }
@@ -214,9 +211,9 @@ class PeerLink final : public PeerChannel::Service {
     // Gathers from before the barrier may still run: updates behind the barrier do not wait for
     // them.
     notify_all(PeerFlags::Kind::kBarrier, barriers_, compute);
-    // What peers see as gathered is all that this rank reads and writes of theirs.
-    for (device::Stream* const stream : {contributions_.get(), own_.get(), reductions_.get()})
-      gathers_->wait_for(*stream->record());
+    // The flag for gathers covers all that this rank reads of its peers' memory, and writes there.
+    gathers_->wait_for(*contributions_->record());
+    gathers_->wait_for(*reductions_->record());
     notify_all(PeerFlags::Kind::kGathered, barriers_, *gathers_);
     wait_for_all(PeerFlags::Kind::kBarrier, barriers_, *gathers_);
     require_usable();
@@ -234,7 +231,6 @@ class PeerLink final : public PeerChannel::Service {
     ++exchanges_;
     device::Stream& compute = device_->compute_stream();
     compute.wait_for(*gathers_->record());
-    compute.wait_for(*own_->record());
     const std::span<std::byte> values = flags_.values(exchanges_);
     const auto line_of = [&](int rank) {
       return values.subspan(static_cast<std::size_t>(rank) * PeerFlags::kLine, mine.size());
@@ -276,8 +272,8 @@ class PeerLink final : public PeerChannel::Service {
 
  private:
   void synchronize() {
-    for (device::Stream* const stream : {gathers_.get(), contributions_.get(), own_.get(),
-                                         reductions_.get(), &device_->compute_stream()})
+    for (device::Stream* const stream :
+         {gathers_.get(), contributions_.get(), reductions_.get(), &device_->compute_stream()})
       stream->synchronize();
   }
   // of rank 0, which gives it to the others
@@ -352,7 +348,6 @@ class PeerLink final : public PeerChannel::Service {
   std::string told_;
   std::unique_ptr<device::Stream> gathers_;
   std::unique_ptr<device::Stream> contributions_;
-  std::unique_ptr<device::Stream> own_;
   std::unique_ptr<device::Stream> reductions_;
   std::shared_ptr<device::Event> reduced_;  // the last reduction; null: none
   std::unique_ptr<PeerChannel> channel_;    // its thread uses those before it

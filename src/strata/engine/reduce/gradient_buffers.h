@@ -56,14 +56,14 @@ class HeldGradients {
   // `most`: bytes that are held at once; the newest gradient may exceed it.
   HeldGradients(device::Device& device, Bytes most) : device_(device), most_(most) {}
 
-  // Until the readers, of which the second may be null, have done their present work. Without an
-  // owner the compute stream waits for that.
-  void hold(std::shared_ptr<const void> owner, Bytes bytes, device::Stream& reader,
-            device::Stream* other) {
-    Held held{std::move(owner), bytes, reader.record(), other ? other->record() : nullptr};
-    if (held.owner == nullptr) return wait_for(held);
+  // Until `reader` has done its present work. Without an owner the compute stream waits for that.
+  void hold(std::shared_ptr<const void> owner, Bytes bytes, device::Stream& reader) {
+    if (owner == nullptr) {
+      device_.compute_stream().wait_for(*reader.record());
+      return;
+    }
     let_go(std::max(most_ - bytes, Bytes()));
-    held_.push_back(std::move(held));
+    held_.push_back({std::move(owner), bytes, reader.record()});
     bytes_ += bytes;
   }
   // Lets go of all.
@@ -79,15 +79,10 @@ class HeldGradients {
     std::shared_ptr<const void> owner;
     Bytes bytes;
     std::unique_ptr<device::Event> read;
-    std::unique_ptr<device::Event> read_by_other;  // may be null
   };
-  void wait_for(const Held& held) {
-    device_.compute_stream().wait_for(*held.read);
-    if (held.read_by_other != nullptr) device_.compute_stream().wait_for(*held.read_by_other);
-  }
   void let_go(Bytes most) {
     while (!held_.empty() && bytes_ > most) {
-      wait_for(held_.front());
+      device_.compute_stream().wait_for(*held_.front().read);
       bytes_ -= held_.front().bytes;
       held_.pop_front();
     }

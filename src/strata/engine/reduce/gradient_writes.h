@@ -56,7 +56,6 @@ class GradientWrites {
         buffers_of_(units.size()),
         stream_(device.runs_ahead() ? collectives.stream(comm::Traffic::kContributions) : nullptr),
         held_(device, max_held) {
-    if (device.runs_ahead()) own_parts_ = collectives.stream(comm::Traffic::kOwn);
     if (device.runs_ahead() && stream_ == nullptr) {
       own_stream_ = device.create_stream();
       stream_ = own_stream_.get();
@@ -134,17 +133,16 @@ class GradientWrites {
     }
     if (layout(unit).padded() > end) zero(end, layout(unit).padded());
   }
-  // One gradient of one parameter. push() sends it straight to the ranks that add it up; false: it
-  // has to be written. write() adds it to the unit's buffer.
-  bool push(int unit, int slot, const std::byte* gradient, DType dtype_here) {
+  // One gradient of one parameter. push() sends it straight to the ranks that add it up, and holds
+  // its owner until then; false: it has to be written. Small ones leave together, at the latest
+  // when their unit is reduced. write() adds it to the unit's buffer.
+  bool push(int unit, int slot, const std::byte* gradient, DType dtype_here,
+            std::shared_ptr<const void>& owner) {
     if (!inbox_.takes(unit) || dtype_here != dtype(unit)) return false;
-    if (stream_ != nullptr) {
-      const auto computed = device_.compute_stream().record();
-      stream_->wait_for(*computed);
-      own_parts_->wait_for(*computed);
-    }
-    compute_is_behind_ = true;
-    inbox_.write(unit, slot, gradient);
+    const bool now = owner == nullptr;
+    leaving_.push_back({unit, slot, gradient, std::move(owner)});
+    leaving_bytes_ += bytes_of(nth(layout(unit).slots(), slot).numel, dtype_here);
+    if (now || leaving_bytes_ >= kLeaveTogether) push_leaving();
     return true;
   }
   void write(int unit, int slot_index, const std::byte* gradient, DType dtype_here) {
@@ -177,7 +175,7 @@ class GradientWrites {
   // Keeps `owner` of a gradient of `bytes` until the gradient is written. Null: the compute stream
   // waits until then.
   void hold_until_written(std::shared_ptr<const void> owner, Bytes bytes) {
-    if (stream_ != nullptr) held_.hold(std::move(owner), bytes, *stream_, own_parts_);
+    if (stream_ != nullptr) held_.hold(std::move(owner), bytes, *stream_);
   }
 
   // Make a unit ready to be reduced, with zeroes where no gradient came: write_missing() in its
@@ -198,14 +196,12 @@ class GradientWrites {
     UnitBuffer& b = of(unit);
     const std::span<const plan::Slot> slots = layout(unit).slots();
     std::optional<std::size_t> first;
+    push_leaving();
     follow_compute();  // which may have read the shard that is written next
-    bool writes = false;
     for (std::size_t i = 0; i < slots.size(); ++i) {
       const auto slot = static_cast<int>(i);
       // If a gradient was pushed, a gradient in its buffer came later, and stays.
       if (inbox_.has(unit, slot)) continue;
-      if (own_parts_ != nullptr && !std::exchange(writes, true))
-        own_parts_->wait_for(*stream_->record());
       if (b.buffer != nullptr && b.written[i]) {
         inbox_.write(unit, slot, place_of(unit, slots[i]).data());
         b.written[i] = false;
@@ -240,9 +236,8 @@ class GradientWrites {
   void compute_follows() {
     held_.let_go();
     // Skip the wait if we queued nothing: the stream is the collectives', which may be busy.
-    if (!std::exchange(compute_is_behind_, false) || stream_ == nullptr) return;
-    device_.compute_stream().wait_for(*stream_->record());
-    if (own_parts_ != nullptr) device_.compute_stream().wait_for(*own_parts_->record());
+    if (std::exchange(compute_is_behind_, false) && stream_ != nullptr)
+      device_.compute_stream().wait_for(*stream_->record());
   }
   // Forgets all written gradients, as drop() does after compute_follows(), despite any errors.
   FirstError abandon() noexcept {
@@ -253,15 +248,14 @@ class GradientWrites {
     // The streams could not be ordered, so the host waits. Where that fails, too, the device is
     // lost: nothing runs on it that could still read what goes.
     error.attempt([this] { stream().synchronize(); });
-    error.attempt([this] {
-      if (own_parts_ != nullptr) own_parts_->synchronize();
-    });
     compute_is_behind_ = false;
+    forget_leaving();
     held_.forget();
     for (UnitBuffer& b : buffers_of_) b.buffer.reset();
     return error;
   }
   void drop() {
+    forget_leaving();
     compute_follows();
     for (UnitBuffer& b : buffers_of_) {
       b.buffer.reset();
@@ -298,6 +292,30 @@ class GradientWrites {
     std::unique_ptr<offload::OffloadedCopy> offloaded = nullptr;  // of the buffer
   };
 
+  // A pushed gradient that is still here.
+  struct Leaving {
+    int unit = 0;
+    int slot = 0;
+    const std::byte* gradient = nullptr;
+    std::shared_ptr<const void> owner;
+  };
+  static constexpr Bytes kLeaveTogether = 16_MiB;
+
+  void forget_leaving() {
+    leaving_.clear();
+    leaving_bytes_ = Bytes();
+  }
+  void push_leaving() {
+    if (leaving_.empty()) return;
+    follow_compute();
+    compute_is_behind_ = true;
+    auto gradients = std::make_shared<std::vector<Leaving>>(std::exchange(leaving_, {}));
+    const Bytes bytes = std::exchange(leaving_bytes_, Bytes());
+    for (const Leaving& each : *gradients) inbox_.write(each.unit, each.slot, each.gradient);
+    const bool owned = gradients->back().owner != nullptr;
+    hold_until_written(owned ? std::move(gradients) : nullptr, bytes);
+  }
+
   DType dtype(int unit, bool wide) const {
     const DType own = layout(unit).dtype();
     const bool exact = !wide && collectives_.traits().sums_in_fp32 && is_floating(own) &&
@@ -331,11 +349,12 @@ class GradientWrites {
   GradientBuffers& buffers_;
   DType reduce_dtype_;
   GradientInbox inbox_;
+  std::vector<Leaving> leaving_;
+  Bytes leaving_bytes_;
   std::vector<UnitBuffer> buffers_of_;  // by unit; of frozen units unused
   bool wide_ = false;  // gradients of earlier passes are in the buffers, on some rank at least
   std::unique_ptr<device::Stream> own_stream_;  // null: the collectives have one, or none is needed
   device::Stream* stream_ = nullptr;            // null: the compute stream
-  device::Stream* own_parts_ = nullptr;         // of pushed gradients; null: there are none
   bool compute_is_behind_ = false;              // something was queued that it does not wait for
   Numel largest_tile_;
   HeldGradients held_;

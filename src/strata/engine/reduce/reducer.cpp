@@ -118,11 +118,11 @@ void Reducer::add(int unit, int slot, const std::byte* gradient, DType dtype,
   record_.record_gradient(place.param);
   const bool alone =
       is_pushed(unit) && !arrivals_.reduced(unit) && arrivals_.only_one_expected(unit, index);
-  if (!alone || !writes_.push(unit, slot, gradient, dtype)) {
+  if (!alone || !writes_.push(unit, slot, gradient, dtype, owner)) {
     open_buffer(unit);
     writes_.write(unit, slot, gradient, dtype);
+    writes_.hold_until_written(std::move(owner), bytes_of(place.numel, dtype));
   }
-  writes_.hold_until_written(std::move(owner), bytes_of(place.numel, dtype));
   record_written(unit, index);
 }
 
