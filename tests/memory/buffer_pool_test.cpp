@@ -42,6 +42,20 @@ TEST(BufferPool, AllocatesNothingOnceEverySizeWasSeen) {
   EXPECT_EQ(pool.cached_bytes(), ledger->held(Tier::kHost, Kind::kGathered));
 }
 
+TEST(BufferPool, GivesTheBufferThatIsPreferredIfItIsThere) {
+  Pool pool(charged_to(std::make_shared<Ledger>()));
+  const Bytes page = page_size();
+  auto first = pool.acquire(page);
+  auto second = pool.acquire(page);
+  const HostBuffer* const wanted = first.get();
+  first.reset();
+  second.reset();
+  EXPECT_NE(pool.acquire(page * 2, wanted).get(), wanted) << "another size";
+  auto found = pool.acquire(page, wanted);
+  EXPECT_EQ(found.get(), wanted);
+  EXPECT_NE(pool.acquire(page, wanted).get(), wanted) << "in use";
+}
+
 TEST(BufferPool, ABufferThatIsTakenOutIsItsTakersAndThePoolHasAsManyAsBefore) {
   const auto ledger = std::make_shared<Ledger>();
   Pool pool(charged_to(ledger));

@@ -61,6 +61,18 @@ TEST(GathererRefresh, AWholeUnitIsAwaitedFromTheStepToItsFirstUse) {
   });
 }
 
+// They have their memory, so that no bound on gathered units concerns them.
+TEST(GathererRefresh, AllWholeUnitsAreFetchedBesideTheUpdate) {
+  const FakeModel model = nine_units();
+  on_two_ranks([&](auto collectives) {
+    RankOptions options = late_refresh(true);
+    options.engine.max_live = block_bytes();
+    FakeRank rank(model, options, std::move(collectives));
+    train_one_pass(rank);
+    EXPECT_EQ(rank.gatherer().first_needed().size(), 9U);
+  });
+}
+
 TEST(GathererRefresh, AWholeUnitThatNobodyUsesIsCompleteBeforeItsShardsChangeAgain) {
   const FakeModel model = nine_units();
   on_two_ranks([&](auto collectives) {

@@ -116,6 +116,36 @@ TEST(Gatherer, StepsAllocateNothingOnceEverySizeFits) {
   });
 }
 
+// Graphs of a device keep the addresses of weights.
+TEST(Gatherer, AStepFindsEachUnitWhereTheLastOneHadIt) {
+  const FakeModel model = model_of_blocks(kBlock, kBlock);
+  for (const int blocks : {3, 4, 6, 20}) {
+    for (const Bytes prefetch : {0_B, block_bytes(), 100_MiB}) {
+      on_two_ranks([&](auto collectives) {
+        FakeRank rank(model, bounded(block_bytes() * blocks, prefetch), std::move(collectives));
+        Gatherer& gatherer = rank.gatherer();
+        const auto addresses_of_a_step = [&] {
+          std::vector<const std::byte*> addresses;
+          const auto use = [&](int unit) {
+            gatherer.acquire(unit);
+            addresses.push_back(gatherer.flat(unit).data());
+            gatherer.release(unit);
+          };
+          gatherer.start_pass();
+          for (int unit = 0; unit < 9; ++unit) use(unit);
+          for (int unit = 8; unit >= 0; --unit) use(unit);
+          gatherer.invalidate(Changed::kTrainable);
+          return addresses;
+        };
+        for (int i = 0; i < 3; ++i) addresses_of_a_step();
+        const std::vector<const std::byte*> before = addresses_of_a_step();
+        for (int i = 0; i < 3; ++i)
+          EXPECT_EQ(addresses_of_a_step(), before) << blocks << " blocks, step " << i;
+      });
+    }
+  }
+}
+
 TEST(Gatherer, KeepsTheLastBlocksOfForwardForBackward) {
   const FakeModel model = model_of_blocks(kBlock, kBlock);
   on_two_ranks([&](auto collectives) {
