@@ -11,6 +11,7 @@
 #include <fmt/core.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -279,7 +280,7 @@ class GatheredUnits : NonCopyable {
   }
   // Starts to gather a released unit; false: there is no memory for it. Nothing is evicted.
   bool start_ahead(int index) {
-    GatherMemory::Taken taken = memory_.take(footprint(index), of(index).preferred());
+    GatherMemory::Taken taken = memory_.take(footprint(index), of(index).place());
     if (!taken.shortage.empty()) {
       if (!memory_.may_do_without()) report_exhausted(index, taken.shortage);
       return false;  // its use will evict what it must, and report what is missing
@@ -288,9 +289,9 @@ class GatheredUnits : NonCopyable {
     start(index);
     return true;
   }
-  // A step begins, which may have its units where the last one had them.
-  void begin_step() {
-    for (Slot& s : slots_) s.gathers = 0;
+  // A pass begins. Units that are gathered already count as gathered in it.
+  void begin_pass() {
+    for (Slot& s : slots_) s.gathers = s.state == State::kReleased ? 0 : 1;
   }
   void drop(int index) {
     Slot& s = of(index);
@@ -377,30 +378,24 @@ class GatheredUnits : NonCopyable {
     GatherMemory::Pool::Lease memory;
     std::unique_ptr<comm::Work> work;
     StepRecorder::Recording recording;  // of `work`
-    // The memory of each gather in this step, or else in the last one: a step that gathers in the
-    // order of the last one has its units at the same addresses.
-    std::vector<const device::Memory*> places;
-    std::size_t gathers = 0;  // in this step
+    // The memory of the last pass's first gather, and of its latest one after that: a pass like it
+    // finds the unit at the same addresses.
+    std::array<const device::Memory*, 2> places{};
+    std::size_t gathers = 0;  // in this pass
 
-    const device::Memory* preferred() const {
-      return gathers < places.size() ? places[gathers] : nullptr;
-    }
-    void record_place() {
-      places.resize(std::max(places.size(), gathers + 1));
-      places[gathers++] = memory.get();
-    }
+    const device::Memory*& place() { return places.at(std::min(gathers, places.size() - 1)); }
   };
 
   // Takes memory for a unit in use, and evicts any unpinned unit that it must.
   GatherMemory::Pool::Lease take(int index) {
     const Bytes bytes = footprint(index);
-    GatherMemory::Taken taken = memory_.take(bytes, of(index).preferred());
+    GatherMemory::Taken taken = memory_.take(bytes, of(index).place());
     if (taken.shortage.empty()) return std::move(taken.lease);
     // The device has less than the bound allows.
     if (live_.value == 0) throw OutOfMemoryError(taken.shortage);
     if (!memory_.may_do_without()) report_exhausted(index, taken.shortage);
     evict_all();
-    taken = memory_.take(bytes, of(index).preferred());
+    taken = memory_.take(bytes, of(index).place());
     if (!taken.shortage.empty()) report_exhausted(index, taken.shortage);
     return std::move(taken.lease);
   }
@@ -419,7 +414,8 @@ class GatheredUnits : NonCopyable {
   void start(int index) {
     const Unit& u = unit(index);
     Slot& s = of(index);
-    s.record_place();
+    s.place() = s.memory.get();
+    ++s.gathers;
     const Bytes bytes = u.layout.flat_bytes();
     live_ += footprint(index);
     s.state = State::kGathering;

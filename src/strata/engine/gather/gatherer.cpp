@@ -209,7 +209,7 @@ void Gatherer::invalidate(Changed changed) {
   for (const Unit& u : units_) {
     if (concerned(u)) gathered_.drop(u.id);
   }
-  gathered_.begin_step();
+  gathered_.begin_pass();
 }
 
 // In the order of their uses where each rank may have its own, since that is learned.

@@ -122,6 +122,7 @@ class Gatherer {
   // A pass repeats: the forward and backward of one micro-step.
   void start_pass() {
     order_.start_pass();
+    gathered_.begin_pass();
     if (!options_.max_live_is_hard) gathered_.pool().end_round();
   }
 

@@ -52,6 +52,7 @@ void TrainingPasses::enter_root() {
     begin_forward();
     begun_ = false;
   }
+  if (in_root_ == 0 && !at::GradMode::is_enabled()) engine_.gatherer().sharded().begin_pass();
   ++in_root_;
 }
 
