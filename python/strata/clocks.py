@@ -68,8 +68,7 @@ class Timer:
             raise RuntimeError(f"the timer '{self.name_}' is not running; start() it first")
         if reset:
             self.reset()
-        self._milliseconds += (self._now() - self._since) * 1e3
-        self._count += 1
+        self.add((self._now() - self._since) * 1e3)
         self.started_ = False
 
     def add(self, milliseconds):
@@ -82,12 +81,11 @@ class Timer:
 
     def elapsed(self, reset=True):
         """float: milliseconds so far, also of a start that has no stop yet."""
-        running = (self._now() - self._since) * 1e3 if self.started_ else 0.0
-        total = self._milliseconds + running
+        now = self._now() if self.started_ else 0.0
+        total = self._milliseconds + (now - self._since) * 1e3 if self.started_ else self._milliseconds
         if reset:
             self.reset()
-            if self.started_:
-                self._since = self._now()
+            self._since = now
         return total
 
     def mean(self):

@@ -237,8 +237,7 @@ class _Flat:
         self.parameters = [(f"{names[key]}/{number}", p) for number, (key, p) in enumerate(parameters.items())]
         root, by_module, seen = types.SimpleNamespace(_parameters={}, _modules={}), {}, set()
         for module, name in homes:
-            parameter = _at(module, name)
-            if id(parameter) not in seen:
+            if id(parameter := _at(module, name)) not in seen:
                 seen.add(id(parameter))
                 by_module.setdefault(id(module), {})[name] = parameter
         leaves = [types.SimpleNamespace(_parameters=own, _modules={}, _z3_leaf=True) for own in by_module.values()]

@@ -34,8 +34,7 @@ class EngineNames:
 
     def get_mom(self):
         """The momentum of each param group: betas, or "momentum" of optimizers that have that."""
-        has_momentum = any("momentum" in group for group in self._groups)
-        return self._of_groups("momentum" if has_momentum else "betas")
+        return self._of_groups("momentum" if any("momentum" in group for group in self._groups) else "betas")
 
     def get_type(self):
         """[str or None]: "type" of each param group, where a script has put one there."""

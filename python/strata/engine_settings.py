@@ -157,10 +157,8 @@ class EngineSettings:
         """{name: value} of all honoured settings below ``path``."""
         return section_of(self._texts, path)
 
-    @property
-    def communication_data_type(self):
-        """torch.dtype in which gradients travel between ranks."""
-        return _ELEMENT_TYPES[self._value_at("communication_data_type") or "fp32"]
+    communication_data_type = property(lambda self: _ELEMENT_TYPES[self._value_at("communication_data_type") or "fp32"],
+                                       doc="torch.dtype in which gradients travel between ranks.")
 
     def _params_of(self, section):
         if self._value_at(f"{section}.type") is None:

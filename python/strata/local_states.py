@@ -24,10 +24,8 @@ class _Member:
         self.core, self.indices, self.shape = core, [part.index for part in known.parts], list(known.shape)
         self.name = core.known_name(self.indices[0])
         self.dtype = known.parameter.dtype
-        self.ranges = []  # (first element of the whole, last) of each part of this rank
-        for part in known.parts:
-            first, last = _C.state_range(core, part.index)
-            self.ranges.append((part.first + first, part.first + last))
+        # [(first element of the whole, last)] of each part of this rank
+        self.ranges = [tuple(part.first + at for at in _C.state_range(core, part.index)) for part in known.parts]
         self.numel = math.prod(self.shape)
         self.sizes = [last - first for first, last in self.ranges]
 

@@ -137,12 +137,8 @@ class ShardedOptimizer(_WithoutCompiler):
             engine.core.segment_states.take_up(engine.core, members_of(self, engine))
             lend_parts(engine.core.segment_states, engine)
 
-    @property
-    def loss_scale(self):
-        """The factor of the loss under fp16; 1.0 in other precisions."""
-        return self._model.loss_scale
-
-    cur_scale = loss_scale
+    loss_scale = cur_scale = property(
+        lambda self: self._model.loss_scale, doc="The factor of the loss under fp16; 1.0 in other precisions.")
 
     def step(self, closure=None):
         """``engine.step()``, for scripts that step the optimizer: it ends a micro-step, and at an accumulation boundary
@@ -211,12 +207,9 @@ class ShardedOptimizer(_WithoutCompiler):
         optimizer reads its groups itself."""
         if self.inner is not None:
             return [(0.0, 0.0, 0.0, 0.0, 0.0, True)] * len(self.param_groups)
-        result = []
-        for group in self.param_groups:
-            beta1, beta2 = group.get("betas", (0.0, 0.0))
-            values = (group["lr"], beta1, beta2, group.get("eps", 0.0), group.get("weight_decay", 0.0))
-            result.append((*(float(v) for v in values), bool(group.get("bias_correction", True))))
-        return result
+        return [(*map(float, (group["lr"], *group.get("betas", (0.0, 0.0)), group.get("eps", 0.0),
+                              group.get("weight_decay", 0.0))), bool(group.get("bias_correction", True)))
+                for group in self.param_groups]
 
     # --- names that scripts read on DeepSpeed's ---
 
@@ -253,10 +246,8 @@ class ShardedOptimizer(_WithoutCompiler):
         """bool: whether a loss has to be scaled before backward (``engine.scale``): True under fp16."""
         return self._bound().fp16_enabled()
 
-    @property
-    def optimizer(self):
-        """The optimizer inside: the script's, where it updates the shards; else an ``Inside``."""
-        return Inside(self) if self.inner is None else self.inner
+    optimizer = property(lambda self: Inside(self) if self.inner is None else self.inner, doc="The optimizer inside: "
+                         "the script's, where it updates the shards; else an ``Inside``.")  # fmt: skip
 
     @property
     def fp32_partitioned_groups_flat(self):

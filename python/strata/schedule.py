@@ -43,10 +43,8 @@ class ScheduledLR:
 
     def step(self, last_batch_iteration=None):
         """Advances by one step, or to ``last_batch_iteration``."""
-        if last_batch_iteration is None:
-            self._write(self._schedule.step())
-        else:
-            self._write(self._schedule.step_to(last_batch_iteration))
+        schedule = self._schedule
+        self._write(schedule.step() if last_batch_iteration is None else schedule.step_to(last_batch_iteration))
 
     def get_lr(self):
         """[float]: the schedule's present rate of each param group."""
@@ -56,10 +54,8 @@ class ScheduledLR:
         """[float]: the rate that was last written into each param group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
-    @property
-    def last_batch_iteration(self):
-        """int: the schedule's present step; -1 before the first."""
-        return self._schedule.last_iteration
+    last_batch_iteration = property(
+        lambda self: self._schedule.last_iteration, doc="int: the schedule's present step; -1 before the first.")
 
     def state_dict(self):
         """{"last_batch_iteration": int}."""
@@ -78,9 +74,7 @@ class ScheduledLR:
 
     def _set_names(self, settings, groups):
         def by_group(name, otherwise=None):
-            value = settings.get(name)
-            if value is None:
-                value = otherwise
+            value = otherwise if settings.get(name) is None else settings[name]
             return list(value) if isinstance(value, (list, tuple)) else [value] * len(groups)
 
         rates = [float(group["lr"]) for group in groups]
@@ -127,8 +121,7 @@ class ScheduledLR:
         step."""
         if self.last_batch_iteration < 0:
             return 0.0
-        ratios = (rate / own for rate, own in zip(self.get_lr(), self.org_lrs) if own)
-        return next(ratios, 0.0)
+        return next((rate / own for rate, own in zip(self.get_lr(), self.org_lrs) if own), 0.0)
 
 
 def _set_betas(group, values):

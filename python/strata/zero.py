@@ -69,9 +69,8 @@ class GatheredParameters:
                 if parameter.numel() == 0:
                     self._copies.append(HostCopy(parameter))
             for core, indices in self._by_core.values():
-                indices = sorted(indices)
-                core.gather(indices)
-                self._held.append((core, indices))
+                core.gather(sorted(indices))
+                self._held.append((core, sorted(indices)))
                 if self._modifier_rank is not None:
                     core.wait_for_all()  # other ranks may still read the last step's values from this memory
         except BaseException:

@@ -87,9 +87,7 @@ class RangeTensor(torch.Tensor):
                 return done[key] if item._position is None else done[key][item._position]
             if isinstance(item, (list, tuple)):
                 return type(item)(value(i) for i in item)
-            if isinstance(item, dict):
-                return {k: value(v) for k, v in item.items()}
-            return item
+            return {k: value(v) for k, v in item.items()} if isinstance(item, dict) else item
 
         return value(self)
 
@@ -122,9 +120,7 @@ def _runs_of(results, func, args, kwargs):
     if func in _SAME_ORDER or whole:
         same = results[0].dtype == first.dtype and results[0].numel() == first.numel()
         return [first.runs] if same else None
-    if func in _CUT:
-        return _cut(first, results, _dim(args, kwargs, 1 if func in _UNBIND else 2))
-    return None
+    return _cut(first, results, _dim(args, kwargs, 1 if func in _UNBIND else 2)) if func in _CUT else None
 
 
 def _dim(args, kwargs, place):

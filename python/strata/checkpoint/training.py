@@ -119,8 +119,7 @@ def _find(folder, tag):
     tag = _C.latest_tag(folder) if tag is None else tag
     if tag is None:
         return None
-    path = _C.find_checkpoint(folder, str(tag))
-    if path is not None:
+    if (path := _C.find_checkpoint(folder, str(tag))) is not None:
         return path
     own = os.path.join(folder, str(tag))
     if os.path.isdir(own) and any("model_states" in name or "optim_states" in name for name in os.listdir(own)):
@@ -276,7 +275,8 @@ def optimizer_state(engine, tensors):
             name = engine.core.known_name(index)
             scalars = {k: v for k, v in values.items() if not states.is_by_element(index, v)}
             if optimizer.takes_whole:  # every rank has the same ones, whatever their shape
-                mine[name] = {k: to_plain(v, _large(v, tensors), f"optimizer.{name}.{k}") for k, v in scalars.items()}
+                mine[name] = {k: to_plain(v, None if isinstance(v, torch.Tensor) and v.numel() == 1 else tensors,
+                                          f"optimizer.{name}.{k}") for k, v in scalars.items()}
             else:
                 mine[name] = {k: to_plain(_scalar(v, name, k), None, f"{name}.{k}") for k, v in scalars.items()}
         state["scalars"] = mine  # of this rank's parameters: their tensors are within the JSON
@@ -291,8 +291,6 @@ def _members(engine):
             for group in engine.optimizer.members]
 
 
-def _large(value, tensors):
-    return None if isinstance(value, torch.Tensor) and value.numel() == 1 else tensors
 
 
 def _scalar(value, name, key):
@@ -304,10 +302,8 @@ def _scalar(value, name, key):
 
 def of_all_ranks(engine, mine):
     """Scalars of every parameter; a rank knows those of which it owns a part."""
-    merged = {}
-    for text in reversed(engine._collectives.all_gather_text(json.dumps(mine))):
-        merged.update(json.loads(text))
-    return merged
+    texts = engine._collectives.all_gather_text(json.dumps(mine))
+    return {name: value for text in reversed(texts) for name, value in json.loads(text).items()}
 
 
 def states_of_segments(engine):
@@ -344,13 +340,12 @@ def load_optimizer(engine, saved, tensors):
     optimizer = engine.optimizer
     if saved is None:
         return
-    groups = saved["param_groups"]
-    for group, values in zip(optimizer.param_groups, groups):
+    for group, values in zip(optimizer.param_groups, saved["param_groups"]):
         set_values(group, values)
     if optimizer.inner is None:
         return
     if optimizer.inner.param_groups is not optimizer.param_groups:
-        for group, values in zip(optimizer.inner.param_groups, groups):
+        for group, values in zip(optimizer.inner.param_groups, saved["param_groups"]):
             set_values(group, values)
     states = engine.core.segment_states
     group_of = {id(p): group for group in optimizer.inner.param_groups for p in group["params"]}

@@ -126,15 +126,12 @@ def _tables():
 def _path_of(name):
     """The path of a module in ``names.py``: "runtime.zero.config" for "deepspeed.zero.config", "" for "deepspeed"."""
     path = name[len(NAME) + 1 :]
-    for alias, target in _tables().ALIASES.items():
-        if path == alias or path.startswith(alias + "."):
-            return target + path[len(alias) :]
-    return path
+    return next((target + path[len(alias) :] for alias, target in _tables().ALIASES.items()
+                 if f"{path}.".startswith(f"{alias}.")), path)
 
 
 def _children(name):
-    start = _path_of(name)
-    start = start and start + "."
+    start = f"{path}." if (path := _path_of(name)) else ""
     paths = [*_tables().MODULES, *_tables().ALIASES]
     return {path[len(start) :].split(".")[0] for path in paths if path.startswith(start) and path != ""}
 

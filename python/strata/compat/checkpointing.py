@@ -66,8 +66,7 @@ class CheckpointFunction:
 def get_model_state_file(checkpoint_dir, zero_stage):
     """str: the file of the model's states of rank 0 in the folder of one tag, which was saved at ``zero_stage``.
     FileNotFoundError where there is none."""
-    sharded = "zero_pp_rank_0_" if zero_stage == 3 else ""
-    return _existing(checkpoint_dir, f"{sharded}mp_rank_00_model_states.pt")[0]
+    return _existing(checkpoint_dir, f"{'zero_pp_rank_0_' if zero_stage == 3 else ''}mp_rank_00_model_states.pt")[0]
 
 
 def get_optim_files(checkpoint_dir):

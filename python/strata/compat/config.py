@@ -36,9 +36,8 @@ def settings_of(document):
 def _whole(value):
     if isinstance(value, dict):
         return {key: _whole(entry) for key, entry in value.items()}
-    if isinstance(value, float) and value >= 1e3 and math.isfinite(value):
-        return int(value)  # frameworks compute sizes of buckets by a product
-    return value
+    # Frameworks compute sizes of buckets by a product.
+    return int(value) if isinstance(value, float) and value >= 1e3 and math.isfinite(value) else value
 
 
 class DeepSpeedConfig:
@@ -161,8 +160,7 @@ class DeepSpeedZeroLeafModuleConfig(_Section):
 
     def __init__(self, strict=False, **settings):
         super().__init__(strict, **settings)
-        for name, value in self.__dict__.items():
-            self.__dict__[name] = [value] if isinstance(value, str) else list(value)
+        self.__dict__.update((k, [v] if isinstance(v, str) else list(v)) for k, v in [*self.__dict__.items()])
 
 
 _STAGE3 = ("prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters",

@@ -22,9 +22,7 @@ def _mapped(item, function):
         return mapped
     if isinstance(item, tuple) and hasattr(item, "_fields"):
         return type(item)(*(_mapped(value, function) for value in item))
-    if isinstance(item, (list, tuple)):
-        return type(item)(_mapped(value, function) for value in item)
-    return item
+    return type(item)(_mapped(value, function) for value in item) if isinstance(item, (list, tuple)) else item
 
 
 def clone_tensors_for_torch_save(item, device=torch.device("cpu")):

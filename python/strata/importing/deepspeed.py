@@ -123,9 +123,7 @@ def _accumulation_steps(config, world_size):
     micro = config.get("train_micro_batch_size_per_gpu")
     if isinstance(steps, int):
         return steps
-    if isinstance(batch, int) and isinstance(micro, int):
-        return max(1, batch // (micro * world_size))
-    return 1
+    return max(1, batch // (micro * world_size)) if isinstance(batch, int) and isinstance(micro, int) else 1
 
 
 def _flattened(config, prefix=""):
@@ -191,11 +189,9 @@ def find_deepspeed_files(folder, tag=None):
 
 
 def _latest(folder):
-    for name in _LATEST:
-        path = os.path.join(folder, name)
-        if os.path.isfile(path):
-            with open(path, encoding="utf-8", errors="replace") as file:
-                return file.read(1000).strip()
+    for path in filter(os.path.isfile, (os.path.join(folder, name) for name in _LATEST)):
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read(1000).strip()
     raise _C.FormatError(f"'{folder}' is no folder of DeepSpeed's checkpoints: wanted a file 'latest' there that names "
                          "one, or the files of one ('mp_rank_00_model_states.pt'); or give the tag")
 
@@ -209,8 +205,7 @@ def _files_of(path, tag):
                                  "import; export it with DeepSpeed's ds_to_universal or save it without")
     optimizer = _by_rank(path, names, _OPTIMIZER)
     model = _by_rank(path, names, _SHARDED_MODEL) or _by_rank(path, names, _MODEL)
-    universal = os.path.join(path, "zero")
-    universal = universal if os.path.isdir(universal) else None
+    universal = next(filter(os.path.isdir, [os.path.join(path, "zero")]), None)
     if not model:
         what = "the files of its model are missing" if optimizer or universal else "it is no checkpoint of DeepSpeed"
         raise _C.FormatError(f"'{path}': {what}: wanted 'mp_rank_00_model_states.pt', or at stage 3 "
@@ -225,11 +220,10 @@ def _files_of(path, tag):
 def _by_rank(path, names, pattern):
     """Paths by rank; raises an error where a rank's file is missing."""
     by_rank = {}
-    for name in names:
-        if found := pattern.fullmatch(name):
-            if int(found["mp"]) > 0:
-                raise _tensor_parallel(path, f"'{name}'")
-            by_rank[int(found["rank"] or 0)] = name
+    for found in filter(None, map(pattern.fullmatch, names)):
+        if int(found["mp"]) > 0:
+            raise _tensor_parallel(path, f"'{found[0]}'")
+        by_rank[int(found["rank"] or 0)] = found[0]
     for rank in range(max(by_rank, default=-1) + 1):
         if rank not in by_rank:
             there = next(iter(by_rank.values()))
@@ -257,8 +251,7 @@ class ModelFiles:
             wanted = {"module", "buffer_names", "param_shapes", "shared_params"}
             if not isinstance(content, dict) or not wanted <= content.keys():
                 raise _C.FormatError(f"'{path}' is no file of a model under ZeRO: wanted {', '.join(sorted(wanted))}")
-            ways = content.get("mp_world_size")
-            if ways not in (None, 1):
+            if (ways := content.get("mp_world_size")) not in (None, 1):
                 raise _tensor_parallel(path, f"mp_world_size {ways}")
         self.first = self.of_ranks[0]
         shapes = self.first["param_shapes"]

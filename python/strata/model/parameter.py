@@ -275,6 +275,5 @@ def require_values(named_parameters):
 
 
 def _is_lost(parameter):
-    if parameter.numel() > 0 or owner_of(parameter)[0] is not None:
-        return False
-    return _DISCARDED in parameter.__dict__ or parameter.__dict__.get("ds_numel", 0) > 0
+    is_discarded = _DISCARDED in parameter.__dict__ or parameter.__dict__.get("ds_numel", 0) > 0
+    return is_discarded and parameter.numel() == 0 and owner_of(parameter)[0] is None

@@ -238,10 +238,7 @@ class Tiles(Sequence):
             return self._tiles
         return [TileRun(self._tiles)]
 
-    @property
-    def whole(self):
-        """The parameter, as users know it."""
-        return self._whole()
+    whole = property(lambda self: self._whole(), doc="The parameter, as users know it.")
 
     @property
     def device(self):
@@ -249,10 +246,8 @@ class Tiles(Sequence):
         core = self._tiles[0].core
         return self._tiles[0].parameter.device if core is None else core.device
 
-    @property
-    def anchor(self):
-        """A Parameter that stands for all tiles in autograd: operations of the tiles depend on it."""
-        return self._tiles[0].parameter
+    anchor = property(lambda self: self._tiles[0].parameter, doc="A Parameter that stands for all tiles in autograd: "
+                      "operations of the tiles depend on it.")  # fmt: skip
 
     def joined(self):
         """The whole, where the tiles still are the rows of one tensor, or have memory of their own; None: they are

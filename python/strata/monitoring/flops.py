@@ -61,10 +61,8 @@ class PassProfile:
         self.modules = {}
         self._open = []
 
-    @property
-    def flops(self):
-        """int: FLOP of both passes; None before they are over."""
-        return None if self.backward_flops is None else self.forward_flops + self.backward_flops
+    flops = property(lambda self: None if self.backward_flops is None else self.forward_flops + self.backward_flops,
+                     doc="int: FLOP of both passes; None before they are over.")
 
     @contextmanager
     def forward(self):
@@ -150,11 +148,8 @@ def _by_depth(rows, depth, top):
 
 
 def _by_module(rows, depth):
-    lines = [("module", "class", *_HEAD)]
-    for name, kind, at, parameters, flops, seconds in rows:
-        if at <= depth:
-            lines.append((f"{'  ' * at}{name}", kind, *_cells(parameters, flops, seconds, rows[0])))
-    return lines
+    return [("module", "class", *_HEAD), *((f"{'  ' * at}{name}", kind, *_cells(*sums, rows[0]))
+                                           for name, kind, at, *sums in rows if at <= depth)]
 
 
 def _cells(parameters, flops, seconds, total):
@@ -163,7 +158,5 @@ def _cells(parameters, flops, seconds, total):
 
 
 def _amount(number):
-    for size, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.2f} {unit}"
-    return f"{number} "
+    sizes = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+    return next((f"{number / size:.2f} {unit}" for size, unit in sizes if number >= size), f"{number} ")

@@ -51,10 +51,8 @@ def tokens_of(args, kwargs):
     inputs = kwargs.get("input_ids")
     if inputs is None and args and isinstance(args[0], dict):
         inputs = args[0].get("input_ids")
-    for value in (inputs, *args, *kwargs.values()):
-        if isinstance(value, torch.Tensor) and value.dim() >= 2 and not value.is_floating_point():
-            return value.numel()
-    return 0
+    return next((value.numel() for value in (inputs, *args, *kwargs.values())
+                 if isinstance(value, torch.Tensor) and value.dim() >= 2 and not value.is_floating_point()), 0)
 
 
 class Speed:
@@ -283,9 +281,8 @@ class StepWatch:
 
     def _show_times(self, step, samples, report):
         exposed = report["transfers"]["reduce"]["exposed_seconds"]
-        seconds = (report["forward_seconds"], report["backward_seconds"], report["backward_seconds"] - exposed, exposed,
-                   report["update_seconds"])
-        times = [each * 1e3 for each in seconds]
+        forward, backward = report["forward_seconds"], report["backward_seconds"]
+        times = [each * 1e3 for each in (forward, backward, backward - exposed, exposed, report["update_seconds"])]
         for name, milliseconds in zip(_TIMERS, times):
             self._engine.timers(name).add(milliseconds)
         lines = " | ".join(f"{name}: {milliseconds:.2f}" for name, milliseconds in zip(_TIMERS, times))

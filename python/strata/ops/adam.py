@@ -109,9 +109,8 @@ class FusedAdam(_Adam):
 
 
 def _laid_out_as(parameter, gradient):
-    if gradient.stride() == parameter.stride() and gradient.dtype == parameter.dtype:
-        return gradient
-    return torch.empty_like(parameter).copy_(gradient)
+    alike = gradient.stride() == parameter.stride() and gradient.dtype == parameter.dtype
+    return gradient if alike else torch.empty_like(parameter).copy_(gradient)
 
 
 _UPDATES = (DeepSpeedCPUAdam.update, FusedAdam.update)
@@ -124,6 +123,5 @@ def adam_mode(optimizer):
         return None
     kind = type(optimizer)
     same_step = inspect.unwrap(kind.step) is inspect.unwrap(ElementwiseOptimizer.step)  # torch wraps it to profile it
-    if not same_step or kind.update not in _UPDATES:
-        return None
-    return "adamw" if optimizer.adam_w_mode else "adam"
+    mode = "adamw" if optimizer.adam_w_mode else "adam"
+    return mode if same_step and kind.update in _UPDATES else None

@@ -45,10 +45,7 @@ class Groups:
             self._copied.synchronize()
         return [0, *self._host.tolist()]
 
-    @property
-    def rows(self):
-        """int: the number of rows that belong to a group."""
-        return self.bounds[-1]
+    rows = property(lambda self: self.bounds[-1], doc="int: the number of rows that belong to a group.")
 
 
 class Members:

@@ -120,8 +120,7 @@ class _Losses(torch.autograd.Function):
         ctx.blocks, ctx.ignore_index = blocks, ignore_index
         ctx.has_bias = bias is not None
         ctx.save_for_backward(flat, labels, of_all, chosen, *(() if bias is None else (bias,)))
-        losses = torch.where(counts, of_all - chosen, 0.0)
-        return losses.masked_fill_(missing, torch.nan)  # a label beyond the vocabulary
+        return torch.where(counts, of_all - chosen, 0.0).masked_fill_(missing, torch.nan)  # beyond the vocabulary
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -216,10 +215,7 @@ class LazyLogits(torch.Tensor):
             self._found = linear(self.hidden, self._tiles, self._head.bias)
         return self._found
 
-    @property
-    def device(self):
-        """torch.device of the values."""
-        return self.hidden.device
+    device = property(lambda self: self.hidden.device, doc="torch.device of the values.")
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):

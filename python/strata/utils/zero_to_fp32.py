@@ -53,8 +53,7 @@ def get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag=None, exclude_f
             continue
         if tensor.role == "parameter" and not tensor.trainable and exclude_frozen_parameters:
             continue
-        value = LazyTensor(tensor)
-        value = value if lazy_mode else value.contiguous()
+        value = LazyTensor(tensor) if lazy_mode else LazyTensor(tensor).contiguous()
         result.update(dict.fromkeys([tensor.name, *tensor.aliases], value))
     return result
 
