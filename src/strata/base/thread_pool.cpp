@@ -239,10 +239,9 @@ struct ThreadPool::State {
 };
 
 ThreadPool::ThreadPool(int threads, std::vector<int> cores) : state_(std::make_unique<State>()) {
-  if (threads < 1) {
+  if (threads < 1)
     throw UsageError("A thread pool needs at least one thread, the caller's own; asked for: {}",
                      threads);
-  }
   state_->cores = std::move(cores);
   state_->workers.reserve(static_cast<std::size_t>(threads - 1));
   try {

@@ -105,12 +105,11 @@ io::FileLock lock_of(const std::string& folder) {
   io::FileLock lock(std::move(file));
   const io::FileLock::Outcome outcome = lock.take();
   const int code = errno;
-  if (outcome == io::FileLock::Outcome::kHeldElsewhere) {
+  if (outcome == io::FileLock::Outcome::kHeldElsewhere)
     throw IoError(
         "another process is saving a checkpoint into this folder; give each job a folder of its "
         "own: path={}",
         folder);
-  }
   if (outcome == io::FileLock::Outcome::kFailed)
     throw IoError("cannot lock the folder of the checkpoints: path={} {}", path, errno_text(code));
   return lock;
@@ -173,26 +172,23 @@ bool holds_checkpoints(const std::string& path) {
 
 ChosenCheckpoint choose_checkpoint(const std::string& path) {
   std::error_code error;
-  if (!fs::is_directory(path, error)) {
+  if (!fs::is_directory(path, error))
     throw UsageError("there is no such folder; give that of a training checkpoint: path={} ({})",
                      path, fs::exists(path, error) ? "is a file" : "is not there");
-  }
   if (has_manifest(path)) return {path, {}, ""};
   ChosenCheckpoint chosen{"", whole_checkpoints(path), latest_tag(path).value_or("")};
   const std::string listed = chosen.tags.empty() ? "none" : first_ten(chosen.tags);
-  if (chosen.latest.empty()) {
+  if (chosen.latest.empty())
     throw FormatError(
         "a folder is no training checkpoint of Strata: there is neither {} nor 'latest' in it (a "
         "save that did not end has neither); checkpoints in it: {}: path={}",
         kManifestName, listed, path);
-  }
   const auto found = find_checkpoint(path, chosen.latest);
-  if (!found) {
+  if (!found)
     throw FormatError(
         "'latest' names {}, which holds no {}: it was not saved by Strata, or is gone; whole "
         "checkpoints beside it: {}: path={}",
         in_quotes(chosen.latest), kManifestName, listed, path);
-  }
   chosen.path = *found;
   return chosen;
 }

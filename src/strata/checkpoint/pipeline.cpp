@@ -11,10 +11,9 @@ namespace {
 constexpr Bytes kSmallAlignment = 256_B;  // of buffers smaller than a block
 
 Bytes stride_of(const RingOptions& options) {
-  if (options.buffers <= 0 || options.buffer_bytes < 16_B) {
+  if (options.buffers <= 0 || options.buffer_bytes < 16_B)
     throw UsageError("staging needs at least one buffer of 16 bytes; got {} buffers of {} bytes",
                      options.buffers, options.buffer_bytes.value);
-  }
   const bool small = options.buffer_bytes < io::File::kDirectBlock;
   return align_up(options.buffer_bytes, small ? kSmallAlignment : io::File::kDirectBlock);
 }

@@ -166,12 +166,11 @@ io::File open_file(const std::string& folder, const format::ManifestFile& file) 
   }
   format::require_inside(folder, path);
   io::File opened(path, io::File::Mode::kRead);
-  if (const Bytes found = opened.size(); found != file.bytes) {
+  if (const Bytes found = opened.size(); found != file.bytes)
     throw FormatError(
         "a file of a checkpoint is cut off or was replaced: it has another size than when it was "
         "written; copy it again: file={} wanted={} found={} path={}",
         format::in_quotes(file.name), file.bytes.value, found.value, path);
-  }
   return opened;
 }
 

@@ -13,10 +13,9 @@ std::span<std::byte> part_of(const SharedBuffer* buffer, Bytes offset, Bytes byt
                              const std::string& what) {
   if (buffer == nullptr) throw UsageError("{} needs a buffer; got none", what);
   const std::span<std::byte> whole = const_cast<SharedBuffer*>(buffer)->local();
-  if ((offset + bytes).size() > whole.size()) {
+  if ((offset + bytes).size() > whole.size())
     throw UsageError("{} needs {} bytes of buffer '{}', which has {}", what, (offset + bytes).value,
                      buffer->name(), whole.size());
-  }
   return whole.subspan(offset.size(), bytes.size());
 }
 
@@ -24,11 +23,10 @@ std::span<std::byte> part_of(const SharedBuffer* buffer, Bytes offset, Bytes byt
 
 BulkOperation describe_gather(const SliceMap& slices, std::span<std::byte> flat, int rank,
                               int world_size, std::string_view tag) {
-  if (Bytes(flat.size()) != slices.slice_bytes * world_size) {
+  if (Bytes(flat.size()) != slices.slice_bytes * world_size)
     throw UsageError(
         "the target of the all-gather of '{}' must hold {} slices of {} bytes; it has {}", tag,
         world_size, slices.slice_bytes.value, flat.size());
-  }
   BulkOperation operation;
   operation.what =
       fmt::format("all-gather of '{}' ({} bytes a rank)", tag, slices.slice_bytes.value);
@@ -54,10 +52,9 @@ BulkOperation describe_reduction(const Reduction& reduction, int world_size, std
 }
 
 std::string describe_broadcast(Bytes bytes, int root, int world_size) {
-  if (root < 0 || root >= world_size) {
+  if (root < 0 || root >= world_size)
     throw UsageError("the root of a broadcast must be a rank, 0 to {}; got {}", world_size - 1,
                      root);
-  }
   return fmt::format("broadcast of {} bytes from rank {}", bytes.value, root);
 }
 

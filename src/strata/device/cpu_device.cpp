@@ -66,18 +66,16 @@ class CpuGrowableMemory final : public GrowableMemory {
   void grow_to(Bytes bytes) override {
     STRATA_ASSERT(bytes.value >= 0);
     if (bytes <= backed_) return;
-    if (bytes > reserved_) {
+    if (bytes > reserved_)
       throw UsageError(
           "growable memory ({}) cannot grow beyond the range that was reserved: reserve as much as "
           "it may ever need; wanted {} B, reserved {} B",
           memory::name_of(kind_), bytes.value, reserved_.value);
-    }
     const Bytes target = align_up(bytes, memory::page_size());
     const Bytes growth = target - backed_;
     pieces_.reserve(pieces_.size() + 1);
-    if (::mprotect(base_ + backed_.size(), growth.size(), PROT_READ | PROT_WRITE) != 0) {
+    if (::mprotect(base_ + backed_.size(), growth.size(), PROT_READ | PROT_WRITE) != 0)
       throw_out_of_memory(growth, errno_text(errno));
-    }
     pieces_.push_back({backed_, growth});
     charge_.grow(growth);
     backed_ = target;
@@ -129,10 +127,9 @@ class CpuPeerMapping final : public PeerMapping {
     const Bytes size = align_up(std::max(bytes, Bytes(1)), memory::page_size());
     void* address =
         ::mmap(nullptr, size.size(), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (address == MAP_FAILED) {
+    if (address == MAP_FAILED)
       throw DeviceError("no room for {} of a peer's memory in the address space: {}",
                         to_string(size), errno_text(errno));
-    }
     range_ = {static_cast<std::byte*>(address), size.size()};
   }
   ~CpuPeerMapping() override { ::munmap(range_.data(), range_.size()); }

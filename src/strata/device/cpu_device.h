@@ -118,10 +118,9 @@ class CpuDevice : public Device {
     const std::lock_guard lock(pool_mutex_);
     std::vector<kernels::Fingerprint> result;
     for (const std::span<const std::byte> run : runs) {
-      for (std::size_t at = 0; at < run.size(); at += piece.size()) {
+      for (std::size_t at = 0; at < run.size(); at += piece.size())
         result.push_back(
             kernels::fingerprint(run.subspan(at, std::min(piece.size(), run.size() - at)), &pool_));
-      }
     }
     return result;
   }
@@ -129,9 +128,8 @@ class CpuDevice : public Device {
                                              Stream&) override {
     const std::lock_guard lock(pool_mutex_);
     std::vector<kernels::GradStats> result;
-    for (const std::span<const float> values : gradients) {
+    for (const std::span<const float> values : gradients)
       result.push_back(kernels::grad_stats(values, &pool_));
-    }
     return result;
   }
   void sums_of_squares(std::span<double> sums, std::span<const std::span<const float>> gradients,

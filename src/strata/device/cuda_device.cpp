@@ -256,13 +256,12 @@ CudaFacts cuda_facts() {
 
 std::unique_ptr<Device> make_cuda_device(const CudaDeviceOptions& options) {
   const int count = cuda_device_count();
-  if (options.index < 0 || options.index >= count) {
+  if (options.index < 0 || options.index >= count)
     throw UsageError(
         "there is no CUDA device {}: {}", options.index,
         CudaDriver::find() == nullptr
             ? CudaDriver::loaded().absence
             : fmt::format("this process sees {} of them; see CUDA_VISIBLE_DEVICES", count));
-  }
   auto waits = options.waits ? options.waits : std::make_shared<HostWaits>();
   const auto context =
       std::make_shared<const CudaContext>(*CudaDriver::find(), options.index, std::move(waits));

@@ -89,11 +89,10 @@ class CudaMemory final : public Memory {
       CUdeviceptr address = 0;
       const CUresult result =
           pool.allocated_by([&] { return context_->driver().MemAlloc(&address, bytes.size()); });
-      if (result == CUDA_ERROR_OUT_OF_MEMORY) {
+      if (result == CUDA_ERROR_OUT_OF_MEMORY)
         pool.throw_out_of_memory(
             bytes, kind ? memory::name_of(*kind) : "shared buffers",
             fmt::format("the driver has {} free", to_string(pool.free_bytes())));
-      }
       context_->driver().check(result, "cuMemAlloc");
       bytes_ = {as_pointer(address), bytes.size()};
     }
@@ -147,16 +146,14 @@ class CudaGrowableMemory final : public GrowableMemory {
     STRATA_ASSERT(bytes.value >= 0);
     const CudaContext& context = *pool_.context;
     const CudaDriver& cuda = context.driver();
-    if (context.attribute(CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED) == 0) {
+    if (context.attribute(CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED) == 0)
       throw DeviceError("the driver of cuda:{} has no virtual memory management", context.index());
-    }
     const CudaContext::Scope scope(context);
     property_.type = CU_MEM_ALLOCATION_TYPE_PINNED;
     property_.location = {CU_MEM_LOCATION_TYPE_DEVICE, context.index()};
     if (pieces == Pieces::kShared) {
-      if (context.attribute(CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED) == 0) {
+      if (context.attribute(CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED) == 0)
         throw DeviceError("the driver of cuda:{} does not share memory by file", context.index());
-      }
       property_.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
     }
     std::size_t granule = 0;
@@ -179,12 +176,11 @@ class CudaGrowableMemory final : public GrowableMemory {
   Bytes backed() const override { return backed_; }
   void grow_to(Bytes bytes) override {
     STRATA_ASSERT(bytes.value >= 0);
-    if (bytes > reserved_) {
+    if (bytes > reserved_)
       throw UsageError(
           "growable memory ({}) cannot grow beyond the range that was reserved: reserve as much as "
           "it may ever need; wanted {} B, reserved {} B",
           memory::name_of(kind_), bytes.value, reserved_.value);
-    }
     const Bytes target = align_up(bytes, granule_);
     if (target <= backed_) return;
     // All or nothing: what the driver has not got must not be half mapped.
@@ -193,10 +189,9 @@ class CudaGrowableMemory final : public GrowableMemory {
       pool_.release_unused();
       free = pool_.free_bytes();
     }
-    if (target - backed_ > free) {
+    if (target - backed_ > free)
       pool_.throw_out_of_memory(target - backed_, memory::name_of(kind_),
                                 fmt::format("{} free", to_string(free)));
-    }
     const CudaContext::Scope scope(*pool_.context);
     map_piece(target - backed_);
     pool_.context->waits()->note();
@@ -234,9 +229,8 @@ class CudaGrowableMemory final : public GrowableMemory {
     pieces_.reserve(pieces_.size() + 1);
     const CUresult created = pool_.allocated_by(
         [&] { return cuda.MemCreate(&piece.handle, bytes.size(), &property_, 0); });
-    if (created == CUDA_ERROR_OUT_OF_MEMORY) {
+    if (created == CUDA_ERROR_OUT_OF_MEMORY)
       pool_.throw_out_of_memory(bytes, memory::name_of(kind_), "the driver has no more");
-    }
     cuda.check(created, "cuMemCreate");
     const CUdeviceptr at = base_ + backed_.size();
     CUmemAccessDesc access{};

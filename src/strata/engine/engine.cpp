@@ -139,10 +139,9 @@ class WeightUpdate {
 
   void agree_on(const std::exception_ptr& mine) {
     try {
-      if (engine_.collectives().world_size() > 1) {
+      if (engine_.collectives().world_size() > 1)
         agree_on_outcome(engine_.collectives(), "updating the weights",
                          mine != nullptr ? failure_of(mine) : Failure());
-      }
     } catch (...) {
       if (mine == nullptr) throw;
     }

@@ -69,11 +69,10 @@ StepControl::StepControl(Engine& engine, const Config& config)
       counts_(config.managed_accumulation) {}
 
 void StepControl::set_boundary(std::optional<bool> boundary) {
-  if (!counts_) {
+  if (!counts_)
     throw UsageError(
         "set_gradient_accumulation_boundary() has no meaning with managed_gradient_accumulation: "
         "false, where every step() updates the weights; remove the call or the key");
-  }
   boundary_ = boundary;
 }
 

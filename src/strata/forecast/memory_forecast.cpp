@@ -379,10 +379,9 @@ int ranks_of_a_host(const Job& job) {
 }
 
 comm::Traits traits_of_job(const engine::Config& config, const Job& job) {
-  if (job.world_size < 1 || job.ranks_per_host < 0) {
+  if (job.world_size < 1 || job.ranks_per_host < 0)
     throw UsageError("a job has at least one rank, and one a host; found {} and {}", job.world_size,
                      job.ranks_per_host);
-  }
   const int host = job.ranks_per_host == 0 ? job.world_size : job.ranks_per_host;
   const bool one_host = job.world_size <= host;
   const int size = config.shard_group_size(job.world_size);

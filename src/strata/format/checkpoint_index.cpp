@@ -54,11 +54,10 @@ WeightFiles read_weight_map(const std::string& path) {
   file_of_tensor.text = [&](const std::string& file) {
     WeightFiles::Entry& entry = files.tensors.back();
     const auto [known, is_new] = files.files.emplace(file, 0);
-    if (is_new && !stays_in_folder(file)) {
+    if (is_new && !stays_in_folder(file))
       throw FormatError(
           "an index of a checkpoint names a file outside of its folder: path={} tensor={} file={}",
           path, in_quotes(entry.tensor), in_quotes(file));
-    }
     entry.file = known;
   };
   file_of_tensor.other = [&](std::string_view kind) {
@@ -81,16 +80,14 @@ WeightFiles read_weight_map(const std::string& path) {
   };
   JsonReader reader(text, path, kIndex);
   reader.read(top);
-  if (!found) {
+  if (!found)
     throw FormatError(
         "an index of a checkpoint has no object 'weight_map' that names each tensor's file: "
         "path={}",
         path);
-  }
-  if (files.tensors.empty()) {
+  if (files.tensors.empty())
     throw FormatError(
         "an index of a checkpoint is empty: its 'weight_map' names no tensor: path={}", path);
-  }
   if (!std::ranges::is_sorted(files.tensors, {}, &WeightFiles::Entry::tensor))
     std::ranges::sort(files.tensors, {}, &WeightFiles::Entry::tensor);
   const auto twice = std::ranges::adjacent_find(files.tensors, {}, &WeightFiles::Entry::tensor);
@@ -172,12 +169,11 @@ void CheckpointIndex::open_indexed(const std::string& index_path) {
     paths.push_back(path_ + "/" + file);
     if (!is_there(paths.back())) missing.push_back(in_quotes(file));
   }
-  if (!missing.empty()) {
+  if (!missing.empty())
     throw FormatError(
         "a checkpoint lacks files that its index names; is the download complete?: path={} "
         "missing={} files={}",
         index_path, missing.size(), first_ten(missing));
-  }
   read_files(paths);  // refuses a tensor in two files, before those not named are dropped
   std::vector<std::string> absent;
   std::vector<bool> named(tensors_.size());
@@ -189,12 +185,11 @@ void CheckpointIndex::open_indexed(const std::string& index_path) {
     else
       absent.push_back(fmt::format("{} in {}", in_quotes(tensor), in_quotes(file->first)));
   }
-  if (!absent.empty()) {
+  if (!absent.empty())
     throw FormatError(
         "files of a checkpoint lack tensors that its index says they hold: path={} missing={} "
         "tensors={}",
         index_path, absent.size(), first_ten(absent));
-  }
   if (wanted.tensors.size() == tensors_.size()) return;
   std::size_t tensor = 0;
   std::erase_if(tensors_, [&](const CheckpointTensor&) { return !named[tensor++]; });

@@ -36,10 +36,9 @@ constexpr std::pair<std::string_view, std::string_view> kStringProblems[] = {
 std::string read_text(const std::string& path, std::string_view what, Bytes max) {
   const io::File file(path, io::File::Mode::kRead);
   const Bytes bytes = file.size();
-  if (bytes > max) {
+  if (bytes > max)
     throw FormatError("{} is larger than any may be: path={} found={} max={}", what, path,
                       bytes.value, max.value);
-  }
   std::string text(bytes.size(), '\0');
   io::read_fully(file, Bytes(0), std::as_writable_bytes(std::span(text)));
   return text;

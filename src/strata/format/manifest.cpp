@@ -78,10 +78,9 @@ void check_cover(const Manifest& manifest, std::string_view path) {
   std::map<std::pair<std::size_t, std::size_t>, std::vector<std::pair<Numel, Numel>>> parts;
   const ManifestRange* before = nullptr;
   for (const ManifestRange& extent : manifest.extents) {
-    if (before != nullptr && before->file == extent.file && end_of(*before) > extent.offset) {
+    if (before != nullptr && before->file == extent.file && end_of(*before) > extent.offset)
       damaged(path, "extents overlap in file {} at {}", in_quotes(manifest.files[extent.file].name),
               extent.offset.value);
-    }
     if (before != nullptr && before->file > extent.file) damaged(path, "extents are not in order");
     parts[{extent.tensor, extent.kind}].emplace_back(extent.begin, extent.end);
     before = &extent;
@@ -221,48 +220,43 @@ Json checked_json(std::string_view text, std::string_view path) {
   Json json = parse_tree(text, kNestingMax, [&] {
     damaged(path, "its lists and objects nest deeper than {}", kNestingMax);
   });
-  if (json.is_discarded() || !json.is_object()) {
+  if (json.is_discarded() || !json.is_object())
     throw FormatError(
         "the manifest of a checkpoint is not valid JSON (cut off, or not written by Strata): "
         "path={}",
         path);
-  }
   const JsonMembers reader = members_of(json, "it", path);
   if (reader.text("format") != kFormat) reader.fail("is of another format");
   const std::int64_t version = reader.number("version");
-  if (version != Manifest::kVersion && version != Manifest::kVersionOfFormats) {
+  if (version != Manifest::kVersion && version != Manifest::kVersionOfFormats)
     throw FormatError(
         "a checkpoint was written by another version of Strata: wanted format version {}, found "
         "{}; load it with the version that 'written_by' names: path={}",
         Manifest::kVersionOfFormats, version, path);
-  }
   const std::string checksum = reader.text("checksum");
   json.erase("checksum");
-  if (checksum_of_text(json) != checksum) {
+  if (checksum_of_text(json) != checksum)
     throw FormatError(
         "the manifest of a checkpoint is not what was written (its checksum differs): path={}",
         path);
-  }
   return json;
 }
 
 Json files_json(std::span<const ManifestFile> files) {
   Json list = Json::array();
-  for (const ManifestFile& file : files) {
+  for (const ManifestFile& file : files)
     list.push_back({{"name", file.name},
                     {"bytes", file.bytes.value},
                     {"block_bytes", file.checksums.block().value},
                     {"xxh3", sums_text(file.checksums.sums())}});
-  }
   return list;
 }
 
 Json extents_json(std::span<const ManifestRange> extents) {
   Json list = Json::array();
-  for (const ManifestRange& e : extents) {
+  for (const ManifestRange& e : extents)
     list.push_back(Json::array({e.tensor, e.kind, safetensors_name_of(e.dtype), e.file,
                                 e.offset.value, e.begin.value, e.end.value}));
-  }
   return list;
 }
 

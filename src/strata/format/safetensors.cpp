@@ -37,12 +37,11 @@ template <typename... Args>
 
 DType dtype_of(const std::string& name, const Entry& entry, std::string_view path) {
   const std::optional<DType> dtype = dtype_from_safetensors(name);
-  if (!dtype) {
+  if (!dtype)
     fail(path, entry.name,
          "its dtype {} is not known; known are F64 F32 F16 BF16 F8_E4M3 F8_E5M2 I64 I32 I16 I8 U64 "
          "U32 U16 U8 BOOL",
          in_quotes(name));
-  }
   return *dtype;
 }
 
@@ -123,21 +122,18 @@ TensorInfo explain(Entry entry, Bytes data_begin, Bytes data_bytes, std::string_
   if (!numel)
     fail(path, name, "its shape {} has more elements than 63 bits count", shape_text(shape));
   const std::optional<Bytes> bytes = checked_bytes(*numel, dtype);
-  if (!bytes) {
+  if (!bytes)
     fail(path, name, "its shape {} of {} has more bytes than 63 bits count", shape_text(shape),
          name_of(dtype));
-  }
   if (begin > end) fail(path, name, "it ends before it begins: begin={} end={}", begin, end);
-  if (end > data_bytes.value) {
+  if (end > data_bytes.value)
     fail(path, name,
          "its data ends beyond the file, which is truncated or was not written to its end: "
          "begin={} end={} data_bytes={}",
          begin, end, data_bytes.value);
-  }
-  if (end - begin != bytes->value) {
+  if (end - begin != bytes->value)
     fail(path, name, "its size does not fit its shape {} of {}: wanted={} found={}",
          shape_text(shape), name_of(dtype), bytes->value, end - begin);
-  }
   return {std::move(entry.name),     dtype, std::move(shape), *numel,
           data_begin + Bytes(begin), *bytes};
 }
@@ -158,23 +154,20 @@ void demand_full_cover(const std::vector<TensorInfo>& tensors, Bytes data_begin,
   std::string_view before;
   for (const TensorInfo& tensor : tensors) {
     const Bytes begin = tensor.offset - data_begin;
-    if (tensor.offset < reached) {
+    if (tensor.offset < reached)
       fail(path, tensor.name, "its data overlaps that of {}: begin={} the other's end={}",
            in_quotes(before), begin.value, (reached - data_begin).value);
-    }
-    if (tensor.offset > reached) {
+    if (tensor.offset > reached)
       fail(path, tensor.name, "a hole lies before its data: begin={} the data before ends at {}",
            begin.value, (reached - data_begin).value);
-    }
     reached = tensor.offset + tensor.bytes;
     before = tensor.name;
   }
-  if (reached != file_bytes) {
+  if (reached != file_bytes)
     throw FormatError(
         "a safetensors file has bytes at its end that belong to no tensor: path={} wanted={} "
         "found={}",
         path, reached.value, file_bytes.value);
-  }
 }
 
 constexpr Bytes kDataAlignment = 64_B;
@@ -182,22 +175,20 @@ constexpr Bytes kDataAlignment = 64_B;
 TensorInfo info_of(const TensorSpec& spec) {
   const auto numel = checked_numel(spec.shape);
   const auto bytes = numel ? checked_bytes(*numel, spec.dtype) : std::nullopt;
-  if (!bytes) {
+  if (!bytes)
     throw UsageError(
         "cannot write a tensor whose size does not fit 63 bits or is negative: tensor={} shape={}",
         in_quotes(spec.name), shape_text(spec.shape));
-  }
   return {spec.name, spec.dtype, spec.shape, *numel, {}, *bytes};
 }
 
 void check_names(std::span<const TensorSpec> tensors) {
   std::set<std::string_view> names{kMetadataKey};
   for (const TensorSpec& tensor : tensors) {
-    if (!names.insert(tensor.name).second) {
+    if (!names.insert(tensor.name).second)
       throw UsageError(
           "cannot write two tensors of one name, nor one called '__metadata__': tensor={}",
           in_quotes(tensor.name));
-    }
   }
 }
 
@@ -266,28 +257,25 @@ std::string first_ten(std::span<const std::string> items) {
 
 Bytes safetensors_header_bytes(std::span<const std::byte> start, Bytes file_bytes,
                                std::string_view path) {
-  if (file_bytes < kHeaderLengthBytes || start.size() < kHeaderLengthBytes.size()) {
+  if (file_bytes < kHeaderLengthBytes || start.size() < kHeaderLengthBytes.size())
     throw FormatError(
         "not a safetensors file: it is shorter than the length of a header: path={} wanted={} "
         "found={}",
         path, kHeaderLengthBytes.value, file_bytes.value);
-  }
   std::uint64_t length = 0;
   for (std::size_t i = kHeaderLengthBytes.size(); i-- > 0;)
     length = length << 8U | std::to_integer<std::uint64_t>(start[i]);
   const auto room = static_cast<std::uint64_t>((file_bytes - kHeaderLengthBytes).value);
-  if (length > static_cast<std::uint64_t>(kHeaderBytesMax.value)) {
+  if (length > static_cast<std::uint64_t>(kHeaderBytesMax.value))
     throw FormatError(
         "not a safetensors file: it claims a header longer than any may be: path={} claimed={} "
         "max={} file_bytes={}",
         path, length, kHeaderBytesMax.value, file_bytes.value);
-  }
-  if (length > room) {
+  if (length > room)
     throw FormatError(
         "a safetensors file claims a header longer than itself; it is truncated or no safetensors "
         "file: path={} claimed={} file_bytes={}",
         path, length, file_bytes.value);
-  }
   return Bytes(static_cast<std::int64_t>(length));
 }
 
@@ -335,12 +323,11 @@ SafetensorsLayout lay_out_safetensors(std::span<const TensorSpec> tensors,
   json += '}';
   const Bytes data_begin = align_up(kHeaderLengthBytes + Bytes(json.size()), kDataAlignment);
   json.resize((data_begin - kHeaderLengthBytes).size(), ' ');
-  if (Bytes(json.size()) > kHeaderBytesMax) {
+  if (Bytes(json.size()) > kHeaderBytesMax)
     throw UsageError(
         "the header of a safetensors file would be longer than any may be; write fewer tensors a "
         "file: wanted={} max={} tensors={}",
         json.size(), kHeaderBytesMax.value, tensors.size());
-  }
   for (TensorInfo& tensor : layout.tensors) tensor.offset += data_begin;
   for (int i = 0; i < 8; ++i) layout.head += static_cast<char>((json.size() >> (8 * i)) & 0xFFU);
   layout.head += json;

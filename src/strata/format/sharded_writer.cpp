@@ -18,10 +18,9 @@ namespace {
 Bytes bytes_of_spec(const TensorSpec& tensor) {
   const auto numel = checked_numel(tensor.shape);
   const auto bytes = numel ? checked_bytes(*numel, tensor.dtype) : std::nullopt;
-  if (!bytes) {
+  if (!bytes)
     throw UsageError("a tensor's size does not fit 63 bits or is negative: tensor={} shape={}",
                      in_quotes(tensor.name), shape_text(tensor.shape));
-  }
   return *bytes;
 }
 
@@ -106,11 +105,10 @@ void ShardedWriter::File::seal() {
   const std::lock_guard lock(mutex);
   if (!first_failure.empty())
     throw IoError("a file cannot be finished since a write to it failed: {}", first_failure);
-  if (in_flight != 0) {
+  if (in_flight != 0)
     throw UsageError(
         "a file is finished while writes to it are under way; wait for them: path={} writes={}",
         output.path(), in_flight);
-  }
   for (std::size_t i = 0; i < covers.size(); ++i) {
     const auto gap = covers[i].first_gap();
     if (!gap) continue;
@@ -174,11 +172,10 @@ ShardPlan plan_shards(std::span<const TensorSpec> tensors, Bytes shard_max) {
       throw UsageError("the tensors' bytes together do not fit 63 bits");
   }
   const std::size_t count = plan.tensors.size();
-  for (std::size_t i = 0; i < count; ++i) {
+  for (std::size_t i = 0; i < count; ++i)
     plan.files.push_back(count == 1
                              ? std::string(kSingleFileName)
                              : fmt::format("model-{:05}-of-{:05}.safetensors", i + 1, count));
-  }
   return plan;
 }
 
@@ -236,18 +233,16 @@ std::unique_ptr<io::Transfer> ShardedWriter::write(std::size_t tensor, Bytes off
   STRATA_ASSERT(!file->sealed);
   const TensorInfo& info = file->layout.tensors[place.index];
   const Bytes bytes(source.size());
-  if (offset.value < 0 || offset > info.bytes || bytes > info.bytes - offset) {
+  if (offset.value < 0 || offset > info.bytes || bytes > info.bytes - offset)
     throw UsageError(
         "a write does not fit its tensor: path={} tensor={} offset={} bytes={} tensor_bytes={}",
         file->output.path(), in_quotes(info.name), offset.value, bytes.value, info.bytes.value);
-  }
   {
     const std::lock_guard lock(file->mutex);
     const auto twice = file->covers[place.index].claim({offset.value, (offset + bytes).value});
-    if (twice) {
+    if (twice)
       throw UsageError("bytes of a tensor are written twice: path={} tensor={} begin={} end={}",
                        file->output.path(), in_quotes(info.name), twice->begin, twice->end);
-    }
     ++file->in_flight;
   }
   try {

@@ -49,11 +49,10 @@ bool within(Numel begin, Numel numel, Numel room) {
 
 Numel numel_of(const ParamSources& param) {
   const auto numel = checked_numel(param.shape);
-  if (!numel) {
+  if (!numel)
     throw UsageError(
         "a parameter's shape is negative or does not fit 63 bits: parameter={} shape={}",
         in_quotes(param.name), shape_text(param.shape));
-  }
   return *numel;
 }
 
@@ -62,14 +61,12 @@ RangeCopy copy_of(const ParamSources& param, std::size_t index, const SourceRang
                   const CheckpointTensor& source, Numel param_numel) {
   const Numel rest = source.info.numel - piece.source_begin;
   const Numel numel = piece.numel.value_or(rest);
-  if (!within(piece.source_begin, numel, source.info.numel)) {
+  if (!within(piece.source_begin, numel, source.info.numel))
     fail_piece(param, piece, "a piece goes beyond its source", piece.source_begin, numel,
                source.info.numel);
-  }
-  if (!within(piece.destination, numel, param_numel)) {
+  if (!within(piece.destination, numel, param_numel))
     fail_piece(param, piece, "a piece goes beyond the parameter", piece.destination, numel,
                param_numel);
-  }
   const Bytes skipped = bytes_of(piece.source_begin, source.info.dtype);
   return {source.file, source.info.offset + skipped, source.info.dtype, index, piece.destination,
           numel};

@@ -108,11 +108,10 @@ File::File(std::string path, Mode mode) : path_(std::move(path)) {
     throw_errno(creates(mode) ? "cannot create a file" : "cannot open a file", path_);
   struct stat status {};
   const bool known = ::fstat(fd(), &status) == 0;
-  if (!known || !(S_ISREG(status.st_mode) || S_ISBLK(status.st_mode))) {
+  if (!known || !(S_ISREG(status.st_mode) || S_ISBLK(status.st_mode)))
     throw IoError("cannot {} a file: it is {}; give the path of a regular file: path={}",
                   creates(mode) ? "create" : "open",
                   known && S_ISDIR(status.st_mode) ? "a directory" : "not a regular file", path_);
-  }
   // It has done its work, and asynchronous engines would take it as a wish for EAGAIN.
   ::fcntl(fd(), F_SETFL, ::fcntl(fd(), F_GETFL) & ~O_NONBLOCK);
 }
@@ -153,12 +152,11 @@ void File::reserve(Bytes bytes) {
   do {
     code = ::posix_fallocate(fd(), 0, bytes.value);
   } while (code == EINTR);
-  if (code != 0) {
+  if (code != 0)
     throw IoError(
         "cannot reserve space for a file; free space on its file system or choose another: path={} "
         "wanted={} ({}) {}",
         path_, bytes.value, to_string(bytes), errno_text(code));
-  }
 }
 
 void File::sync() {

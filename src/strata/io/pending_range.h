@@ -91,9 +91,8 @@ class PendingRange {
     const std::byte* const memory = reading() ? target() : source();
     const Bytes address(static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(memory)));
     if (address % File::kDirectBlock != past_block) return buffered;  // the blocks never align
-    if (past_block > Bytes()) {
+    if (past_block > Bytes())
       return {file_->fd(), at, std::min(rest, File::kDirectBlock - past_block).size(), false};
-    }
     const Bytes whole = rest - rest % File::kDirectBlock;
     if (whole == Bytes()) return buffered;
     return {file_->direct_fd(), at, whole.size(), true};
@@ -114,13 +113,10 @@ class PendingRange {
       direct_ = false;
       return;
     }
-    if (result < 0) {
-      fail(reading() ? "read failed" : "write failed", static_cast<int>(-result));
-    }
-    if (result == 0 && reading()) {
+    if (result < 0) fail(reading() ? "read failed" : "write failed", static_cast<int>(-result));
+    if (result == 0 && reading())
       fail("the file ends before the range to read does; it is truncated, or is not the file meant",
            0);
-    }
     if (result == 0) fail("write failed: the system takes no more bytes and gives no reason", 0);
     STRATA_ASSERT(Bytes(result).size() <= call.bytes);
     next_ += Bytes(result);
@@ -151,10 +147,9 @@ class PendingRange {
         end_(bytes),
         direct_(file.direct_fd() >= 0) {
     const std::int64_t room = std::numeric_limits<std::int64_t>::max() - bytes.value;
-    if (bytes.value < 0 || offset.value < 0 || offset.value > room) {
+    if (bytes.value < 0 || offset.value < 0 || offset.value > room)
       throw UsageError("no file has the range asked for: path={} offset={} bytes={}", file.path(),
                        offset.value, bytes.value);
-    }
   }
   [[noreturn]] void fail(const char* what, int code) const {
     throw IoError("{}: path={} offset={} wanted={} got={}{}{}", what, file_->path(), offset_.value,

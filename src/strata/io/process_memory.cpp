@@ -74,12 +74,11 @@ void read_whole(pid_t pid, std::uint64_t address, std::span<std::byte> target) {
   while (!target.empty()) {
     const iovec there = range_of(address, target.size());
     const std::int64_t got = read_process(pid, {&there, 1}, target);
-    if (got == -EPERM || got == -EACCES || got == -ENOSYS) {
+    if (got == -EPERM || got == -EACCES || got == -ENOSYS)
       throw NotPermitted(
           "the system does not let this process read the memory of process {}; run all ranks of a "
           "host as one user in one container that permits process_vm_readv (Yama, seccomp): {}",
           pid, errno_text(static_cast<int>(-got)));
-    }
     if (got < 0) throw_elsewhere(pid, errno_text(static_cast<int>(-got)));
     if (got == 0) throw_elsewhere(pid, "nothing to read");
     address += static_cast<std::uint64_t>(got);

@@ -28,12 +28,11 @@ class Striping {
   explicit Striping(const std::vector<double>& speeds, Bytes chunk = 1_MiB) : chunk_(chunk) {
     const bool known =
         std::ranges::all_of(speeds, [](double speed) { return speed > 0 && std::isfinite(speed); });
-    if (speeds.empty() || !known || chunk < 1_B) {
+    if (speeds.empty() || !known || chunk < 1_B)
       throw UsageError(
           "to stripe bytes takes parts, speeds above 0, and chunks of at least a byte: parts={} "
           "chunk={}",
           speeds.size(), chunk.value);
-    }
     chunks_a_round_ = chunks_by_speed(speeds);
     // The part that is furthest behind its share comes next, so that each part's chunks are spread.
     const std::int64_t length =

@@ -12,12 +12,11 @@ ThreadEngine::ThreadEngine(const EngineOptions& options, std::shared_ptr<SystemC
     : JobEngine(options.piece),
       queue_max_(static_cast<std::size_t>(options.queue_max)),
       calls_(std::move(calls)) {
-  if (options.threads < 1 || options.piece.value < 1 || options.queue_max < 1) {
+  if (options.threads < 1 || options.piece.value < 1 || options.queue_max < 1)
     throw UsageError(
         "a thread engine needs at least one thread, a piece of one byte and a queue of one: "
         "threads={} piece={} queue_max={}",
         options.threads, options.piece.value, options.queue_max);
-  }
   STRATA_ASSERT(calls_ != nullptr);
   try {
     for (int i = 0; i < options.threads; ++i) threads_.emplace_back([this] { serve(); });

@@ -253,11 +253,10 @@ void check_adam(const AdamSpans& spans, const AdamScalars& scalars) {
     throw UsageError("Adam finds master weights in bfloat16 weights alone, or with a remainder");
   }
   if (spans.weight16 == nullptr) return;
-  if (spans.weight16_dtype != DType::kBFloat16 && spans.weight16_dtype != DType::kFloat16) {
+  if (spans.weight16_dtype != DType::kBFloat16 && spans.weight16_dtype != DType::kFloat16)
     throw UsageError(
         "The copy of the weights that Adam writes is bfloat16 or float16; asked for: {}",
         name_of(spans.weight16_dtype));
-  }
 }
 
 AdamSpans part_of(const AdamSpans& spans, std::size_t begin, std::size_t end) {

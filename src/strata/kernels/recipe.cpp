@@ -214,11 +214,10 @@ HWY_EXPORT(apply_vectors);
 namespace {
 
 void check_replay(DType dtype) {
-  if (dtype != DType::kFloat32 && dtype != DType::kBFloat16 && dtype != DType::kFloat16) {
+  if (dtype != DType::kFloat32 && dtype != DType::kBFloat16 && dtype != DType::kFloat16)
     throw UsageError(
         "values are replayed in float32, bfloat16 and float16; make others real; found: {}",
         name_of(dtype));
-  }
 }
 
 constexpr std::int64_t kBlock = 4096;  // elements that go through all steps in the first cache

@@ -23,10 +23,9 @@ std::size_t mapped_size(std::size_t bytes) {
 MappedMemory MappedMemory::map(int protection, int flags, int fd, Bytes offset, Bytes bytes,
                                std::string_view purpose) {
   void* address = ::mmap(nullptr, mapped_size(bytes.size()), protection, flags, fd, offset.value);
-  if (address == MAP_FAILED) {
+  if (address == MAP_FAILED)
     throw OutOfMemoryError("cannot map memory for {}: free some, or use more ranks ({} wanted; {})",
                            purpose, to_string(bytes), errno_text(errno));
-  }
   // A hint: fewer page faults where the system allows huge pages.
   if (bytes >= 2_MiB) ::madvise(address, bytes.size(), MADV_HUGEPAGE);
   return MappedMemory({static_cast<std::byte*>(address), bytes.size()});
@@ -120,10 +119,9 @@ void give_back_pages(std::span<std::byte> bytes) noexcept {
   Bytes at = align_up(first, page_size());
   const Bytes end(address(bytes.data() + bytes.size()).value / page_size().value *
                   page_size().value);
-  for (; at < end; at += kAtOnce) {
+  for (; at < end; at += kAtOnce)
     ::madvise(bytes.data() + (at - first).size(), std::min(kAtOnce, end - at).size(),
               MADV_DONTNEED);
-  }
 }
 
 HostBuffer::HostBuffer(Bytes bytes, const HostBufferOptions& options) {

@@ -72,15 +72,13 @@ std::string below(const std::string& folder, std::string_view name) {
 // That `path` is a folder; else an IoError that says what it is.
 void require_folder(const std::string& path) {
   struct stat status {};
-  if (::stat(path.c_str(), &status) != 0) {
+  if (::stat(path.c_str(), &status) != 0)
     throw IoError(
         "the folder for states on a drive cannot be used: path={} {}; make it, or mount the drive",
         path, errno_text(errno));
-  }
-  if (!S_ISDIR(status.st_mode)) {
+  if (!S_ISDIR(status.st_mode))
     throw IoError("the folder for states on a drive is not a folder; give the path of one: path={}",
                   path);
-  }
 }
 
 // The owner of a folder's lock writes this into it, so that a later job knows the leftovers of its
@@ -225,10 +223,9 @@ class StripedBlockFile final : public BlockFile {
   template <typename Span, typename Start>
   std::unique_ptr<io::Transfer> transfer(Bytes offset, Span memory, const Start& start) {
     std::vector<std::unique_ptr<io::Transfer>> transfers;
-    for (const io::Striping::Run& run : striping_.runs_of(offset, Bytes(memory.size()))) {
+    for (const io::Striping::Run& run : striping_.runs_of(offset, Bytes(memory.size())))
       transfers.push_back(start(files_[run.part].file(), run.offset,
                                 memory.subspan(run.begin.size(), run.bytes.size())));
-    }
     return io::joined(std::move(transfers));
   }
 
@@ -288,11 +285,10 @@ SwapFolder::~SwapFolder() {
 
 bool SwapFolder::make(int rank) {
   std::string folder = below(root_, fmt::format("{}rank{}.XXXXXX", kPrefix, rank));
-  if (::mkdtemp(folder.data()) == nullptr) {
+  if (::mkdtemp(folder.data()) == nullptr)
     io::throw_errno(
         "cannot make a folder for states on a drive; choose a path that this user may write to",
         root_);
-  }
   const std::string lock_path = below(folder, kLockName);
   FileDescriptor file(
       ::open(lock_path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600));

@@ -134,11 +134,10 @@ class MemoryStore final : public StateStore {
     }
   }
   const std::shared_ptr<Block>& block_of(BlockId block) const {
-    if (block < 0 || static_cast<std::size_t>(block) >= blocks_.size()) {
+    if (block < 0 || static_cast<std::size_t>(block) >= blocks_.size())
       throw UsageError(
           "no such block in the {} store: use the ids that add() returned; block {}, {} blocks",
           memory::name_of(tier_), block, blocks_.size());
-    }
     return blocks_[static_cast<std::size_t>(block)];
   }
 

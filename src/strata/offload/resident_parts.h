@@ -177,11 +177,10 @@ class DriveBlocks {
     std::string failure;                   // empty: none
   };
   const Block& at(BlockId block) const {
-    if (block < 0 || static_cast<std::size_t>(block) >= blocks_.size()) {
+    if (block < 0 || static_cast<std::size_t>(block) >= blocks_.size())
       throw UsageError(
           "no such block in the nvme store: use the ids that add() returned; block {}, {} blocks",
           block, blocks_.size());
-    }
     return blocks_[static_cast<std::size_t>(block)];
   }
 

@@ -118,18 +118,16 @@ class StagingArena {
  private:
   static std::unique_ptr<device::HostMemory> staging_memory(device::Device& device, Bytes budget) {
     const Bytes bytes = budget - budget % kPartAlignment;
-    if (bytes < kPartAlignment) {
+    if (bytes < kPartAlignment)
       throw UsageError("a staging arena needs a budget of {} at least: {} given",
                        to_string(kPartAlignment), to_string(budget));
-    }
     auto memory = device.allocate_host(bytes, memory::Kind::kStaging);
-    if (!memory->pinned()) {
+    if (!memory->pinned())
       throw OutOfMemoryError(
           "the system does not let this process pin the memory that states on a drive are staged "
           "through: {} wanted; raise the limit on locked memory (ulimit -l) or lower the budget; "
           "held: {}",
           to_string(bytes), device.ledger()->report());
-    }
     const auto address = reinterpret_cast<std::uintptr_t>(memory->bytes().data());
     STRATA_ASSERT(address % kPartAlignment.size() == 0);
     return memory;

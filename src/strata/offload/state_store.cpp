@@ -12,10 +12,9 @@ constexpr std::int64_t kBitsInByte = 8;
 }  // namespace
 
 void require_part(const Part& part, std::string_view name, Bytes size) {
-  if (part.begin.value < 0 || part.end < part.begin || part.end > size) {
+  if (part.begin.value < 0 || part.end < part.begin || part.end > size)
     throw UsageError("block '{}' has no such part: bytes [{}, {}) of {}", name, part.begin.value,
                      part.end.value, size.value);
-  }
   if (part.begin % kPartAlignment != Bytes() ||
       (part.end % kPartAlignment != Bytes() && part.end != size)) {
     throw UsageError(
@@ -66,10 +65,9 @@ template <typename Copy>
 void for_each_part(StateStore& store, BlockId block, std::size_t bytes, Access access,
                    const Copy& copy) {
   const Bytes all = store.size_of(block);
-  if (Bytes(bytes) != all) {
+  if (Bytes(bytes) != all)
     throw UsageError("a state of the optimizer on a drive has {} bytes; found {}", all.value,
                      bytes);
-  }
   const Bytes budget = store.lease_budget(block);
   const Bytes most = std::max(kPartAlignment, budget - budget % kPartAlignment);
   for (Bytes at; at < all;) {

@@ -29,11 +29,10 @@ void transpose(std::byte* target, const std::byte* source, std::size_t count, st
                std::size_t columns) {
   for (std::size_t i = 0; i < count; ++i) {
     for (std::size_t row = 0; row < rows; ++row) {
-      for (std::size_t column = 0; column < columns; ++column) {
+      for (std::size_t column = 0; column < columns; ++column)
         std::memcpy(target + ((i * columns + column) * rows + row) * sizeof(Element),
                     source + ((i * rows + row) * columns + column) * sizeof(Element),
                     sizeof(Element));
-      }
     }
   }
 }

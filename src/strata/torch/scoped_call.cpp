@@ -90,12 +90,11 @@ ModuleScopes::ModuleScopes(std::shared_ptr<ShardedModel> model,
 
 std::span<const int> ModuleScopes::below(const ::torch::nn::Module& module) const {
   const auto found = below_.find(&module);
-  if (found == below_.end()) {
+  if (found == below_.end())
     throw UsageError(
         "a scoped call takes a module of the trained model; found a {} that was not registered in "
         "it when the trainer was made. Use register_module()",
         module.name());
-  }
   return found->second;
 }
 

@@ -16,12 +16,11 @@ using GroupOfParameter = std::unordered_map<const c10::TensorImpl*, int>;
 
 engine::UpdateRule rule_of(const engine::Config& config, bool has_groups) {
   if (!config.optimizer) return has_groups ? engine::UpdateRule::kAdamW : engine::UpdateRule::kNone;
-  if (config.optimizer->kind != engine::OptimizerKind::kAdam) {
+  if (config.optimizer->kind != engine::OptimizerKind::kAdam)
     throw ConfigError(
         "optimizer.type: optimizers of torch.optim need Python; a C++ program has \"Adam\" and "
         "\"AdamW\". Write one of these; found \"{}\"",
         config.optimizer->type);
-  }
   return config.optimizer->adam.decoupled ? engine::UpdateRule::kAdamW : engine::UpdateRule::kAdam;
 }
 
@@ -106,13 +105,12 @@ Trainer::~Trainer() {
 
 void Trainer::make_scheduler() {
   const engine::Config& config = model_->config();
-  if (config.torch_scheduler) {
+  if (config.torch_scheduler)
     throw ConfigError(
         "scheduler.type: schedulers of torch.optim.lr_scheduler need Python; a C++ program has "
         "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle and LRRangeTest. Write one of these; "
         "found \"{}\"",
         config.torch_scheduler->type);
-  }
   if (!config.scheduler || groups_.empty()) return;
   std::vector<double> lrs;
   for (const engine::GroupScalars& group : groups_) lrs.push_back(group.lr);

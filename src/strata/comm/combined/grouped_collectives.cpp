@@ -217,10 +217,9 @@ class ReplicaSums {
   void drop_complete() {
     while (!pending_.empty() && pending_.front().step == Step::kComplete) {
       Pending& first = pending_.front();
-      if (first.scratch != nullptr) {
+      if (first.scratch != nullptr)
         free_[static_cast<std::int64_t>(first.reduction.result.size())].push_back(
             std::move(first.scratch));
-      }
       pending_.pop_front();
     }
   }

@@ -36,9 +36,8 @@ void stream_copy(std::byte* target, const std::byte* source, std::size_t bytes) 
   const auto* from = reinterpret_cast<const std::uint8_t*>(source + head);
   const std::size_t lines = (bytes - head) / kLine * kLine;
   for (std::size_t line = 0; line < lines; line += kLine) {
-    for (std::size_t i = 0; i < kLine; i += lanes) {
+    for (std::size_t i = 0; i < kLine; i += lanes)
       hn::Stream(hn::LoadU(d, from + line + i), d, to + line + i);
-    }
   }
   std::memcpy(to + lines, from + lines, bytes - head - lines);
   hwy::FlushStream();

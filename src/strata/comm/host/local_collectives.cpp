@@ -78,11 +78,10 @@ class LocalRankMemory final : public RankMemory {
         std::make_shared<const memory::MappedMemory>(memory::MappedMemory::anonymous(bytes, name));
     LocalRank& owner = state_->at(rank_);
     const std::lock_guard lock(owner.mutex);
-    if (!owner.buffers.emplace(id_of(name), memory).second) {
+    if (!owner.buffers.emplace(id_of(name), memory).second)
       throw UsageError(
           "a living buffer of this rank has the name already: free it first ('{}', rank {})", name,
           rank_);
-    }
     return std::make_unique<LocalBuffer>(state_, rank_, std::move(name), std::move(memory));
   }
 

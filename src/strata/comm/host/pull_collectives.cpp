@@ -29,24 +29,22 @@ Bytes slice_bytes(const Reduction& reduction) {
 void check_arguments(const Reduction& reduction, std::string_view tag) {
   if (reduction.source == nullptr)
     throw UsageError("reduce_scatter needs a source buffer ('{}' has none)", tag);
-  if (!is_floating(reduction.dtype) || reduction.dtype == DType::kFloat64) {
+  if (!is_floating(reduction.dtype) || reduction.dtype == DType::kFloat64)
     throw UsageError(
         "reduce_scatter sums float32, bfloat16 and float16: convert the source first ('{}' is {})",
         tag, name_of(reduction.dtype));
-  }
 }
 
 void check_bounds(const Reduction& reduction, const BufferView& own, int world_size,
                   std::string_view tag) {
   const Bytes wanted = slice_bytes(reduction) * world_size;
   const Bytes size(own.bytes.size());
-  if (reduction.source_offset < Bytes(0) || reduction.source_offset + wanted > size) {
+  if (reduction.source_offset < Bytes(0) || reduction.source_offset + wanted > size)
     throw UsageError(
         "reduce_scatter of '{}' reads past its source '{}' (offset {}, {} slices of {} B, buffer "
         "of {} B)",
         tag, reduction.source->name(), reduction.source_offset.value, world_size,
         slice_bytes(reduction).value, size.value);
-  }
 }
 
 std::string text_of(std::uint64_t number, const OperationEntry& entry) {
@@ -175,10 +173,9 @@ class MessageRounds {
     } while (!values.empty());
   }
   void broadcast(std::span<std::byte> bytes, int root) {
-    if (root < 0 || root >= link_.world_size()) {
+    if (root < 0 || root >= link_.world_size())
       throw UsageError("the root of a broadcast must be a rank (root {}, world size {})", root,
                        link_.world_size());
-    }
     const OperationEntry entry{.kind = OperationKind::kBroadcast,
                                .detail = static_cast<std::uint32_t>(root),
                                .count = std::ssize(bytes)};
@@ -390,13 +387,12 @@ class PullCollectives final : public Collectives {
   void check_arguments(const SliceMap& slices, std::span<const std::byte> flat,
                        std::string_view tag) {
     const Bytes wanted = slices.slice_bytes * world_size();
-    if (slices.buffer == nullptr || Bytes(flat.size()) != wanted) {
+    if (slices.buffer == nullptr || Bytes(flat.size()) != wanted)
       throw UsageError(
           "all_gather needs a buffer and a target of world size x slice bytes ('{}': {} buffer, {} "
           "x {} B, target of {} B)",
           tag, slices.buffer == nullptr ? "no" : "a", world_size(), slices.slice_bytes.value,
           flat.size());
-    }
   }
   void pull_slice(int from, const SliceMap& slices, std::span<std::byte> flat,
                   std::string_view tag) {

@@ -190,10 +190,9 @@ class RankLink {
   void end(Ending ending, std::string_view reason) noexcept {
     stop(ending, reason);
     try {
-      if (!broken()) {
+      if (!broken())
         broken_ = fmt::format("rank {} {}: {}", name_of(rank_),
                               ending == Ending::kLeft ? "left" : "was stopped", reason);
-      }
     } catch (const std::exception&) {  // no memory for the text
       broken_ = "stopped";
     }

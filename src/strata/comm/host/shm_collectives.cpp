@@ -36,20 +36,18 @@ constexpr Bytes kHugeAlignment = 2_MiB;  // lets the kernel use huge pages
 
 FileDescriptor create_memfd(int rank) {
   FileDescriptor file(::memfd_create("strata", MFD_CLOEXEC));
-  if (!file.valid()) {
+  if (!file.valid())
     throw CommError("rank {} cannot create shared memory (memfd_create: {})", rank,
                     errno_text(errno));
-  }
   return file;
 }
 
 void grow(int fd, Bytes bytes, const std::string& name) {
-  if (::ftruncate(fd, bytes.value) != 0) {
+  if (::ftruncate(fd, bytes.value) != 0)
     throw OutOfMemoryError(
         "cannot grow the shared memory for '{}': check the limits of the process (ulimit -f) and "
         "the memory that is free (segment of {}; {})",
         name, to_string(bytes), errno_text(errno));
-  }
 }
 
 std::uint64_t random_key() {
@@ -92,11 +90,10 @@ class SharedSegment : public std::enable_shared_from_this<SharedSegment> {
   std::unique_ptr<SharedBuffer> allocate(std::string name, Bytes bytes) {
     const std::uint64_t id = id_of(name);
     const std::lock_guard lock(mutex_);
-    if (living_.contains(id)) {
+    if (living_.contains(id))
       throw UsageError(
           "a living buffer of this rank has the name already: free it first ('{}', rank {})", name,
           rank_);
-    }
     const Bytes alignment = bytes >= kHugeAlignment ? kHugeAlignment : kSmallAlignment;
     const BufferRange place{align_up(end_, alignment).value, bytes.value};
     grow(fd(), Bytes(place.offset) + align_up(bytes, kSmallAlignment) + kSmallAlignment, name);
@@ -104,11 +101,10 @@ class SharedSegment : public std::enable_shared_from_this<SharedSegment> {
     auto memory = std::make_shared<const memory::MappedMemory>(memory::MappedMemory::of_file(
         fd(), Bytes(place.offset), bytes, memory::MappedMemory::Access::kReadWrite, name));
     const auto slot = header_->directory.insert(id, place);
-    if (!slot) {
+    if (!slot)
       throw UsageError(
           "too many shared buffers: put several things into one ('{}' would be number {})", name,
           kDirectorySlots + 1);
-    }
     living_.emplace(id, Living{*slot, place, memory});
     return std::make_unique<Buffer>(shared_from_this(), std::move(name), std::move(memory));
   }
@@ -179,12 +175,11 @@ std::string boot_id() {
 
 FileDescriptor open_process(int rank, pid_t pid) {
   FileDescriptor process(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
-  if (!process.valid()) {
+  if (!process.valid())
     throw CommError(
         "cannot watch the process of rank {}: it has ended, or it is in another PID namespace "
         "(process {}; pidfd_open: {})",
         rank, pid, errno_text(errno));
-  }
   return process;
 }
 
@@ -215,12 +210,11 @@ struct SegmentAddress {
 FileDescriptor open_segment(int rank, const SegmentAddress& address) {
   const std::string path = fmt::format("/proc/{}/fd/{}", address.pid, address.fd);
   FileDescriptor segment(::open(path.c_str(), O_RDWR | O_CLOEXEC));
-  if (!segment.valid()) {
+  if (!segment.valid())
     throw CommError(
         "cannot open the shared memory of rank {}: run all ranks of this host as one user in one "
         "container, or use the gloo backend ({}: {})",
         rank, path, errno_text(errno));
-  }
   struct stat status {};
   if (::fstat(segment.get(), &status) != 0 ||
       status.st_size < static_cast<off_t>(sizeof(SegmentHeader))) {
@@ -238,25 +232,23 @@ FileDescriptor open_segment(int rank, const SegmentAddress& address) {
 class RankProcess {
  public:
   RankProcess(int rank, const SegmentAddress& address) : rank_(rank), pid_(address.pid) {
-    if (address.host != boot_id()) {
+    if (address.host != boot_id())
       throw CommError(
           "shared memory serves ranks of one host, but rank {} is on another one: use the gloo "
           "backend",
           rank);
-    }
     process_ = open_process(rank, pid_);
     segment_ = open_segment(rank, address);
     header_memory_ = memory::MappedMemory::of_file(
         segment_.get(), Bytes(0), Bytes(sizeof(SegmentHeader)),
         memory::MappedMemory::Access::kReadWrite, "a peer's control block");
     header_ = std::launder(reinterpret_cast<SegmentHeader*>(header_memory_.bytes().data()));
-    if (header_->key != address.key) {
+    if (header_->key != address.key)
       throw CommError(
           "what rank {} announced is not its shared memory: the ranks are probably in different "
           "PID namespaces; run them in one container, or use the gloo backend (process {}, "
           "descriptor {})",
           rank, pid_, address.fd);
-    }
   }
 
   ControlBlock& control() { return header_->control; }

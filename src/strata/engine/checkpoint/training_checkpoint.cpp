@@ -34,10 +34,9 @@ UnlikeNames compare_with(const TrainingCheckpoint& checkpoint, TensorRole role,
     }
     const format::ManifestTensor& saved = tensors[*tensor];
     known.insert(role == TensorRole::kParameter ? saved.name : name);  // one may have an alias
-    if (saved.shape != shape) {
+    if (saved.shape != shape)
       unlike.misshapen.push_back(
           fmt::format("{}: {} in the model, {} in the checkpoint", name, shape, saved.shape));
-    }
   }
   for (const format::ManifestTensor& tensor : tensors) {
     if (tensor.role == role && !known.contains(tensor.name))

@@ -117,12 +117,11 @@ class BatchSink final : public checkpoint::Sink {
     const auto [place, is_new] = collected_.try_emplace(copy.param, Collected{dtype, Numel(), {}});
     Collected& collected = place->second;
     if (is_new) collected.bytes.resize(bytes_of(param.numel(), dtype).size());
-    if (collected.dtype != dtype) {
+    if (collected.dtype != dtype)
       throw UsageError(
           "the pieces of parameter '{}', which is channels_last, are of different dtypes in the "
           "files; convert them to one; found {} and {}",
           param.name, name_of(collected.dtype), name_of(dtype));
-    }
     std::memcpy(collected.bytes.data() + bytes_of(copy.param_begin, dtype).size(), source,
                 copy.bytes().size());
     collected.filled += copy.numel;

@@ -119,11 +119,10 @@ void WeightSaver::check_tensor(const SavedTensor& tensor) const {
     sum += piece.numel;
   }
   const std::optional<Numel> wanted = format::checked_numel(tensor.spec.shape);
-  if (!wanted || *wanted != sum) {
+  if (!wanted || *wanted != sum)
     throw UsageError(
         "the pieces of tensor '{}' must fill it: its shape has {} elements, they have {}",
         tensor.spec.name, wanted ? wanted->value : -1, sum.value);
-  }
 }
 
 void WeightSaver::plan_runs() {

@@ -25,22 +25,20 @@ void read_shard_groups(const Settings& s, ZeroConfig& zero) {
   const std::int64_t mics = s.integer(kMicsKey);
   const std::int64_t hpz = s.integer(kHpzKey);
   if (mics <= 0 && hpz <= 1) return;
-  if (mics > 0 && hpz > 1) {
+  if (mics > 0 && hpz > 1)
     throw ConfigError(
         "{}: contradicts {}, which shards gradients and optimizer state over all ranks; remove one "
         "of the two; found {} and {}",
         kMicsKey, kHpzKey, mics, hpz);
-  }
   const std::string_view key = mics > 0 ? kMicsKey : kHpzKey;
   const std::int64_t size = std::max(mics, hpz);
   if (size > std::numeric_limits<int>::max())
     throw ConfigError("{}: wanted a number of ranks; found {}", key, size);
-  if (zero.stage < 3) {
+  if (zero.stage < 3)
     throw ConfigError(
         "{}: shard groups are those of stage 3 (DeepSpeed does not look at the key below it, and "
         "shards over all ranks); write \"stage\": 3, or remove the key; found {} at stage {}",
         key, size, zero.stage);
-  }
   zero.shard_group_size = static_cast<int>(size);
   zero.secondary_shards = hpz > 1;
 }
@@ -200,12 +198,11 @@ BatchSizes BatchSizes::complete(int world_size) const {
   STRATA_ASSERT(world_size >= 1);
   const auto& [train, micro, steps] = *this;
   BatchSizes all = *this;
-  if (!train && !micro) {
+  if (!train && !micro)
     throw ConfigError(
         "train_batch_size: wanted it or train_micro_batch_size_per_gpu, since accumulation alone "
         "says nothing of the batch; add \"train_micro_batch_size_per_gpu\"; found {}",
         given_text(*this, world_size));
-  }
   if (train && micro && !steps) {
     all.accumulation_steps = *train / *micro / world_size;
   } else if (train && !micro) {
@@ -218,14 +215,13 @@ BatchSizes BatchSizes::complete(int world_size) const {
   const bool holds =
       all.train_batch_size && *all.micro_batch_size > 0 && *all.accumulation_steps > 0 &&
       product(*all.micro_batch_size, *all.accumulation_steps, world_size) == all.train_batch_size;
-  if (!holds) {
+  if (!holds)
     throw ConfigError(
         "train_batch_size: does not equal train_micro_batch_size_per_gpu x "
         "gradient_accumulation_steps x world size: {} != {} x {} x {}; correct one of them or "
         "remove it and let the others give it; found {}",
         size_text(all.train_batch_size), *all.micro_batch_size, *all.accumulation_steps, world_size,
         given_text(*this, world_size));
-  }
   return all;
 }
 

@@ -210,10 +210,9 @@ std::optional<std::string> decode_base64(std::string_view text) {
 std::string read_file(const std::filesystem::path& path) {
   std::error_code error;
   const auto size = std::filesystem::file_size(path, error);
-  if (!error && size > kMaxSize.size()) {
+  if (!error && size > kMaxSize.size())
     throw ConfigError("{} is not a configuration: it has {} bytes, at most {} are read",
                       path.string(), size, kMaxSize.value);
-  }
   std::ifstream file(path, std::ios::binary);
   std::ostringstream content;
   content << file.rdbuf();

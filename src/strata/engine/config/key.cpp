@@ -255,10 +255,9 @@ std::string join_path(std::string_view parent, std::string_view leaf) {
 
 std::string wanted(const Key& key) {
   const std::string_view what = kKinds.at(static_cast<std::size_t>(key.kind)).wanted;
-  if (key.kind == Kind::kChoice || key.kind == Kind::kWord) {
+  if (key.kind == Kind::kChoice || key.kind == Kind::kWord)
     return fmt::format("{} {}{}", what, fmt::join(choices_in(key.limits), ", "),
                        key.kind == Kind::kWord ? " (in any case)" : "");
-  }
   const bool limited = !key.limits.empty() && key.kind != Kind::kSwitch;
   return limited ? fmt::format("{} {}", what, key.limits) : std::string(what);
 }

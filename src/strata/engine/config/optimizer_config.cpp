@@ -87,10 +87,9 @@ json torch_arguments(const std::string& torch_class, const json& params, ConfigF
       continue;
     }
     json argument = with_numbers(value);
-    if (argument.is_string() || argument.is_null()) {
+    if (argument.is_string() || argument.is_null())
       throw ConfigError("optimizer.params.{}: wanted a number, true or false for {}; found {}",
                         name, full_name(torch_class), shown(value));
-    }
     remarks->findings.push_back({path, Verdict::kHonoured, shown(value), meaning});
     kept[name] = std::move(argument);
   }
@@ -190,21 +189,19 @@ OptimizerConfig read_optimizer(Settings* settings, ConfigFindings* remarks) {
   const std::string type = settings->text("optimizer.type");
   const json params = settings->at("optimizer.params");
   const std::string_view name = class_of(type);
-  if (const auto norm = params.find("max_grad_norm"); norm != params.end()) {
+  if (const auto norm = params.find("max_grad_norm"); norm != params.end())
     throw ConfigError(
         fmt::format("optimizer.params.max_grad_norm: clipping is no parameter of the optimizer; "
                     "write \"gradient_clipping\": {0} at the top level; found {0}",
                     shown(*norm)));
-  }
   if (name != "Adam" && name != "AdamW")
     return torch_optimizer(type, std::string(name), params, settings, remarks);
   const bool decoupled = name == "AdamW" || flag_or(params, "adam_w_mode", true);
   if (flag_or(params, "torch_adam", false)) {
-    if (!flag_or(params, "bias_correction", true)) {
+    if (!flag_or(params, "bias_correction", true))
       throw ConfigError(
           "optimizer.params.bias_correction: torch.optim's Adam always corrects; remove "
           "\"torch_adam\", by which the engine's kernel does without, or write true; found false");
-    }
     return torch_optimizer(type, decoupled ? "AdamW" : "Adam", params, settings, remarks);
   }
   settings->set("optimizer.params",
@@ -248,13 +245,12 @@ std::optional<SchedulerConfig> read_scheduler(Settings* settings, ConfigFindings
   const std::string type = settings->text("scheduler.type");
   const json params = settings->at("scheduler.params");
   const auto keys = scheduler_keys(type);
-  if (keys.empty()) {
+  if (keys.empty())
     throw ConfigError(
         "scheduler.type: wanted WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle or LRRangeTest "
         "(the nearest is \"{}\"); pass a scheduler of torch.optim as lr_scheduler= to initialize; "
         "found \"{}\"",
         nearest_of(type, kSchedulerTypes), type);
-  }
   settings->set("scheduler.params",
                 json::object());  // each parameter has its own path from here on
   read_settings(keys, params, "scheduler.params", settings, remarks);

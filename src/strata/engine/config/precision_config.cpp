@@ -38,35 +38,31 @@ std::optional<DType> read_autocast(const Settings& s, std::optional<DType> param
   const bool enabled = s.flag("torch_autocast.enabled");
   const auto name = s.maybe<std::string>("torch_autocast.dtype");
   if (!enabled) return std::nullopt;
-  if (!name) {
+  if (!name)
     throw ConfigError(
         "torch_autocast.dtype: wanted \"bf16\" or \"fp16\", the type in which safe operations "
         "compute; found none");
-  }
   const auto dtype = dtype_from_config(name->starts_with("torch.") ? name->substr(6) : *name);
   STRATA_ASSERT(dtype.has_value());
-  if (param_dtype && *param_dtype != *dtype) {
+  if (param_dtype && *param_dtype != *dtype)
     throw ConfigError(
         "torch_autocast.dtype: contradicts {}.enabled, by which parameters are of another type; "
         "name one type in both, or leave one section out; found {} and {}",
         *param_dtype == DType::kFloat16 ? "fp16" : "bf16", name_of(*dtype), name_of(*param_dtype));
-  }
   return dtype;
 }
 
 void read_narrow_states(const Settings& s, bool bf16, PrecisionConfig& precision) {
   const bool masters = s.flag("bf16.bf16_master_weights_and_grads");
   const bool states = s.flag("bf16.bf16_optimizer_states");
-  if (masters && !bf16) {
+  if (masters && !bf16)
     throw ConfigError(
         "bf16.bf16_master_weights_and_grads: is for bf16 weights; set bf16.enabled to true or "
         "remove the key; found bf16.enabled false");
-  }
-  if (states && !masters) {
+  if (states && !masters)
     throw ConfigError(
         "bf16.bf16_optimizer_states: needs bf16.bf16_master_weights_and_grads; set that to true, "
         "too, or remove the key; found false");
-  }
   precision.rounds_masters = masters;
   if (masters && !s.maybe<std::string>("data_types.grad_accum_dtype"))
     precision.grad_accum_dtype = DType::kBFloat16;
@@ -78,11 +74,10 @@ void read_narrow_states(const Settings& s, bool bf16, PrecisionConfig& precision
 PrecisionConfig read_precision(const Settings& s) {
   const bool bf16 = s.flag("bf16.enabled");
   const bool fp16 = s.flag("fp16.enabled");
-  if (bf16 && fp16) {
+  if (bf16 && fp16)
     throw ConfigError(
         "bf16.enabled: contradicts fp16.enabled, since parameters have one element type; set one "
         "of the two to false; found both true");
-  }
   const bool skip_bf16 = s.flag("bf16.check_grad_overflow");
   const bool cast = s.flag("fp16.auto_cast");
   const auto param_dtype = bf16   ? std::optional(DType::kBFloat16)

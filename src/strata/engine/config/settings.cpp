@@ -111,12 +111,11 @@ class Reader {
     if (key.treatment == Treatment::kRefused) return true;  // off, or refused
     if (value.is_null()) {
       const bool missed = changes_results(key) && is_numeric(key) && key.fallback != "null";
-      if (missed && !quiet) {
+      if (missed && !quiet)
         throw ConfigError(fmt::format(
             "{}: null is no value of it, and trained numbers would depend on what it "
             "is taken for; write {} ({}), or remove the key, which gives {}; found null",
             key.path, wanted(key), key.meaning, key.fallback));
-      }
       note(key.path, Verdict::kHonoured, value, "not given: " + default_of(key));
       return false;
     }
@@ -133,12 +132,11 @@ class Reader {
       note(key.path, Verdict::kHonoured, value,
            fmt::format("{}, where no framework fills it in", default_of(key)));
     if (!prefix.empty()) return false;
-    if (!filled && key.kind != Kind::kText) {
+    if (!filled && key.kind != Kind::kText)
       throw ConfigError(
           "{}: \"auto\" is filled in by the caller of other keys, not of this one; write {} ({}) "
           "or remove the key; found \"auto\"",
           key.path, wanted(key), key.meaning);
-    }
     return false;
   }
 
@@ -233,11 +231,10 @@ class Reader {
 bool flag_of(std::string_view path, const json& value) {
   if (value.is_null() || value == "auto") return false;
   const auto flag = flag_in(value);
-  if (!flag) {
+  if (!flag)
     throw ConfigError(
         "{}: wanted true or false (an old spelling of the offload sections); found {}", path,
         shown(value));
-  }
   return *flag;
 }
 

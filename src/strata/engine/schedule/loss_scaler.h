@@ -45,12 +45,11 @@ class LossScaler {
     state_.scale = dynamic() ? params.initial : params.fixed;
     state_.hysteresis_left = params.hysteresis;
     if (!dynamic()) return;
-    if (params.window <= 0 || params.minimum <= 0.0) {
+    if (params.window <= 0 || params.minimum <= 0.0)
       throw ConfigError(
           "a dynamic loss scale (fp16.loss_scale 0) needs fp16.loss_scale_window > 0 and "
           "fp16.min_loss_scale > 0; found {} and {}",
           params.window, params.minimum);
-    }
   }
 
   bool dynamic() const { return params_.fixed == 0.0; }
@@ -81,13 +80,12 @@ class LossScaler {
 
  private:
   void shrink() {
-    if (state_.scale == params_.minimum) {
+    if (state_.scale == params_.minimum)
       throw LossScaleError(
           "gradients are not finite although the loss scale is at its minimum, so it cannot fall "
           "any more; look for a diverging loss, lower the learning rate, or train in bf16; loss "
           "scale {}, optimizer step {}",
           state_.scale, state_.iteration);
-    }
     state_.scale = std::max(state_.scale / kFactor, params_.minimum);
   }
 

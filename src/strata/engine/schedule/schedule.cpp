@@ -89,12 +89,11 @@ class OneCycle {
         second_step_size_(params.second_step_size.value_or(params.first_step_size)),
         total_size_(params.first_step_size + second_step_size_),
         cycles_momentum_(params.cycle_momentum && optimizer.has_betas) {
-    if (params.first_step_size <= 0 || second_step_size_ < 0) {
+    if (params.first_step_size <= 0 || second_step_size_ < 0)
       throw ConfigError(
           "scheduler.params.cycle_first_step_size must be > 0 and cycle_second_step_size >= 0; "
           "found {} and {}",
           params.first_step_size, second_step_size_);
-    }
     const std::size_t groups = optimizer.group_lrs.size();
     min_lrs_ = params.min_lr.spread(groups, "scheduler.params.cycle_min_lr");
     max_lrs_ = params.max_lr.spread(groups, "scheduler.params.cycle_max_lr");
@@ -168,10 +167,9 @@ Schedule schedule_of(const OneCycleParams& params, const ScheduledOptimizer& opt
 Schedule schedule_of(const LrRangeTestParams& params, const ScheduledOptimizer& optimizer) {
   const auto min_lrs =
       params.min_lr.spread(optimizer.group_lrs.size(), "scheduler.params.lr_range_test_min_lr");
-  if (params.step_size <= 0) {
+  if (params.step_size <= 0)
     throw ConfigError("scheduler.params.lr_range_test_step_size must be > 0; found {}",
                       params.step_size);
-  }
   return [=](std::int64_t iteration) -> Rates {
     double intervals = as_double(iteration + 1) / as_double(params.step_size);
     if (params.staircase) intervals = std::floor(intervals);
@@ -185,11 +183,10 @@ Schedule schedule_of(const LrRangeTestParams& params, const ScheduledOptimizer& 
 
 std::vector<double> PerGroup::spread(std::size_t groups, std::string_view path) const {
   if (scalar) return std::vector<double>(groups, values.at(0));
-  if (values.size() != groups) {
+  if (values.size() != groups)
     throw ConfigError(
         "{}: wanted one number for each of the {} parameter groups; found a list of {}", path,
         groups, values.size());
-  }
   return values;
 }
 
@@ -204,11 +201,10 @@ Scheduler::Scheduler(Schedule schedule, std::int64_t last_iteration)
 }
 
 void Scheduler::set_last_iteration(std::int64_t iteration) {
-  if (iteration < kStart) {
+  if (iteration < kStart)
     throw UsageError(
         "a scheduler's last_batch_iteration is -1 (not begun) or a step counted from 0; found {}",
         iteration);
-  }
   last_iteration_ = iteration;
 }
 

@@ -75,11 +75,10 @@ enum class UpdateRule { kNone, kAdam, kAdamW, kExternal };
 // The form of the masters that the rule needs. ConfigError for settings that do not fit it. A
 // user's optimizer sees fp32 masters; Adam and AdamW work on weights and remainders, or round.
 inline plan::Masters masters_for(UpdateRule rule, const EngineOptions& options) {
-  if (rule == UpdateRule::kExternal && options.rounds_masters) {
+  if (rule == UpdateRule::kExternal && options.rounds_masters)
     throw ConfigError(
         "bf16.bf16_master_weights_and_grads: is for Adam and AdamW, which round what they compute "
         "themselves; remove the key, or take one of these; found another optimizer");
-  }
   if (rule == UpdateRule::kExternal) return plan::Masters::kFloat32;
   return options.rounds_masters ? plan::Masters::kRounded : plan::Masters::kRemainder;
 }

@@ -105,12 +105,11 @@ void Weights::reload_states() {
 
 const Unit& Weights::trainable_unit_of(int param) const {
   const Unit& unit = unit_of(param);
-  if (!unit.trains(param)) {
+  if (!unit.trains(param))
     throw UsageError(
         "parameter '{}' got a gradient, but the engine does not train it: it was frozen, or in no "
         "param group, when the graph's forward began",
         this->param(param).name);
-  }
   return unit;
 }
 
@@ -127,10 +126,9 @@ std::pair<Numel, Numel> Weights::owned_range(int param) const {
 void Weights::enqueue_store(int param, Numel begin, Numel numel, const std::byte* source,
                             DType source_dtype, OwedMasters* owed) {
   const plan::Slot& slot = slot_of(param);
-  if (begin.value < 0 || numel.value < 0 || begin + numel > slot.numel) {
+  if (begin.value < 0 || numel.value < 0 || begin + numel > slot.numel)
     throw UsageError("elements [{}, {}) do not lie in parameter '{}' of {} elements", begin.value,
                      (begin + numel).value, this->param(param).name, slot.numel.value);
-  }
   const auto [owned_begin, owned_end] = owned_range(param);
   const Numel low = std::max(begin, owned_begin);
   const Numel high = std::min(begin + numel, owned_end);

@@ -106,22 +106,19 @@ std::optional<c10::Device> device_of(
   std::string first;
   for (const auto& [name, tensor] : parameters) {
     const c10::Device device = tensor.device();
-    if (device.is_meta()) {
+    if (device.is_meta())
       throw ConfigError(
           "a model that was built without values (on the meta device) cannot be initialized; use "
           "strata.load_pretrained, or give its parameters values first; found '{}'",
           name);
-    }
-    if (!device.is_cpu() && !device.is_cuda()) {
+    if (!device.is_cpu() && !device.is_cuda())
       throw ConfigError("parameters must be on the CPU or on a CUDA device; found '{}' on {}", name,
                         device.str());
-    }
-    if (found && *found != device) {
+    if (found && *found != device)
       throw ConfigError(
           "all parameters of a model must be on one device; move it there with model.to(device); "
           "found '{}' on {} and '{}' on {}",
           first, found->str(), name, device.str());
-    }
     if (!found) first = name;
     found = device;
   }
@@ -140,13 +137,12 @@ c10::Device choose_device(engine::DeviceKind wanted, std::optional<c10::Device> 
   const bool on_gpu = present && present->is_cuda();
   if (wanted == engine::DeviceKind::kCpu) return host;
   if (wanted == engine::DeviceKind::kAuto && !on_gpu && usable_gpus() == 0) return host;
-  if (usable_gpus() == 0) {
+  if (usable_gpus() == 0)
     throw ConfigError(
         "strata.device: no GPU can be used here; write \"cpu\", or make the GPU visible to a build "
         "with CUDA; {}, and {}",
         on_gpu ? fmt::format("the model is on {}", present->str()) : "\"cuda\" is asked for",
         describe_gpus());
-  }
   return on_gpu ? *present : gpu_of_rank(local_rank);
 }
 

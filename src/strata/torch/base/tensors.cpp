@@ -42,11 +42,10 @@ at::Tensor on_host(const std::vector<std::int64_t>& shape, at::ScalarType dtype,
                    std::size_t bytes) {
   void* const range = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (range == MAP_FAILED) {
+  if (range == MAP_FAILED)
     throw OutOfMemoryError(
         "the system gives no address range of {} for a parameter that has no memory yet: {}",
         to_string(Bytes(bytes)), errno_text(errno));
-  }
   return at::from_blob(
       range, shape, [bytes](void* memory) { munmap(memory, bytes); },
       at::TensorOptions().dtype(dtype));
@@ -106,10 +105,9 @@ void back(const at::Tensor& tensor, const std::string& what) {
   if (tensor.is_cpu()) {
     const Bytes wanted(storage.nbytes());
     const Bytes left = memory::available_memory();
-    if (wanted > left) {
+    if (wanted > left)
       throw OutOfMemoryError("{} needs {} of host memory, and {} are left", what, to_string(wanted),
                              to_string(left));
-    }
     return;  // the system adds pages at the first write
   }
   const at::Tensor memory = at::zeros({static_cast<std::int64_t>(storage.nbytes())},

@@ -51,19 +51,17 @@ void fill(at::Tensor buffer, Read&& read) {
 
 Json json_of(const TrainerState& state) {
   Json groups = Json::array();
-  for (const engine::GroupScalars& group : state.groups) {
+  for (const engine::GroupScalars& group : state.groups)
     groups.push_back({{"lr", group.lr},
                       {"betas", {group.beta1, group.beta2}},
                       {"eps", group.eps},
                       {"weight_decay", group.weight_decay}});
-  }
   Json json = {{"optimizer", {{"class", "Adam"}, {"param_groups", std::move(groups)}}},
                {"scheduler", nullptr},
                {"client_state", Json::object()}};
-  if (state.scheduler) {
+  if (state.scheduler)
     json["scheduler"] = {{"class", "ScheduledLR"},
                          {"state", {{"last_batch_iteration", state.scheduler->last_iteration()}}}};
-  }
   return json;
 }
 
@@ -75,10 +73,9 @@ void load_buffers(const engine::TrainingCheckpoint& checkpoint, const ::torch::n
     if (!tensor) continue;
     fill(buffer.value(), [&](std::span<std::byte> target) {
       const Bytes bytes = engine::whole_bytes(checkpoint, *tensor);
-      if (bytes != Bytes(target.size())) {
+      if (bytes != Bytes(target.size()))
         throw FormatError("{}: the buffer '{}' has {} bytes, the module's {}", checkpoint.path(),
                           buffer.key(), bytes.value, target.size());
-      }
       engine::read_whole(checkpoint, *tensor, io, target);
     });
   }
@@ -94,11 +91,10 @@ void restore(ShardedModel& model, TrainerState state,
     const Json optimizer = json.value("optimizer", Json());
     if (optimizer.is_object()) {
       const Json& groups = optimizer.at("param_groups");
-      if (groups.size() != state.groups.size()) {
+      if (groups.size() != state.groups.size())
         throw UsageError(
             "the trainer has {} param groups, the checkpoint's had {}; make them alike: path={}",
             state.groups.size(), groups.size(), checkpoint.path());
-      }
       for (std::size_t i = 0; i < groups.size(); ++i) {
         const Json& group = groups[i];
         engine::GroupScalars& scalars = state.groups[i];

@@ -286,9 +286,8 @@ class GradientHooks : NonCopyable {
   }
   ~GradientHooks() {
     receiver_->engine = nullptr;
-    for (const auto& [node, hook] : std::exchange(receiver_->hooked, {})) {
+    for (const auto& [node, hook] : std::exchange(receiver_->hooked, {}))
       std::erase_if(node->pre_hooks(), [hook = hook](const auto& h) { return h.get() == hook; });
-    }
   }
 
   // Whether the graph that runs in this thread stores a gradient of a trainable parameter, as far

@@ -25,12 +25,11 @@ std::vector<plan::ParamSpec> param_specs(const ModelInput& input, const engine::
     spec.tile = parameter.tile;
     spec.dtype = config.precision.weight_dtype(from_scalar_type(parameter.variable.scalar_type()));
     spec.trainable = parameter.variable.requires_grad() && parameter.group >= 0;
-    if (spec.trainable && !is_floating(spec.dtype)) {
+    if (spec.trainable && !is_floating(spec.dtype))
       throw ConfigError(
           "a trainable parameter is of float32, bfloat16, float16 or float64; freeze '{}' "
           "(requires_grad=False), or convert it before initialize(); it is of {}",
           spec.name, name_of(spec.dtype));
-    }
     spec.group = parameter.group;
     spec.channels_last = keeps_channels_last(parameter);
     specs.push_back(std::move(spec));

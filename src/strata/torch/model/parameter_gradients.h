@@ -233,12 +233,11 @@ class ParameterGradients : NonCopyable {
     const engine::Weights& weights = engine_.weights();
     const int param = shown.params.front();
     if (shown.whole.defined()) refuse_tiled(name_of(shown));
-    if (gradient.layout() != at::kStrided || gradient.sizes() != at::IntArrayRef(shown.shape)) {
+    if (gradient.layout() != at::kStrided || gradient.sizes() != at::IntArrayRef(shown.shape))
       throw UsageError(
           "'{}'.grad was set to a tensor that is no gradient of it; give a dense one of its shape "
           "[{}]",
           name_of(shown), fmt::join(shown.shape, ", "));
-    }
     const int unit = weights.unit_of(param).id;
     const int slot = weights.slot_index_of(param);
     const bool was_read = shown.look == Look::kRead && gradient.is_same(shown.tensor);

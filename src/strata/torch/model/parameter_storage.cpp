@@ -85,11 +85,10 @@ PendingStorage* awaited(const at::Tensor& tensor) {
     if (!tensor.key_set().has(kPending)) return nullptr;
     storage = find();
   }
-  if (storage == nullptr) {
+  if (storage == nullptr)
     throw UsageError(
         "an operator got a tensor with the dispatch key DeferredInit that is not one of Strata's; "
         "set strata.refresh_at to \"step\" where another library uses that key");
-  }
   return storage;
 }
 

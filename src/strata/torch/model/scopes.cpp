@@ -146,9 +146,8 @@ Scopes::Scopes(engine::Engine& engine, std::vector<Scope> scopes,
   // On one rank, too, if weights are offloaded.
   gathers_ = std::ranges::any_of(engine.weights().units(),
                                  [](const engine::Unit& unit) { return !unit.whole; });
-  for (const Scope& scope : scopes) {
+  for (const Scope& scope : scopes)
     tracker_->labels.push_back(engine.recorder().add_label(scope.name));
-  }
   tracker_->scopes = std::move(scopes);
   tracker_->lives.resize(engine.weights().units().size());
 }
@@ -252,13 +251,12 @@ bool Scopes::pending(int unit) const {
 void Scopes::read(int unit) {
   Tracker& t = *tracker_;
   const std::lock_guard lock(t.reads_mutex);
-  if (t.driven_by_another_thread()) {
+  if (t.driven_by_another_thread())
     throw UsageError(
         "a sharded parameter was read in a thread of its own while another thread runs forward, "
         "backward or step(), which gather in an order that all ranks share; read it in the thread "
         "that trains, or while that does none of these; found: the unit '{}'",
         engine::nth(t.engine->weights().units(), unit).name());
-  }
   if (std::ranges::count(t.read_units, unit) + std::ranges::count(t.idle_read_units, unit) > 0)
     return;
   t.engine->gatherer().acquire(unit);

@@ -84,12 +84,11 @@ void TrainingPasses::begin_backward() {
 
 void TrainingPasses::end_backward() {
   pass_.drive(false);
-  if (unforeseen_ && !hooks_.took()) {
+  if (unforeseen_ && !hooks_.took())
     throw UsageError(
         "backward(loss) gave no parameter of this engine a gradient, and no forward of the engine "
         "came before it; give it a loss that depends on this engine's parameters, or call "
         "backward() of the engine whose model made it");
-  }
   hooks_.end_pass();
   scopes_.end_backward();
   control_.end_backward();
@@ -100,11 +99,10 @@ void TrainingPasses::begin_found() {
   scopes_.failure().rethrow();
   frozen_.train_unfrozen();
   const std::optional<double> loss_scale = AutogradPass::scale_here();
-  if (scales_loss_ && !loss_scale) {
+  if (scales_loss_ && !loss_scale)
     throw UsageError(
         "fp16 needs a scaled loss, and backward() was called on one that is not; call "
         "engine.scale(loss).backward(), or engine.backward(loss)");
-  }
   keeps_ = in_root_ > 0;
   shown_.take_back();
   unforeseen_ = false;  // a gradient of this model began the pass, or will come
@@ -137,11 +135,10 @@ void TrainingPasses::abandon_backward() noexcept {
 
 at::Tensor TrainingPasses::scale(const at::Tensor& loss) {
   if (!scales_loss_) return loss;
-  if (!loss.requires_grad()) {
+  if (!loss.requires_grad())
     throw UsageError(
         "scale(loss) needs a loss that comes from the model, with gradients enabled; found one "
         "that requires no gradient");
-  }
   const double scale = control_.loss_scaler().scale();
   return pass_.scaled(loss, scale, scale);
 }

@@ -246,10 +246,9 @@ class NamedBuffer final : public comm::SharedBuffer {
         before_free_(std::move(before_free)),
         growable_(growable) {
     const std::lock_guard lock(names_->mutex);
-    if (!names_->living.insert(SharedBuffer::name()).second) {
+    if (!names_->living.insert(SharedBuffer::name()).second)
       throw UsageError("a buffer named '{}' exists already; names are unique",
                        SharedBuffer::name());
-    }
   }
   ~NamedBuffer() override {
     if (before_free_) before_free_();

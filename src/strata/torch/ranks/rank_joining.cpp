@@ -55,13 +55,12 @@ class StoreBootstrap final : public comm::Bootstrap {
         absent.push_back(r);
       }
     }
-    if (!absent.empty()) {
+    if (!absent.empty())
       throw CommError(
           "rank {} waited {} s for the other ranks to start; these did not come: {}. Start every "
           "rank with the same script, or look at their own errors",
           rank_, std::chrono::duration_cast<std::chrono::seconds>(timeout_).count(),
           fmt::join(absent, ", "));
-    }
     return texts;
   }
 
@@ -87,10 +86,9 @@ std::vector<Lines> agree_on_operation(const JoiningRank& rank, std::chrono::mill
       bootstrap.exchange(fmt::format("{}", fmt::join(mine, "\n")));
   std::vector<Lines> all(texts.size());
   for (std::size_t r = 0; r < texts.size(); ++r) {
-    if (texts[r].starts_with(kFailed)) {
+    if (texts[r].starts_with(kFailed))
       throw CommError("rank {} failed before the ranks met: {}", r,
                       texts[r].substr(kFailed.size()));
-    }
     std::istringstream text(texts[r]);
     for (std::string& line : all[r]) std::getline(text, line);
   }
@@ -113,12 +111,11 @@ void require_own_devices(const std::vector<Lines>& ranks) {
   };
   std::map<std::pair<std::string, std::string>, std::size_t> owners;
   for (std::size_t r = 0; r < ranks.size(); ++r) {
-    if (kind_of(r) != kind_of(0)) {
+    if (kind_of(r) != kind_of(0))
       throw ConfigError(
           "strata.device: all ranks must train on the same kind of device; found rank 0 on {} and "
           "rank {} on {}",
           kind_of(0), r, kind_of(r));
-    }
     const auto [owner, own] = owners.emplace(std::pair(ranks[r][kHost], ranks[r][kDevice]), r);
     if (own || kind_of(r) == "cpu" || kind_of(r).empty()) continue;
     throw ConfigError(
@@ -244,9 +241,8 @@ comm::JoinedTransports join_ranks(const engine::Config& config, const JoiningRan
                          });
   comm::JoinedTransports joined = join_some(config, me, world, groups.inside_of(me.rank),
                                             groups.size, &comm::choose_inside, nccl_runs);
-  if (settings.joint_gathers && me.world_size > 1 && joined.collectives->traits().one_sided) {
+  if (settings.joint_gathers && me.world_size > 1 && joined.collectives->traits().one_sided)
     joined.collectives = comm::make_joint_gathers(std::move(joined.collectives), me.make_device());
-  }
   if (groups.count == 1) return joined;
   std::shared_ptr<comm::Collectives> replicas =
       join_some(config, me, world, groups.across_of(me.rank), groups.count, &comm::choose_across,

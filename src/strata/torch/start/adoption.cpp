@@ -111,10 +111,9 @@ class Adoption {
       while (end < kept.size() && kept[end] == kept[i]) ++end;
       const std::size_t first = i * kBlock.size();
       const std::size_t last = std::min(end * kBlock.size(), bytes.size());
-      if (kept[i]) {
+      if (kept[i])
         fingerprints.add(bytes.subspan(first, last - first), flat.is_cpu(),
                          comparison_.place_for(param, i, end - i));
-      }
       i = end;
     }
     if (!values.is_contiguous()) fingerprints.flush();  // one copy at a time
@@ -275,11 +274,10 @@ bool is_of_torchs_allocator(const c10::Storage& storage) {
 
 std::string describe_values(const std::vector<ModelParameter>& parameters) {
   std::string text;
-  for (const ModelParameter& parameter : parameters) {
+  for (const ModelParameter& parameter : parameters)
     fmt::format_to(
         std::back_inserter(text), "parameter {} is built as {}\n", parameter.name,
         parameter.has_own_values() ? c10::toString(parameter.variable.scalar_type()) : "empty");
-  }
   return text;
 }
 

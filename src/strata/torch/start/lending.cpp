@@ -90,9 +90,8 @@ std::vector<at::Tensor> dense_values(const OriginalValues& values, std::span<con
   for (const int param : params) {
     const at::Tensor& tensor = values.of(param);
     if (!tensor.is_contiguous()) copied += Bytes(tensor.nbytes());
-    if (copied > copied_most) {
+    if (copied > copied_most)
       throw UsageError("more than {} of values are not contiguous", to_string(copied_most));
-    }
     dense.push_back(tensor.contiguous());
   }
   return dense;
