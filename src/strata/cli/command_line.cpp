@@ -124,8 +124,7 @@ class CommandLine {
       app_.parse(arguments);
     } catch (const CLI::ParseError& error) {
       // Help and version are "errors" of code 0.
-      const int code = app_.exit(error, console_.out, console_.err);
-      return code == 0 ? kDone : kUsage;
+      return app_.exit(error, console_.out, console_.err) == 0 ? kDone : kUsage;
     }
     const Report report = command_();
     console_.out << (json_ ? report.json.dump(2, ' ', false, kReplaceBytes) + "\n" : report.text);

@@ -150,8 +150,7 @@ class TensorSource {
   }
   void sort() {
     std::ranges::sort(tensors_, [](const SourceTensor& a, const SourceTensor& b) {
-      if (a.name != b.name) return NaturalLess()(a.name, b.name);
-      return a.kind < b.kind;
+      return a.name != b.name ? NaturalLess()(a.name, b.name) : a.kind < b.kind;
     });
     for (std::size_t i = 0; i < tensors_.size(); ++i)
       places_.emplace(std::pair(tensors_[i].name, tensors_[i].kind), i);

@@ -32,8 +32,7 @@ std::string describe_broadcast(Bytes bytes, int root, int world_size);
 
 // The values of two ranks in an all-reduce. A NaN compares as neither smaller nor larger.
 inline double combine_values(double a, double b, ReduceOp op) {
-  if (op == ReduceOp::kSum) return a + b;
-  return op == ReduceOp::kMin ? std::min(a, b) : std::max(a, b);
+  return op == ReduceOp::kSum ? a + b : op == ReduceOp::kMin ? std::min(a, b) : std::max(a, b);
 }
 
 // `buffer` is not one of the collectives that shall use it. `role`: "buffer of an all_gather".

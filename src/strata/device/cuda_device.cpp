@@ -216,8 +216,7 @@ bool cuda_is_built() {
 int cuda_device_count() {
   const CudaDriver* driver = CudaDriver::find();
   int count = 0;
-  if (driver == nullptr || driver->DeviceGetCount(&count) != CUDA_SUCCESS) return 0;
-  return count;
+  return driver != nullptr && driver->DeviceGetCount(&count) == CUDA_SUCCESS ? count : 0;
 }
 
 CudaFacts cuda_facts() {

@@ -126,8 +126,7 @@ class DryCollectives final : public comm::Collectives {
   }
 
   std::unique_ptr<comm::Inbox> make_inbox(std::string, Bytes bytes) override {
-    if (!traits().has_inbox) return nullptr;
-    return std::make_unique<DryInbox>(bytes);
+    return traits().has_inbox ? std::make_unique<DryInbox>(bytes) : nullptr;
   }
 
   std::unique_ptr<comm::SharedBuffer> allocate(std::string name, Bytes bytes) override {

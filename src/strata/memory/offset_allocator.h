@@ -90,8 +90,7 @@ class OffsetAllocator {
     BySize by_size;
     const auto sized = by_size.emplace(size, offset).first;
     ByOffset by_offset;
-    const auto range = by_offset.emplace(offset, Range{size, by_size.extract(sized)}).first;
-    return by_offset.extract(range);
+    return by_offset.extract(by_offset.emplace(offset, Range{size, by_size.extract(sized)}).first);
   }
   void put_free(ByOffset::iterator range) {
     BySize::node_type node = std::move(range->second.kept);

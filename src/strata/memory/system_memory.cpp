@@ -1,6 +1,7 @@
 #include "strata/memory/system_memory.h"
 
 #include <fcntl.h>
+#include <fmt/core.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -74,11 +75,7 @@ Bytes left_of_groups(const fs::path& mount, const fs::path& group, const GroupFi
 }
 
 bool lists_memory(std::string_view controllers) {
-  std::istringstream names{std::string(controllers)};
-  for (std::string name; std::getline(names, name, ',');) {
-    if (name == "memory") return true;
-  }
-  return false;
+  return fmt::format(",{},", controllers).find(",memory,") != std::string::npos;
 }
 
 }  // namespace

@@ -60,11 +60,6 @@ constexpr std::array kFileSystems{
     KnownFileSystem{0x19830326, "beegfs", Medium::kNetwork},
 };
 
-std::string host_name() {
-  std::array<char, 256> name{};
-  return ::gethostname(name.data(), name.size() - 1) == 0 ? name.data() : "";
-}
-
 std::string below(const std::string& folder, std::string_view name) {
   return fmt::format("{}{}{}", folder, folder.ends_with('/') ? "" : "/", name);
 }
@@ -84,7 +79,8 @@ void require_folder(const std::string& path) {
 // The owner of a folder's lock writes this into it, so that a later job knows the leftovers of its
 // own host.
 std::string owner_text() {
-  return fmt::format("{}\n", host_name());
+  std::array<char, 256> host{};
+  return fmt::format("{}\n", ::gethostname(host.data(), host.size() - 1) == 0 ? host.data() : "");
 }
 
 bool is_of_this_host(int lock) {

@@ -166,8 +166,7 @@ std::shared_ptr<StateStore> store_of(const StatePlacement& place, device::Device
   };
   add(place.tier);
   std::ranges::for_each(place.others, add);
-  if (stores.size() == 1) return std::move(stores.front());
-  return make_tiered_store(std::move(stores));
+  return stores.size() == 1 ? std::move(stores.front()) : make_tiered_store(std::move(stores));
 }
 
 // Makes both stores. `file_of` makes the BlockFile of a placement on drives.

@@ -78,8 +78,7 @@ class PairWork final : public Work {
 // Null stays null.
 inline std::unique_ptr<Work> pair_work(std::shared_ptr<CollectivesPair> pair,
                                        std::unique_ptr<Work> work) {
-  if (work == nullptr) return nullptr;
-  return std::make_unique<PairWork>(std::move(pair), std::move(work));
+  return work == nullptr ? nullptr : std::make_unique<PairWork>(std::move(pair), std::move(work));
 }
 
 // Collectives that are made of a pair, as far as all such are alike: `owner`, one of the pair,

@@ -224,8 +224,7 @@ class ReplicaSums {
     }
   }
   Pending* find(std::uint64_t number) {
-    if (complete(number)) return nullptr;
-    return &pending_[number - pending_.front().number];
+    return complete(number) ? nullptr : &pending_[number - pending_.front().number];
   }
 
   Collectives& inside_;

@@ -19,8 +19,7 @@ constexpr Bytes kGapMax = 16_KiB;
 
 // How far into its block a read begins that must not.
 Bytes past_block(const format::RangeCopy& copy, Bytes block) {
-  const bool aligned = copy.offset % size_of(copy.source_dtype) == Bytes();
-  return aligned ? copy.offset % block : Bytes();
+  return copy.offset % size_of(copy.source_dtype) == Bytes() ? copy.offset % block : Bytes();
 }
 
 void add_piece(ReadPlan& plan, const format::RangeCopy& piece, Bytes buffer_bytes, Bytes block) {

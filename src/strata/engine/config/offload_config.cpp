@@ -31,8 +31,7 @@ memory::Tier tier_named(std::string_view device) {
 Numel elements_of(std::int64_t count, std::int64_t elements) {
   constexpr std::int64_t kLargest = std::numeric_limits<std::int64_t>::max() / 16;
   const double product = static_cast<double>(count) * static_cast<double>(elements);
-  if (product > static_cast<double>(kLargest)) return Numel(kLargest);
-  return Numel(count * elements);
+  return Numel(product > static_cast<double>(kLargest) ? kLargest : count * elements);
 }
 
 // buffer_count x buffer_size of a section.

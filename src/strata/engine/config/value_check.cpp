@@ -143,8 +143,7 @@ const json* value_at(const json& object, std::string_view path, bool& there) {
   if (holder == nullptr || !holder->is_object()) return nullptr;
   const auto found = holder->find(std::string(leaf_of(path)));
   there = found != holder->end();
-  if (!there || (found->is_object() && is_disabled(*found))) return nullptr;
-  return &*found;
+  return !there || (found->is_object() && is_disabled(*found)) ? nullptr : &*found;
 }
 
 bool section_is_off(const Key& key, const json& object) {
@@ -206,9 +205,8 @@ std::optional<double> parse_size(std::string_view text, SizeText spelling) {
 
 std::string shown(const json& value) {
   constexpr std::size_t kShown = 120;
-  std::string text = canonical_text(value);
-  if (text.size() > kShown) text = text.substr(0, kShown) + "...";
-  return text;
+  const std::string text = canonical_text(value);
+  return text.size() > kShown ? text.substr(0, kShown) + "..." : text;
 }
 
 json with_numbers(const json& value) {
