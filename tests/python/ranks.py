@@ -24,7 +24,15 @@ from pathlib import Path
 
 from devices import gpus, prepare_rank, skip_without_gpus
 
-PRELOADED = ["torch", "torch.distributed", "transformers.modeling_utils", "pytest", "strata", "hf_models"]
+# What most ranks import. Strata's modules start nothing when they are imported; those of ``torch._dynamo``,
+# ``torch._functorch`` and ``torch._inductor`` are what a rank imports when it compiles its first graph.
+PRELOADED = [
+    "torch", "torch.distributed", "transformers.modeling_utils", "pytest", "hf_models", "ranks", "comparison",
+    "strata.initialize", "strata.ops.adam", "strata.pretrained", "strata.tiles.cutting", "strata.utils",
+    "strata.views.start_up", "strata.views.tables", "strata.zero", "torch._dynamo.backends.debugging",
+    "torch._functorch.aot_autograd", "torch._inductor.debug", "torch._inductor.pattern_matcher",
+    "torch.distributed.tensor.experimental",
+]  # fmt: skip
 PATIENCE_S = 3.0  # how long the others may go on once a rank has failed
 _PR_SET_PDEATHSIG = 1
 
