@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -136,12 +137,16 @@ def test_the_loss_scale_comes_with_it(saved, tmp_path):
 def _universal(folder, stage):
     """DeepSpeed's own conversion, beside the checkpoint."""
     source = Path(folder) / f"{stage}-fp32" / "global_step3"
-    subprocess.run(
-        [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state",
-         "--num_extract_workers", "1", "--num_merge_workers", "1", "--input_folder", source,
-         "--output_folder", f"{source}_universal"],
-        check=True, capture_output=True, env={**os.environ, "DS_ACCELERATOR": "cpu"})  # fmt: skip
+    run_ranks(1, _convert, ["--inject_missing_state", "--num_extract_workers", "1", "--num_merge_workers", "1",
+                            "--input_folder", str(source), "--output_folder", f"{source}_universal"],
+              env={"DS_ACCELERATOR": "cpu"})  # fmt: skip
     return source.parent
+
+
+def _convert(arguments):
+    """Its script, in a process that has torch from the start."""
+    sys.argv = ["ds_to_universal.py", *arguments]
+    runpy.run_module("deepspeed.checkpoint.ds_to_universal", run_name="__main__")
 
 
 @pytest.mark.parametrize("stage", [1, 3])
