@@ -2,7 +2,6 @@
 
 import json
 import os
-import runpy
 import shutil
 import subprocess
 import sys
@@ -12,7 +11,9 @@ import numpy
 import pytest
 import strata
 import torch
-from deepspeed_runs import CASES, STEPS, WORLD, client_state_of_script, losses_of, make_engine, train_with_deepspeed
+from deepspeed_runs import (
+    CASES, STEPS, WORLD, client_state_of_script, convert_to_universal, losses_of, make_engine, train_with_deepspeed,
+)
 from devices import ON_GPU
 from ranks import run_ranks
 from strata.importing.__main__ import main as command_line
@@ -137,16 +138,8 @@ def test_the_loss_scale_comes_with_it(saved, tmp_path):
 def _universal(folder, stage):
     """DeepSpeed's own conversion, beside the checkpoint."""
     source = Path(folder) / f"{stage}-fp32" / "global_step3"
-    run_ranks(1, _convert, ["--inject_missing_state", "--num_extract_workers", "1", "--num_merge_workers", "1",
-                            "--input_folder", str(source), "--output_folder", f"{source}_universal"],
-              env={"DS_ACCELERATOR": "cpu"})  # fmt: skip
+    convert_to_universal(source, f"{source}_universal")
     return source.parent
-
-
-def _convert(arguments):
-    """Its script, in a process that has torch from the start."""
-    sys.argv = ["ds_to_universal.py", *arguments]
-    runpy.run_module("deepspeed.checkpoint.ds_to_universal", run_name="__main__")
 
 
 @pytest.mark.parametrize("stage", [1, 3])
