@@ -1,13 +1,16 @@
 """Runs of real DeepSpeed on ranks of the CPU that save checkpoints and go on, for tests that read these."""
 
 import argparse
+import runpy
 import shutil
+import sys
 import warnings
 
 import numpy
 import strata
 import torch
 from deepspeed_over_gloo import deepspeed_over_gloo
+from ranks import run_ranks
 from tiny_models import DTYPES, rank_and_world
 
 WORLD = 2
@@ -115,3 +118,15 @@ def _give_a_loss_scale(source, folder):
     scaler.cur_iter, scaler.last_overflow_iter, scaler.cur_hysteresis = 9, 4, 1
     content["optimizer_state_dict"]["loss_scaler"] = scaler
     torch.save(content, path)
+
+
+def convert_to_universal(source, out):
+    """DeepSpeed's own conversion of a checkpoint, by a process that has torch from the start."""
+    run_ranks(1, _convert, ["--inject_missing_state", "--num_extract_workers", "1", "--num_merge_workers", "1",
+                            "--input_folder", str(source), "--output_folder", str(out)],
+              env={"DS_ACCELERATOR": "cpu"})  # fmt: skip
+
+
+def _convert(arguments):
+    sys.argv = ["ds_to_universal.py", *arguments]
+    runpy.run_module("deepspeed.checkpoint.ds_to_universal", run_name="__main__")

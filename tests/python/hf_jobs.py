@@ -24,7 +24,7 @@ from hf_models import MODELS
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.integrations import HfDeepSpeedConfig
 
-STEPS = int(os.environ.get("STRATA_TRAINER_STEPS", "10"))
+STEPS = int(os.environ.get("STRATA_TRAINER_STEPS", "6"))
 MIDDLE = STEPS // 2  # where there is a checkpoint
 VOCABULARY = 96
 ADAMW = {"lr": "auto", "betas": "auto", "eps": 1e-8, "weight_decay": "auto", "torch_adam": True}

@@ -24,7 +24,15 @@ from pathlib import Path
 
 from devices import gpus, prepare_rank, skip_without_gpus
 
-PRELOADED = ["torch", "torch.distributed", "transformers.modeling_utils", "pytest", "strata", "hf_models"]
+# Modules that most ranks import. Strata's modules start nothing when they are imported; those of ``torch._dynamo``,
+# ``torch._functorch`` and ``torch._inductor`` are what a rank imports when it compiles its first graph.
+PRELOADED = [
+    "torch", "torch.distributed", "transformers.modeling_utils", "pytest", "hf_models", "ranks", "comparison",
+    "strata.initialize", "strata.ops.adam", "strata.pretrained", "strata.tiles.cutting", "strata.utils",
+    "strata.views.start_up", "strata.views.tables", "strata.zero", "torch._dynamo.backends.debugging",
+    "torch._functorch.aot_autograd", "torch._inductor.debug", "torch._inductor.pattern_matcher",
+    "torch.distributed.tensor.experimental",
+]  # fmt: skip
 PATIENCE_S = 3.0  # how long the others may go on once a rank has failed
 _PR_SET_PDEATHSIG = 1
 
@@ -73,7 +81,7 @@ class _Job:
         self._answers = {}  # rank -> ("result" | "error" | "died", value)
         self._killed = []
         self._ranks, self._pipes = [], {}
-        environment = {**env, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        environment = {**env, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         task = pickle.dumps((function, args))
         context = _server()
         for rank in range(world):
@@ -220,7 +228,7 @@ def _tail(path, size=6000):
     return path.read_text(errors="replace")[-size:] if path.exists() else "(nothing)"
 
 
-def _free_port():
+def free_port():
     """A port without a listener, below those that the kernel gives to outgoing connections. Each worker of one run of
     pytest has a range of its own, and takes a port of it once only: a rank listens only some time later."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])

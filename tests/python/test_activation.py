@@ -114,6 +114,6 @@ def test_scripts_get_local_rank_where_they_name_it(tmp_path):
 
 def test_operators_can_be_asked_for():
     ask = "import strata.compat.deepspeed, deepspeed\nfrom deepspeed.ops.aio import AsyncIOBuilder as builder\n"
-    python(ask + "assert deepspeed.ops.__compatible_ops__[builder.NAME] and builder().is_compatible()")
+    ask += "assert deepspeed.ops.__compatible_ops__[builder.NAME] and builder().is_compatible()\n"
     text = python(ask + "deepspeed.ops.op_builder.CPUAdamBuilder().load()", code=1)
     assert "NotImplementedError" in text and "Strata has its own" in text

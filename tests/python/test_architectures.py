@@ -18,7 +18,7 @@ from devices import ranks_at_most, to_test_device
 from hf_models import MODELS
 from plain_torch import PlainTrainer
 from ranks import run_ranks
-from soak import ALL
+from soak import ALL, also
 
 pytestmark = pytest.mark.xdist_group("architectures")  # all models are trained once, for all tests
 
@@ -40,8 +40,9 @@ SETTINGS = {
 }
 SEQUENTIAL = [setting for setting in SETTINGS if setting.startswith("sequential")]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-CASES = [("fp32", setting) for setting in SETTINGS if ALL or setting != "stage3-recomputed-reentrant"]
-CASES += [("bf16", "stage3-released"), *([("bf16", "stage2"), ("bf16", "sequential")] if ALL else [])]
+CASES = [("fp32", setting) for setting in SETTINGS if setting != "stage3-recomputed-reentrant"]
+CASES += [("bf16", "stage3-released")]
+MORE = [("fp32", "stage3-recomputed-reentrant"), ("bf16", "stage2"), ("bf16", "sequential")] if ALL else []
 
 
 def _make_model(tiny, reentrant):
@@ -155,7 +156,7 @@ def _compare():
     results = {}
     for name, tiny in MODELS.items():
         plain = {}
-        for dtype, setting in CASES:
+        for dtype, setting in CASES + MORE:
             try:
                 key = dtype, SETTINGS[setting][2]
                 if key not in plain:
@@ -174,7 +175,7 @@ def compared():
     return run_ranks(WORLD, _compare, timeout=400.0)
 
 
-@pytest.mark.parametrize("dtype, setting", CASES)
+@pytest.mark.parametrize("dtype, setting", [*CASES, *also(*MORE)])
 @pytest.mark.parametrize("name", MODELS)
 def test_steps_and_tokens_have_the_bits_of_plain_torch(compared, name, dtype, setting):
     for rank, results in enumerate(compared):
@@ -190,7 +191,8 @@ def test_the_units_are_the_blocks_of_the_architecture(compared, name):
     assert not [unit for unit in units if any(unit.startswith(block + ".") for block in blocks)]
 
 
-@pytest.mark.parametrize("setting", [s for t, s in CASES if t == "fp32" and SETTINGS[s][1] is NOTHING_STAYS])
+@pytest.mark.parametrize("setting", [*(s for t, s in CASES if t == "fp32" and SETTINGS[s][1] is NOTHING_STAYS),
+                                     *also(*(s for t, s in MORE if t == "fp32"))])
 @pytest.mark.parametrize("name", MODELS)
 def test_one_block_at_a_time_is_gathered(compared, name, setting):
     """This holds also in the backward pass of a decoder, whose blocks share the encoder's output."""

@@ -2,13 +2,19 @@
 
 import datetime
 import os
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch.distributed as dist
+from ranks import run_ranks
 
 SHARDS = 4
+
+
+def _run_shard():
+    """(exit code, end of the output) of a shard of the suite, the one that has the number of this process."""
+    os.environ |= {"GTEST_TOTAL_SHARDS": str(SHARDS), "GTEST_SHARD_INDEX": os.environ["RANK"]}
+    code = run_suite()
+    return code, Path("/proc/self/fd/1").read_text(errors="replace")[-4000:]
 
 
 def run_suite():
@@ -33,17 +39,6 @@ def test_gloo_keeps_the_contract_of_collectives():
     # In processes of their own: ranks are threads there, with many groups that break on purpose. Torch's flight
     # recorder is off, since it notes new groups in a map that the threads of one process share without a lock.
     # The suite waits for deadlines most of its time, so GoogleTest divides it among processes that wait together.
-    environment = os.environ | {"TORCH_FR_BUFFER_SIZE": "0", "TORCH_NCCL_TRACE_BUFFER_SIZE": "0"}
-    shards = [{"GTEST_TOTAL_SHARDS": str(SHARDS), "GTEST_SHARD_INDEX": str(i)} for i in range(SHARDS)]
-    with ThreadPoolExecutor(SHARDS) as pool:
-        for done in pool.map(lambda shard: _run(environment | shard), shards):
-            assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-
-
-def _run(environment):
-    return subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300,
-                          check=False)
-
-
-if __name__ == "__main__":
-    sys.exit(run_suite())
+    environment = {"TORCH_FR_BUFFER_SIZE": "0", "TORCH_NCCL_TRACE_BUFFER_SIZE": "0"}
+    for code, output in run_ranks(SHARDS, _run_shard, timeout=300.0, env=environment):
+        assert code == 0, output

@@ -90,14 +90,23 @@ def whole(tmp_path):
     return Environment(tmp_path / "whole", beside=True)
 
 
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory):
+    """(an environment in which all is right, what `strata doctor` says of it)."""
+    environment = Environment(tmp_path_factory.mktemp("healthy") / "whole", beside=True)
+    code = int(bool(_this_machines_problems()))
+    return environment, json.loads(environment.run([find_program(), "doctor", environment.site, "--json"], code))
+
+
 def _this_machines_problems():
     space = os.statvfs("/dev/shm")
     return [] if space.f_bavail * space.f_frsize >= 512 << 20 else ["/dev/shm"]
 
 
-def test_a_healthy_environment(whole):
+@pytest.mark.xdist_group("doctor_of_the_healthy")
+def test_a_healthy_environment(healthy):
+    whole, told = healthy
     expected = _this_machines_problems()
-    told = json.loads(whole.run([find_program(), "doctor", whole.site, "--json"], int(bool(expected))))
     assert len(told["problems"]) == len(expected) and told["right"] == (not expected), told
     facts = told["facts"]
     assert set(facts) >= {
@@ -305,8 +314,9 @@ def test_versions_are_compared_with_what_pip_takes():
     assert meets == ["4.55.0", "5.2.0.dev0", "5.24.9"]
 
 
-def test_the_libraries_of_the_tests_are_among_the_tried_versions(whole):
-    told = whole.doctor(code=0)
+@pytest.mark.xdist_group("doctor_of_the_healthy")
+def test_the_libraries_of_the_tests_are_among_the_tried_versions(healthy):
+    _, told = healthy
     assert [note for note in told["notes"] if "was not tried" in note] == []
 
 

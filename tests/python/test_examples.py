@@ -1,8 +1,9 @@
-"""The programs that a newcomer runs first: the README's own loop and the demo, begun as a launcher begins them."""
+"""The programs that a newcomer runs first: the README's own loop, begun as a launcher begins it, and the demo."""
 
 import json
 import os
 import re
+import runpy
 import socket
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from devices import ON_GPU, gpus, shares_a_gpu
+from ranks import run_ranks
 from soak import each_once
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -79,14 +81,35 @@ def test_the_readmes_loop_trains_and_saves(tmp_path):
     assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
+def _demo(folder, arguments):
+    """Runs the demo on this rank; returns all that the process prints. The rank has torch and transformers from the
+    start, which processes of a launcher import for seconds; the README's loop runs in those."""
+    os.chdir(folder)
+    script, said = str(REPOSITORY / "examples" / "train_stdlib.py"), Path(f"said.{os.environ['RANK']}")
+    sys.argv = [script, *arguments]
+    with open(said, "w", encoding="utf-8") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    code = None
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        code = end.code
+    sys.stdout.flush()
+    sys.stderr.flush()
+    text = said.read_text(encoding="utf-8")
+    assert not code and "destroy_process_group" not in text, text
+    return text
+
+
+def run_demo(folder, world, *arguments):
+    return run_ranks(world, _demo, folder, [*map(str, arguments)], timeout=500.0, env={"COLUMNS": "80"})
+
+
 def test_the_demo_runs_from_beginning_to_end(tmp_path):
     config = json.loads((REPOSITORY / "examples" / "ds_config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(with_ranks_on_one_gpu(config)))
-    with gpus(False):
-        said, silent = launch(
-            tmp_path, 2, REPOSITORY / "examples" / "train_stdlib.py",
-            "--config", "config.json", "--steps", 12, "--length", 64,
-        )  # fmt: skip
+    said, silent = run_demo(tmp_path, 2, "--config", "config.json", "--steps", 12, "--length", 64)
     assert silent == ""
     where = torch.cuda.get_device_name() if ON_GPU else "the CPU"
     assert f"2 ranks on {where} over" in said
@@ -94,11 +117,7 @@ def test_the_demo_runs_from_beginning_to_end(tmp_path):
     assert max(map(len, said.splitlines())) <= 80, said
     assert "equal" in said and "NOT" not in said
     assert "checkpoint of 2 ranks after step 12" in said
-    with gpus(False):
-        (resumed,) = launch(
-            tmp_path, 1, REPOSITORY / "examples" / "train_stdlib.py",
-            "--config", "config.json", "--resume", "--steps", 3,
-        )  # fmt: skip
+    (resumed,) = run_demo(tmp_path, 1, "--config", "config.json", "--resume", "--steps", 3)
     assert re.search(r"resumed by 1 rank after step 12: held-out loss [\d.]+, saved [\d.]+: equal", resumed), resumed
     assert "went on to step 15" in resumed and max(map(len, resumed.splitlines())) <= 80, resumed
 

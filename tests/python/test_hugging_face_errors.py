@@ -1,10 +1,13 @@
 """Errors over the stand-in keep the message of the library that found them: Trainer's, Accelerate's or PEFT's."""
 
+import sys
+
 import pytest
 import torch
 from devices import ON_GPU
 from hf_models import llama
-from launching import environment_of, run, torchrun
+from launching import environment_of, run
+from ranks import free_port
 
 pytestmark = [
     pytest.mark.xdist_group("hugging_face"),
@@ -110,7 +113,9 @@ def said(tmp_path_factory):
     torch.manual_seed(0)
     llama().save_pretrained(folder / "model")
     (folder / "script.py").write_text(SCRIPT)
-    text = run([*torchrun(1), folder / "script.py", folder], environment_of())
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # as from a launcher, which would import torch, too
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    text = run([sys.executable, folder / "script.py", folder], environment_of(**alone, **place))
     return {name: text.partition(f"<{name}>")[2].partition("\n")[0] for name in SAID}
 
 

@@ -11,7 +11,9 @@ import numpy
 import pytest
 import strata
 import torch
-from deepspeed_runs import CASES, STEPS, WORLD, client_state_of_script, losses_of, make_engine, train_with_deepspeed
+from deepspeed_runs import (
+    CASES, STEPS, WORLD, client_state_of_script, convert_to_universal, losses_of, make_engine, train_with_deepspeed,
+)
 from devices import ON_GPU
 from ranks import run_ranks
 from strata.importing.__main__ import main as command_line
@@ -136,11 +138,7 @@ def test_the_loss_scale_comes_with_it(saved, tmp_path):
 def _universal(folder, stage):
     """DeepSpeed's own conversion, beside the checkpoint."""
     source = Path(folder) / f"{stage}-fp32" / "global_step3"
-    subprocess.run(
-        [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state",
-         "--num_extract_workers", "1", "--num_merge_workers", "1", "--input_folder", source,
-         "--output_folder", f"{source}_universal"],
-        check=True, capture_output=True, env={**os.environ, "DS_ACCELERATOR": "cpu"})  # fmt: skip
+    convert_to_universal(source, f"{source}_universal")
     return source.parent
 
 

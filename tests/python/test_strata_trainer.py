@@ -1,7 +1,7 @@
 """``StrataTrainer`` against plain Trainer on the same ranks, in fp32; and LoRA on fused experts, at which DeepSpeed
 itself fails.
 
-Ten steps each: `make soak` has twenty (STRATA_TRAINER_STEPS). Both compute the same forward and backward, and differ
+Six steps each: `make soak` has twenty (STRATA_TRAINER_STEPS). Both compute the same forward and backward, and differ
 in the last bits of sums over ranks and of the update.
 """
 

@@ -15,7 +15,7 @@ pytestmark = [
 ]
 CASES = ["grpo", "grpo-lora"]
 WORLD = 2
-STEPS = 10
+STEPS = 6
 RELATIVE = 1e-5
 
 

@@ -26,7 +26,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-STEPS = int(os.environ.get("STRATA_TRAINER_STEPS", "10"))
+STEPS = int(os.environ.get("STRATA_TRAINER_STEPS", "6"))
 CONFIG = {
     "train_micro_batch_size_per_gpu": "auto",
     "train_batch_size": "auto",
