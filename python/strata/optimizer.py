@@ -207,9 +207,12 @@ class ShardedOptimizer(_WithoutCompiler):
         optimizer reads its groups itself."""
         if self.inner is not None:
             return [(0.0, 0.0, 0.0, 0.0, 0.0, True)] * len(self.param_groups)
-        return [(*map(float, (group["lr"], *group.get("betas", (0.0, 0.0)), group.get("eps", 0.0),
-                              group.get("weight_decay", 0.0))), bool(group.get("bias_correction", True)))
-                for group in self.param_groups]
+        result = []
+        for group in self.param_groups:
+            beta1, beta2 = group.get("betas", (0.0, 0.0))
+            values = (group["lr"], beta1, beta2, group.get("eps", 0.0), group.get("weight_decay", 0.0))
+            result.append((*(float(v) for v in values), bool(group.get("bias_correction", True))))
+        return result
 
     # --- names that scripts read on DeepSpeed's ---
 

@@ -69,8 +69,9 @@ class GatheredParameters:
                 if parameter.numel() == 0:
                     self._copies.append(HostCopy(parameter))
             for core, indices in self._by_core.values():
-                core.gather(sorted(indices))
-                self._held.append((core, sorted(indices)))
+                indices = sorted(indices)
+                core.gather(indices)
+                self._held.append((core, indices))
                 if self._modifier_rank is not None:
                     core.wait_for_all()  # other ranks may still read the last step's values from this memory
         except BaseException:

@@ -160,7 +160,8 @@ class DeepSpeedZeroLeafModuleConfig(_Section):
 
     def __init__(self, strict=False, **settings):
         super().__init__(strict, **settings)
-        self.__dict__.update((k, [v] if isinstance(v, str) else list(v)) for k, v in [*self.__dict__.items()])
+        for name, value in self.__dict__.items():
+            self.__dict__[name] = [value] if isinstance(value, str) else list(value)
 
 
 _STAGE3 = ("prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters",

@@ -205,7 +205,8 @@ def _files_of(path, tag):
                                  "import; export it with DeepSpeed's ds_to_universal or save it without")
     optimizer = _by_rank(path, names, _OPTIMIZER)
     model = _by_rank(path, names, _SHARDED_MODEL) or _by_rank(path, names, _MODEL)
-    universal = next(filter(os.path.isdir, [os.path.join(path, "zero")]), None)
+    universal = os.path.join(path, "zero")
+    universal = universal if os.path.isdir(universal) else None
     if not model:
         what = "the files of its model are missing" if optimizer or universal else "it is no checkpoint of DeepSpeed"
         raise _C.FormatError(f"'{path}': {what}: wanted 'mp_rank_00_model_states.pt', or at stage 3 "
