@@ -144,11 +144,14 @@ test-transformers: module $(VENV)/.strata-tests  ## The same with another versio
 FRAMEWORKS := build/frameworks$(patsubst .venv%,%,$(notdir $(VENV)))
 soak: export STRATA_FRAMEWORKS = $(abspath $(FRAMEWORKS))
 soak: export STRATA_SOAK = 1
+# Whose tests without the mark have more cases then.
+soak: MORE_IN_SOAK = $(addprefix tests/,python/test_offload.py python/test_sizing_page.py bench/test_step.py)
 soak: build $(VENV)/.strata-tests  ## Long versions: a hundred architectures, disks that fail, ranks that are killed
 	STRATA_FAULT_SEEDS=10000 $(BUILD)/tests/engine/checkpoint/engine_checkpoint_tests --gtest_filter='*FailingDisk.*'
 	STRATA_DRIVE_SEEDS=100000 $(BUILD)/tests/engine/core/engine_tests --gtest_filter='FailingDrive.*'
 	$(MAKE) sanitize STRATA_DRIVE_SEEDS=200 STRATA_FAULT_SEEDS=200 CASES=-soak
 	$(RUN_TESTS) --python-only -- tests/python tests/bench -m soak -n $(PYTHON_JOBS) --dist loadgroup $(PYTEST)
+	$(RUN_TESTS) --python-only -- $(MORE_IN_SOAK) -m "not soak" -n $(PYTHON_JOBS) --dist loadgroup $(PYTEST)
 	STRATA_KILLS=200 $(RUN_TESTS) --python-only -- tests/python/test_saving_training.py -k kill $(PYTEST)
 	STRATA_KILLS=1000 $(RUN_TESTS) --python-only -- tests/python/test_killed_writers.py $(PYTEST)
 	STRATA_TRAINER_STEPS=20 $(RUN_TESTS) --python-only -- tests/python/test_hugging_face.py tests/python/test_strata_trainer.py $(PYTEST)

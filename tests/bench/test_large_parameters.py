@@ -36,7 +36,7 @@ def test_a_birth_stays_within_its_bounds_as_the_forecast_says(tmp_path, source):
 
 def test_a_case_whose_rank_fails_says_why(tmp_path):
     arguments = ["--size", "64", "--tile-mib", "0.00001", "--libraries", "strata", "--sources", "init",
-                 "--places", "device", "--drive", str(tmp_path), "--ranks", "1"]  # fmt: skip
+                 "--places", "device", "--drive", str(tmp_path)]  # fmt: skip
     (case,) = _lines(str(BENCH / "bench_deferred_init.py"), *arguments)
     assert "matrix.weight" in case["error"] and "max_gather" in case["error"]
 

@@ -22,16 +22,19 @@ from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from devices import gpus, prepare_rank, skip_without_gpus
+from devices import ON_GPU, gpus, prepare_rank, skip_without_gpus
 
-# Modules that most ranks import. Strata's modules start nothing when they are imported; those of ``torch._dynamo``,
-# ``torch._functorch`` and ``torch._inductor`` are what a rank imports when it compiles its first graph.
+# Modules that most ranks import. Strata's modules start nothing when they are imported.
 PRELOADED = [
-    "torch", "torch.distributed", "transformers.modeling_utils", "pytest", "hf_models", "ranks", "comparison",
-    "strata.initialize", "strata.ops.adam", "strata.pretrained", "strata.tiles.cutting", "strata.utils",
-    "strata.views.start_up", "strata.views.tables", "strata.zero", "torch._dynamo.backends.debugging",
-    "torch._functorch.aot_autograd", "torch._inductor.debug", "torch._inductor.pattern_matcher",
-    "torch.distributed.tensor.experimental",
+    "torch", "torch.distributed", "transformers.modeling_utils", "pytest", "ranks", "comparison", "strata.initialize",
+    "strata.ops.adam", "strata.pretrained", "strata.tiles.cutting", "strata.utils", "strata.views.start_up",
+    "strata.views.tables", "strata.zero",
+]  # fmt: skip
+# Further modules, for ranks without a GPU: beside one, torch's start CUDA when they are imported, and a forked process
+# cannot use it then. They are what a rank imports when it compiles its first graph.
+PRELOADED_WITHOUT_GPUS = [
+    "hf_models", "torch._dynamo.backends.debugging", "torch._functorch.aot_autograd", "torch._inductor.debug",
+    "torch._inductor.pattern_matcher", "torch.distributed.tensor.experimental",
 ]  # fmt: skip
 PATIENCE_S = 3.0  # how long the others may go on once a rank has failed
 _PR_SET_PDEATHSIG = 1
@@ -173,7 +176,7 @@ def _server():
         os.environ.update(changed)
         try:
             _context = multiprocessing.get_context("forkserver")
-            _context.set_forkserver_preload(PRELOADED)
+            _context.set_forkserver_preload(PRELOADED + ([] if ON_GPU else PRELOADED_WITHOUT_GPUS))
             multiprocessing.forkserver.ensure_running()
         finally:
             for name, value in before.items():

@@ -2,8 +2,11 @@
 
 import datetime
 import os
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 from ranks import run_ranks
 
@@ -42,3 +45,16 @@ def test_gloo_keeps_the_contract_of_collectives():
     environment = {"TORCH_FR_BUFFER_SIZE": "0", "TORCH_NCCL_TRACE_BUFFER_SIZE": "0"}
     for code, output in run_ranks(SHARDS, _run_shard, timeout=300.0, env=environment):
         assert code == 0, output
+
+
+@pytest.mark.soak
+def test_a_process_with_many_groups_over_gloo_ends():
+    """The ranks above end without the interpreter's own end, which destroys what is left of the groups."""
+    environment = os.environ | {"TORCH_FR_BUFFER_SIZE": "0", "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
+                                "GTEST_TOTAL_SHARDS": str(SHARDS), "GTEST_SHARD_INDEX": "0"}  # fmt: skip
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+
+
+if __name__ == "__main__":
+    sys.exit(run_suite())

@@ -13,7 +13,7 @@ import pytest
 import torch
 from devices import ON_GPU, gpus, shares_a_gpu
 from ranks import run_ranks
-from soak import each_once
+from soak import also, each_once
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -106,10 +106,17 @@ def run_demo(folder, world, *arguments):
     return run_ranks(world, _demo, folder, [*map(str, arguments)], timeout=500.0, env={"COLUMNS": "80"})
 
 
-def test_the_demo_runs_from_beginning_to_end(tmp_path):
+def _launch_demo(folder, world, *arguments):
+    with gpus(False):
+        return launch(folder, world, REPOSITORY / "examples" / "train_stdlib.py", *arguments)
+
+
+@pytest.mark.parametrize("run", [run_demo, *also(_launch_demo)])
+def test_the_demo_runs_from_beginning_to_end(tmp_path, run):
+    """It goes on in a process of its own, whose interpreter ends in the usual way."""
     config = json.loads((REPOSITORY / "examples" / "ds_config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(with_ranks_on_one_gpu(config)))
-    said, silent = run_demo(tmp_path, 2, "--config", "config.json", "--steps", 12, "--length", 64)
+    said, silent = run(tmp_path, 2, "--config", "config.json", "--steps", 12, "--length", 64)
     assert silent == ""
     where = torch.cuda.get_device_name() if ON_GPU else "the CPU"
     assert f"2 ranks on {where} over" in said
@@ -117,7 +124,7 @@ def test_the_demo_runs_from_beginning_to_end(tmp_path):
     assert max(map(len, said.splitlines())) <= 80, said
     assert "equal" in said and "NOT" not in said
     assert "checkpoint of 2 ranks after step 12" in said
-    (resumed,) = run_demo(tmp_path, 1, "--config", "config.json", "--resume", "--steps", 3)
+    (resumed,) = _launch_demo(tmp_path, 1, "--config", "config.json", "--resume", "--steps", 3)
     assert re.search(r"resumed by 1 rank after step 12: held-out loss [\d.]+, saved [\d.]+: equal", resumed), resumed
     assert "went on to step 15" in resumed and max(map(len, resumed.splitlines())) <= 80, resumed
 

@@ -164,6 +164,12 @@ def check_cmake(words):
         assert (ROOT / source / "CMakeLists.txt").is_file(), source
 
 
+@pytest.mark.soak
+def test_every_command_has_help():
+    for command in re.findall(r"^  ([a-z][a-z-]+) ", help_of(), re.MULTILINE):
+        help_of(command)
+
+
 CHECKS = {"strata": check_strata, "make": check_make, "torchrun": check_torchrun, "pip": check_pip,
           "cmake": check_cmake, "ninja": lambda words: None, "export": lambda words: None}  # fmt: skip
 

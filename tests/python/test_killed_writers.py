@@ -1,7 +1,7 @@
 """A process that writes a checkpoint or an export dies before any one of its system calls. It leaves the old one or
 the new one, whole.
 
-``STRATA_KILLS`` is the number of kills, 14 by default; they are spread over the writers and drawn by a fixed seed.
+``STRATA_KILLS`` is the number of kills, 20 by default; they are spread over the writers and drawn by a fixed seed.
 """
 
 import os
@@ -17,7 +17,7 @@ from test_killed_exports import _read, _same
 from tiny_models import config_of, full_parameters, make_batches, make_engine, make_model, train_step
 from training_states import snapshot
 
-KILLS = int(os.environ.get("STRATA_KILLS", "14"))
+KILLS = int(os.environ.get("STRATA_KILLS", "20"))
 pytestmark = [
     pytest.mark.skipif(ON_GPU, reason="a driver's threads and maps make a fork of each kill take seconds"),
     pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="follows a process with Linux's ptrace"),

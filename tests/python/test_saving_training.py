@@ -248,7 +248,7 @@ def _whole(folders, expected):
 def test_a_kill_at_any_moment_leaves_whole_checkpoints(tmp_path):
     random = numpy.random.default_rng(0)
     folders = []
-    for moment in range(int(os.environ.get("STRATA_KILLS", "8"))):
+    for moment in range(int(os.environ.get("STRATA_KILLS", "10"))):
         folders.append(str(tmp_path / f"{moment}"))
         delay = float(random.uniform(0.0, 0.12))
         run_ranks(2, _killed, folders[-1], moment % 2 == 1, moment // 2 % 2, delay, may_die=(0, 1))
