@@ -154,7 +154,7 @@ soak: build $(VENV)/.strata-tests  ## Long versions: a hundred architectures, di
 	$(RUN_TESTS) --python-only -- $(MORE_IN_SOAK) -m "not soak" -n $(PYTHON_JOBS) --dist loadgroup $(PYTEST)
 	STRATA_KILLS=200 $(RUN_TESTS) --python-only -- tests/python/test_saving_training.py -k kill $(PYTEST)
 	STRATA_KILLS=1000 $(RUN_TESTS) --python-only -- tests/python/test_killed_writers.py $(PYTEST)
-	STRATA_TRAINER_STEPS=20 $(RUN_TESTS) --python-only -- tests/python/test_hugging_face.py tests/python/test_strata_trainer.py $(PYTEST)
+	STRATA_TRAINER_STEPS=20 $(RUN_TESTS) --python-only -- tests/python/test_hugging_face.py tests/python/test_strata_trainer.py tests/python/test_strata_trainer_trl.py $(PYTEST)
 	sh tools/framework_environments.sh $(VENV) $(FRAMEWORKS)
 	$(RUN_TESTS) --python-only -- tests/soak -n $(PYTHON_JOBS) $(PYTEST)
 
