@@ -258,7 +258,7 @@ std::optional<std::pair<std::int64_t, std::vector<std::int64_t>>> adam_steps(Sha
   if (adam == nullptr) return std::nullopt;
   std::vector<std::int64_t> by_param;
   for (int param = 0; param < model.engine().weights().param_count(); ++param)
-    by_param.push_back(adam->steps_of(param));
+    by_param.push_back(adam->states().steps_of(param));
   return std::pair(adam->steps(), by_param);
 }
 
@@ -271,7 +271,7 @@ void set_adam_steps(ShardedModel& model, std::int64_t all,
   engine.finish_step();
   engine.prepare();
   STRATA_ASSERT(adam_of(model) != nullptr);
-  adam_of(model)->set_steps(all, by_param);
+  adam_of(model)->states().set_steps(all, by_param);
 }
 
 void bind_states(py::module_& module) {

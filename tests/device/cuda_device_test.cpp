@@ -73,8 +73,12 @@ TEST(CudaDevice, SumsOfSquaresAreTheHostsToTheLastBit) {
   const std::span<const float> there(reinterpret_cast<const float*>(memory->bytes().data()),
                                      values.size());
   const std::span<const float> all[] = {there};
-  EXPECT_EQ(device->grad_stats(all, *stream).front().sum_of_squares,
-            kernels::grad_stats_reference(values).sum_of_squares);
+  const auto sum = device->allocate(Bytes(sizeof(double)), memory::Kind::kStaging);
+  device->sums_of_squares({reinterpret_cast<double*>(sum->bytes().data()), 1}, all, *stream);
+  double got = 0.0;
+  device->copy(std::as_writable_bytes(std::span(&got, 1)), sum->bytes(), *stream);
+  stream->synchronize();
+  EXPECT_EQ(got, kernels::grad_stats_reference(values).sum_of_squares);
 }
 
 // Another library of this process keeps nearly all of a device for reuse.

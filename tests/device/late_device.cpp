@@ -295,15 +295,6 @@ std::vector<kernels::Fingerprint> LateDevice::fingerprints(
   return result;
 }
 
-std::vector<kernels::GradStats> LateDevice::grad_stats(
-    std::span<const std::span<const float>> gradients, Stream& stream) {
-  std::vector<kernels::GradStats> result;
-  late(stream).push(
-      [&](CpuDevice& hands) { result = hands.grad_stats(gradients, stream_of(hands)); });
-  stream.synchronize();
-  return result;
-}
-
 void LateDevice::sums_of_squares(std::span<double> sums,
                                  std::span<const std::span<const float>> gradients,
                                  Stream& stream) {

@@ -63,8 +63,6 @@ class LateDevice : public CpuDevice {
                  Stream& stream) override;
   std::vector<kernels::Fingerprint> fingerprints(std::span<const std::span<const std::byte>> runs,
                                                  Bytes piece, Stream& stream) override;
-  std::vector<kernels::GradStats> grad_stats(std::span<const std::span<const float>> gradients,
-                                             Stream& stream) override;
   void sums_of_squares(std::span<double> sums, std::span<const std::span<const float>> gradients,
                        Stream& stream) override;
   void gradient_factor(kernels::GradientFactor& result, std::span<const double> sums,

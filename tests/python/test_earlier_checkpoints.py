@@ -13,7 +13,7 @@ from tiny_models import full_parameters, rank_and_world
 from training_states import snapshot
 
 
-NEW_KEYS = {"strata.cuda_graphs"}  # of the configuration, which a manifest names, since then
+NEW_KEYS = {"strata.cuda_graphs", "strata.update"}  # of the configuration, which a manifest names, since then
 
 
 def _without_new_keys(manifest):

@@ -124,14 +124,6 @@ class CpuDevice : public Device {
     }
     return result;
   }
-  std::vector<kernels::GradStats> grad_stats(std::span<const std::span<const float>> gradients,
-                                             Stream&) override {
-    const std::lock_guard lock(pool_mutex_);
-    std::vector<kernels::GradStats> result;
-    for (const std::span<const float> values : gradients)
-      result.push_back(kernels::grad_stats(values, &pool_));
-    return result;
-  }
   void sums_of_squares(std::span<double> sums, std::span<const std::span<const float>> gradients,
                        Stream&) override {
     STRATA_ASSERT(sums.size() == gradients.size());

@@ -2,7 +2,6 @@
 
 #include <fmt/core.h>
 
-#include <cmath>
 #include <future>
 #include <map>
 #include <mutex>
@@ -127,20 +126,6 @@ class CudaDevice final : public CudaKernels {
     }
     copy(host, sums, stream);
     stream.synchronize();
-    return result;
-  }
-  std::vector<kernels::GradStats> grad_stats(std::span<const std::span<const float>> gradients,
-                                             Stream& stream) override {
-    const std::lock_guard lock(scratch_mutex_);
-    std::vector<double> totals(gradients.size());
-    const std::span<std::byte> host = std::as_writable_bytes(std::span(totals));
-    std::byte* const there = scratch(Bytes(host.size()));
-    sums_of_squares({reinterpret_cast<double*>(there), totals.size()}, gradients, stream);
-    copy(host, {there, host.size()}, stream);
-    stream.synchronize();
-    std::vector<kernels::GradStats> result;
-    // Squares of fp32 cannot overflow fp64 and cannot cancel.
-    for (const double sum : totals) result.push_back({sum, std::isfinite(sum)});
     return result;
   }
   void sums_of_squares(std::span<double> sums, std::span<const std::span<const float>> gradients,

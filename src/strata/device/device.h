@@ -203,14 +203,16 @@ class Device : public Interface {
                              Stream& stream) = 0;
   virtual void adam_step(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
                          Stream& stream) = 0;
+  // Updates memory of the host in the calling thread and those of `pool`, at once: any thread may
+  // call it beside all others. The values are those of adam_step(); late_scale is null.
+  virtual void adam_step_on_host(const kernels::AdamSpans& spans,
+                                 const kernels::AdamScalars& scalars, ThreadPool& pool) {
+    kernels::adam_step(spans, scalars, &pool);
+  }
   // Returns one fingerprint for each `piece` bytes of each run, in order; a run's last piece may be
   // shorter. Complete when it returns.
   virtual std::vector<kernels::Fingerprint> fingerprints(
       std::span<const std::span<const std::byte>> runs, Bytes piece, Stream& stream) = 0;
-  // Returns the statistics of each array. Complete when it returns (the caller needs the numbers).
-  virtual std::vector<kernels::GradStats> grad_stats(
-      std::span<const std::span<const float>> gradients, Stream& stream) = 0;
-
   // sums[i], in memory of the device: the sum of squares of gradients[i]; not finite where one of
   // them is not.
   virtual void sums_of_squares(std::span<double> sums,

@@ -19,6 +19,13 @@ std::shared_ptr<comm::Collectives> checked(std::shared_ptr<comm::Collectives> co
   return collectives;
 }
 
+// A user's optimizer works on gradients in place, and gradients without one are for scripts.
+EngineOptions fitted(EngineOptions options, UpdateRule rule, int ranks) {
+  if (ranks > 1 || (rule != UpdateRule::kAdam && rule != UpdateRule::kAdamW))
+    options.gradients_in_16 = false;
+  return options;
+}
+
 // The last part of a step: the optimizer updates this rank's shards, and every rank gets the new
 // shards of other ranks that it holds.
 //
@@ -171,23 +178,23 @@ Engine::Engine(std::span<const plan::ParamSpec> params, const plan::ModelPlan& p
                EngineOptions options, UpdateRule optimizer, const std::string& settings,
                std::shared_ptr<comm::Collectives> collectives,
                std::shared_ptr<device::Device> device, Stores stores, ParameterViews& views)
-    : options_(options),
+    : options_(fitted(std::move(options), optimizer, collectives->world_size())),
       collectives_(checked(std::move(collectives), params, plan, settings)),
       device_(std::move(device)),
       stores_(std::move(stores)),
       init_report_(*device_),
-      weights_(params, plan, options, masters_for(optimizer, options), *collectives_, *device_,
+      weights_(params, plan, options_, masters_for(optimizer, options_), *collectives_, *device_,
                stores_),
       recorder_(*device_, *collectives_, weights_.units()),
       links_(*device_, {stores_.states, stores_.weights}, options_.offloads(), recorder_),
-      trace_(options.trace, options.trace_steps),
+      trace_(options_.trace, options_.trace_steps),
       gatherer_(weights_.units(), weights_.shards(), *collectives_, *device_, views, recorder_,
                 options_, plan.scopes),
       reducer_(weights_.units(), *collectives_, *device_, recorder_, options_, plan.scopes),
       check_(reducer_, weights_, *collectives_, *device_, recorder_, options_),
       shards_(weights_, reducer_.shards(), collectives_->shard_position().index),
-      optimizer_(make_optimizer(optimizer, options_.moment_dtype, shards_, *device_,
-                                *stores_.states, recorder_)),
+      optimizer_(
+          make_optimizer(optimizer, options_, shards_, *device_, *stores_.states, recorder_)),
       state_offload_(*this, stores_, pass_) {}
 
 Engine::~Engine() {
@@ -299,7 +306,8 @@ StepResult Engine::step(std::span<const GroupScalars> groups, double loss_scale,
   pass_.drop_gradients();  // used up, or dropped by an error
   const GradientCheck::Outcome found =
       check_.check(loss_scale, skip_on_overflow, optimizer_->takes_late_scale());
-  if (found.applies) update_weights(groups, {found.factor, found.late_factor});
+  if (found.applies)
+    update_weights(groups, {found.factor, found.late_factor, found.factor_on_host});
   reducer_.drop_gradients();
   pass_.end_step();
   trace_.end_step(recorder_, *collectives_);
@@ -316,7 +324,22 @@ void Engine::update_weights(std::span<const GroupScalars> groups, const Gradient
   }
 }
 
+// An error after the step has returned, which the other ranks do not know.
+void Engine::require_updated(bool waits) {
+  if (optimizer_ == nullptr) return;
+  try {
+    optimizer_->throw_failure(waits);
+  } catch (const std::exception& error) {
+    pass_.fail_update(error.what());
+    static_cast<void>(reducer_.abandon_backward());  // its error would hide the cause
+    if (collectives_->world_size() > 1)
+      collectives_->abort(fmt::format("its update of the weights failed: {}", error.what()));
+    throw;
+  }
+}
+
 void Engine::finish_step() {
+  require_updated(/*waits=*/true);
   if (!check_.failed_late()) return;
   optimizer_->forget_step();
   try {

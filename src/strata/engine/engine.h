@@ -148,7 +148,9 @@ class Engine {
   const EngineOptions& options() const { return options_; }
 
  private:
+  void require_updated(bool waits);
   void require_usable() {
+    require_updated(/*waits=*/false);
     pass_.require_intact_weights();
     abandoned_.rethrow_once();
   }

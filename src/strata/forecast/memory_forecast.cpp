@@ -52,15 +52,13 @@ class DryDevice final : public device::CpuDevice {
   void adopt_written(std::span<float>, const std::byte*, DType, device::Stream&) override {}
   void adam_step(const kernels::AdamSpans&, const kernels::AdamScalars&, device::Stream&) override {
   }
+  void adam_step_on_host(const kernels::AdamSpans&, const kernels::AdamScalars&,
+                         ThreadPool&) override {}
   std::vector<kernels::Fingerprint> fingerprints(std::span<const std::span<const std::byte>> runs,
                                                  Bytes piece, device::Stream&) override {
     std::size_t pieces = 0;
     for (const auto run : runs) pieces += (run.size() + piece.size() - 1) / piece.size();
     return std::vector<kernels::Fingerprint>(pieces);
-  }
-  std::vector<kernels::GradStats> grad_stats(std::span<const std::span<const float>> gradients,
-                                             device::Stream&) override {
-    return std::vector<kernels::GradStats>(gradients.size());
   }
   void sums_of_squares(std::span<double>, std::span<const std::span<const float>>,
                        device::Stream&) override {}

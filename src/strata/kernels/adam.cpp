@@ -4,6 +4,7 @@
 #include <array>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "strata/base/error.h"
@@ -157,7 +158,7 @@ void adam_body(const AdamSpans& spans, const AdamConstants& constants, std::size
 
 // The last few elements go through the scalar loop, whose results are the same bits.
 void adam_range(const AdamSpans& spans, const AdamConstants& constants) {
-  const std::size_t numel = spans.gradient.size();
+  const std::size_t numel = spans.numel();
   constexpr std::size_t kLanes = hn::MaxLanes(hn::ScalableTag<float>());
   // A thread's vector must not share a byte of remainders with the scalar loop's.
   const bool whole_bytes = !spans.has_remainder() || kLanes % 8 == 0;
@@ -182,6 +183,28 @@ namespace strata::kernels {
 
 HWY_EXPORT(adam_range);
 
+namespace {
+
+// Widened at once: four arrays of them fit the first two caches.
+constexpr std::int64_t kWidened = 4096;
+
+using WidenedPiece = std::array<float, kWidened>;
+
+bool is_narrow(DType dtype) {
+  return dtype != DType::kFloat32;
+}
+
+// Elements of an array as fp32: its own, or copies of them in `room`.
+template <typename Byte>
+auto in_fp32(Byte* array, DType dtype, Numel numel, WidenedPiece& room) {
+  using Float = std::conditional_t<std::is_const_v<Byte>, const float, float>;
+  if (!is_narrow(dtype)) return std::span(reinterpret_cast<Float*>(array), numel.size());
+  cast(reinterpret_cast<std::byte*>(room.data()), DType::kFloat32, array, dtype, numel, nullptr);
+  return std::span<Float>(room.data(), numel.size());
+}
+
+}  // namespace
+
 // 28 bytes an element: large beside the cost of handing out a chunk, small beside a shard. A
 // multiple of 8, as remainders want.
 constexpr std::int64_t kGrain = 32768;
@@ -189,10 +212,22 @@ constexpr std::int64_t kGrain = 32768;
 void adam_step(const AdamSpans& spans, const AdamScalars& scalars, ThreadPool* pool) {
   check_adam(spans, scalars);
   const AdamConstants constants(scalars);
-  const auto numel = static_cast<std::int64_t>(spans.gradient.size());
+  const auto numel = static_cast<std::int64_t>(spans.numel());
   for_chunks(pool, numel, kGrain, [&](std::int64_t begin, std::int64_t end) {
-    HWY_DYNAMIC_DISPATCH(adam_range)
-    (part_of(spans, static_cast<std::size_t>(begin), static_cast<std::size_t>(end)), constants);
+    const AdamSpans chunk =
+        part_of(spans, static_cast<std::size_t>(begin), static_cast<std::size_t>(end));
+    if (chunk.gradient16.values == nullptr) {
+      HWY_DYNAMIC_DISPATCH(adam_range)(chunk, constants);
+      return;
+    }
+    WidenedPiece wide;  // filled where it is used
+    for (std::size_t at = 0; at < chunk.numel(); at += wide.size()) {
+      AdamSpans piece = part_of(chunk, at, std::min(at + wide.size(), chunk.numel()));
+      const Gradients16 narrow = std::exchange(piece.gradient16, {});
+      piece.gradient = in_fp32(narrow.values, narrow.dtype,
+                               Numel(static_cast<std::int64_t>(narrow.numel)), wide);
+      HWY_DYNAMIC_DISPATCH(adam_range)(piece, constants);
+    }
   });
 }
 
@@ -238,7 +273,7 @@ void set_moments(const AdamSpans& spans, std::size_t i, const Moments& moments) 
 }  // namespace
 
 void check_adam(const AdamSpans& spans, const AdamScalars& scalars) {
-  const std::size_t numel = spans.gradient.size();
+  const std::size_t numel = spans.numel();
   const bool in_weight16 = spans.has_remainder() || spans.rounds_weight16;
   STRATA_ASSERT(!spans.has_remainder() || !spans.rounds_weight16);
   STRATA_ASSERT(!spans.has_moments16() || spans.rounds_weight16);
@@ -275,7 +310,10 @@ AdamSpans part_of(const AdamSpans& spans, std::size_t begin, std::size_t end) {
     part.exp_avg = spans.exp_avg.subspan(begin, numel);
     part.exp_avg_sq = spans.exp_avg_sq.subspan(begin, numel);
   }
-  part.gradient = spans.gradient.subspan(begin, numel);
+  if (spans.gradient16.values != nullptr)
+    part.gradient16 = {spans.gradient16.values + 2 * begin, spans.gradient16.dtype, numel};
+  else
+    part.gradient = spans.gradient.subspan(begin, numel);
   if (part.weight16 != nullptr) part.weight16 += 2 * begin;
   return part;
 }
@@ -305,15 +343,6 @@ void adam_scalar_loop(const AdamSpans& spans, const AdamConstants& c) {
 
 namespace {
 
-// Widened at once: four arrays of them fit the first two caches.
-constexpr std::int64_t kWidened = 4096;
-
-using WidenedPiece = std::array<float, kWidened>;
-
-bool is_narrow(DType dtype) {
-  return dtype != DType::kFloat32;
-}
-
 void require_adam_type(DType dtype, const char* what) {
   if (dtype == DType::kFloat32 || dtype == DType::kBFloat16 || dtype == DType::kFloat16) return;
   throw UsageError(
@@ -325,15 +354,6 @@ void require_adam_type(DType dtype, const char* what) {
 template <typename Byte>
 Byte* from_element(Byte* array, DType dtype, std::int64_t element) {
   return array + size_of(dtype).value * element;
-}
-
-// Elements of an array as fp32: its own, or copies of them in `room`.
-template <typename Byte>
-auto in_fp32(Byte* array, DType dtype, Numel numel, WidenedPiece& room) {
-  using Float = std::conditional_t<std::is_const_v<Byte>, const float, float>;
-  if (!is_narrow(dtype)) return std::span(reinterpret_cast<Float*>(array), numel.size());
-  cast(reinterpret_cast<std::byte*>(room.data()), DType::kFloat32, array, dtype, numel, nullptr);
-  return std::span<Float>(room.data(), numel.size());
 }
 
 // At most kWidened elements, unless all are fp32.

@@ -38,13 +38,22 @@ struct Moments16 {
   std::byte* exp_avg_sq = nullptr;
 };
 
+// Gradients of 16 bits, bf16 or fp16.
+struct Gradients16 {
+  const std::byte* values = nullptr;
+  DType dtype = DType::kBFloat16;
+  std::size_t numel = 0;
+};
+
 // All spans of one step; the fp32 ones have equal length and do not overlap.
 struct AdamSpans {
   std::span<float> weight;   // fp32 master weights; empty with a remainder, and where rounded
   std::span<float> exp_avg;  // empty where moments16 are there
   std::span<float> exp_avg_sq;
   std::span<const float> gradient;
-  std::byte* weight16 = nullptr;            // [gradient.size()] elements of weight16_dtype, or null
+  Gradients16 gradient16 = {};  // on the host they may be there instead of `gradient`
+  std::size_t numel() const { return gradient.size() + gradient16.numel; }
+  std::byte* weight16 = nullptr;            // [numel()] elements of weight16_dtype, or null
   DType weight16_dtype = DType::kBFloat16;  // bf16 or fp16
   // weight16 comes with the rounded masters. If it holds another number than its rounded master,
   // other code has written the weight since, and the written number becomes the master.

@@ -43,7 +43,7 @@ class FaultyStream final : public device::Stream {
 class FaultyDevice final : public device::CpuDevice {
  public:
   Fault records;      // of events, on any of its streams
-  Fault adam_steps;   // segments that an optimizer updates
+  Fault adam_steps;   // segments that an optimizer updates, on the device or on the host
   Fault gathered;     // allocations for gathered weights
   bool ahead = true;  // the value of runs_ahead()
 
@@ -61,6 +61,11 @@ class FaultyDevice final : public device::CpuDevice {
                  device::Stream& stream) override {
     if (adam_steps.due()) throw DeviceError("injected: the kernel was not launched");
     CpuDevice::adam_step(spans, scalars, stream);
+  }
+  void adam_step_on_host(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
+                         ThreadPool& pool) override {
+    if (adam_steps.due()) throw DeviceError("injected: the host cannot update");
+    CpuDevice::adam_step_on_host(spans, scalars, pool);
   }
 
  private:

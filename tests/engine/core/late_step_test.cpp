@@ -43,6 +43,10 @@ TEST_P(LateStep, HasTheBitsOfThePlainLoopWhereStatesRestElsewhere) {
     expect_bits_where_states_rest(tier, GetParam(), Over::kLatePeers);
 }
 
+TEST_P(LateStep, HasTheBitsOfThePlainLoopWhicheverLaneUpdates) {
+  if (GetParam() > 0) expect_bits_whichever_lane_updates(GetParam());
+}
+
 TEST_P(LateStep, HasTheBitsOfThePlainLoopWhereAUsersOptimizerUpdatesOnTheHost) {
   if (GetParam() == 0) return;  // nothing is sharded, nor offloaded
   expect_bits_where_a_users_optimizer_is_offloaded(GetParam(), Over::kLatePeers);

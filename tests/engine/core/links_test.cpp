@@ -53,7 +53,7 @@ Held held_by(Engine& engine) {
   for (const OptimizerShards::UnitShard& shard : engine.shards().units()) {
     std::vector<StateBlock> blocks = engine.weights().masters().blocks(shard.unit);
     for (const std::string_view moment : {kExpAvg, kExpAvgSq})
-      blocks.push_back(adam->moment_block(shard.unit, moment));
+      blocks.push_back(adam->states().moment_block(shard.unit, moment));
     for (const StateBlock& block : blocks) {
       const Bytes bytes = engine.weights().states().size_of(block.id);
       held.states += bytes;
@@ -104,8 +104,8 @@ TEST(LinkReport, HasWhatTheConfigurationImplies) {
   const Seen seen = train(options_with(Tier::kNvme, comm::conformance::late_device(0)), true);
   const LinkReport& report = seen.after.links.value();
   ASSERT_EQ(links_of(report), (std::vector{Link::kUp, Link::kDown, Link::kRead, Link::kWrite}));
-  // Gradients come up once for the norm, and once for the update, which leaves out their padding.
-  const Bytes gradients = seen.held.gradients * 2 - seen.held.padding;
+  // Gradients come up for the update alone, which leaves out their padding.
+  const Bytes gradients = seen.held.gradients - seen.held.padding;
   EXPECT_EQ(report.uses[0].bytes, seen.held.states + gradients);
   EXPECT_EQ(report.uses[1].bytes, seen.held.states + seen.held.gradients);
   // Some of the states stay in memory, but the drive gets each of them; states that are still in

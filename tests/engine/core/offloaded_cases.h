@@ -39,4 +39,35 @@ inline void expect_bits_where_states_rest(memory::Tier tier, int stage, Over ove
   }
 }
 
+// States on the host, whose parts of a page are dealt to the host's processors and to the device.
+inline void expect_bits_whichever_lane_updates(int stage) {
+  UpdateLanes lanes;
+  lanes.threads = 2;
+  lanes.part = Numel(1 << 15);
+  std::vector<UpdateLanes> all(4, lanes);
+  all[0].which = UpdateLanes::Which::kDevice;
+  all[1].which = UpdateLanes::Which::kHost;
+  all[2].seed = 5;
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    const FakeModel model(uneven_builder(dtype));
+    for (int world = 1; world <= 3; ++world) {
+      for (std::size_t i = 0; i < all.size(); ++i) {
+        const bool once = world == 3 || i % 2 == 0;
+        Case c{dtype, world, once ? 1 : 4, {}, dtype == DType::kFloat16 ? 1024.0 : 1.0};
+        c.over = Over::kLatePeers;
+        c.options.engine.stage = stage;
+        c.options.engine.lanes = all[i];
+        c.options.engine.gradients_in_16 = once;
+        c.options.engine.gradient_clipping = i == 3 ? 0.0 : 0.25;
+        c.options.engine.late_norm = dtype != DType::kFloat16;
+        c.options.engine.states = {memory::Tier::kHost, {}, {}, kTightStaging, {}};
+        c.options.engine.gradient_tier = memory::Tier::kHost;
+        // Peers gather no weights that rest on the host.
+        if (stage == 3 && i > 0 && world == 1) c.options.engine.weights = c.options.engine.states;
+        expect_bits_of_reference(model, c, plain_script(model));
+      }
+    }
+  }
+}
+
 }  // namespace strata::engine::fake

@@ -108,6 +108,43 @@ TEST(UpdateFailure, BetweenTheMeetingsOfAnUpdateLosesNobody) {
   }
 }
 
+// step() has returned then. The next call of that rank throws, and those of the others.
+TEST(UpdateFailure, OfTheHostsProcessorsIsThrownByTheNextCallOfEveryRank) {
+  const FakeModel model = model_of_blocks(kBlock, kBlock);
+  const std::string cause = "injected: the host cannot update";
+  for (const int world : {1, 2}) {
+    const auto errors = run_ranks(world, [&](int r, std::shared_ptr<comm::Collectives> ranks) {
+      const auto device = std::make_shared<FaultyDevice>();
+      RankOptions options;
+      options.device = device;
+      options.engine.lanes.which = UpdateLanes::Which::kHost;
+      options.engine.states.tier = memory::Tier::kHost;
+      options.engine.gradient_tier = memory::Tier::kHost;
+      FakeRank rank(model, options, joined(std::move(ranks), Over::kLatePeers, device));
+      for (int i = 0; i < 2; ++i) {
+        if (i == 1 && r == world - 1) device->adam_steps.arm(1);
+        train_one_pass(rank);
+        step(rank);
+      }
+      if (world == 1) {
+        EXPECT_THAT(message_of<DeviceError>([&] { rank.engine().finish_step(); }), cause);
+        return expect_broken_until_a_load(rank, cause);
+      }
+      try {
+        train_one_pass(rank);
+        step(rank);
+      } catch (const Error&) {
+        if (r == 1) {
+          EXPECT_THAT(message_of<UsageError>([&] { rank.engine().begin_forward(); }),
+                      HasSubstr("failed half-way"));
+        }
+        throw;
+      }
+    });
+    for (const std::string& error : errors) EXPECT_THAT(error, HasSubstr(world == 1 ? "" : cause));
+  }
+}
+
 // A device that fails while a failed pass is dropped must not end the process, nor hide the cause.
 TEST(AbandonedBackward, RemembersWhatFailedAndTellsAtTheNextCall) {
   const FakeModel model = model_of_blocks(kBlock, kBlock);

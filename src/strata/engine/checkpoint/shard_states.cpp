@@ -35,7 +35,7 @@ void ShardStates::settle() {
 }
 
 DType ShardStates::dtype_of(int unit, std::string_view kind) const {
-  if (kind != kValue) return adam_->moment_dtype(unit);
+  if (kind != kValue) return adam_->states().moment_dtype(unit);
   const Weights& weights = engine_.weights();
   const DType dtype = nth(weights.units(), unit).layout.dtype();
   const plan::MasterForm form = weights.master_form(unit);
@@ -72,7 +72,7 @@ void ShardStates::enqueue_read(int unit, std::string_view kind, Numel first, Num
     weights.masters().for_each(unit, first, first + numel, offload::Access::kRead, copy);
     return;
   }
-  const StateBlock block = adam_->moment_block(unit, kind);
+  const StateBlock block = adam_->states().moment_block(unit, kind);
   for_each_range(weights.states(), {&block, 1}, of.layout.shard(), first, first + numel,
                  offload::Access::kRead, copy);
 }
@@ -142,7 +142,7 @@ void ShardStates::enqueue_store(int param, std::string_view kind, Numel begin, N
   const Numel at = weights.slot_of(param).offset + low - shard_begin;
   const std::byte* first = source + bytes_of(low - begin, source_dtype).size();
   const DType dtype = dtype_of(unit.id, kind);
-  const StateBlock block = adam_->moment_block(unit.id, kind);
+  const StateBlock block = adam_->states().moment_block(unit.id, kind);
   for_each_range(weights.states(), {&block, 1}, unit.layout.shard(), at, at + (high - low),
                  offload::Access::kReadWrite, [&](const StateRange& range) {
                    write(range.wanted(dtype).data(), dtype,

@@ -27,7 +27,8 @@ class ShardStates {
 
   // The kinds that a unit has; kValue first.
   std::span<const std::string_view> kinds_of(int unit) const {
-    return adam_ != nullptr && adam_->prepared() ? storable_kinds_of(unit) : kKinds.first(1);
+    return adam_ != nullptr && adam_->states().prepared() ? storable_kinds_of(unit)
+                                                          : kKinds.first(1);
   }
   // The same, as if the optimizer were prepared: what loading can store.
   std::span<const std::string_view> storable_kinds_of(int unit) const {

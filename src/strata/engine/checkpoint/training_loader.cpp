@@ -80,7 +80,7 @@ void clear_moments(Engine& engine, const std::set<std::pair<int, std::string_vie
         return stored.contains({slot.param, kind});
       });
       if (whole) continue;
-      const StateBlock block = adam->moment_block(unit.id, kind);
+      const StateBlock block = adam->states().moment_block(unit.id, kind);
       const Numel shard = unit.layout.shard();
       for_each_range(engine.weights().states(), {&block, 1}, shard, Numel(), shard,
                      offload::Access::kReadWrite, [&](const StateRange& range) {
@@ -231,7 +231,7 @@ std::string with_progress(std::string_view training, Engine& engine, const StepC
   if (const auto* adam = dynamic_cast<AdamOptimizer*>(engine.optimizer())) {
     Json missed = Json::object();
     for (int p = 0; p < engine.weights().param_count(); ++p) {
-      const std::int64_t steps = adam->steps() - adam->steps_of(p);
+      const std::int64_t steps = adam->steps() - adam->states().steps_of(p);
       if (steps != 0) missed[engine.weights().param(p).known_name()] = steps;
     }
     json["optimizer_steps"] = {{"all", adam->steps()}, {"missed", std::move(missed)}};
@@ -263,7 +263,7 @@ void restore_optimizer_steps(std::string_view training, Engine& engine, std::str
     for (int p = 0; p < engine.weights().param_count(); ++p)
       by_param.push_back(all -
                          missed.value(engine.weights().param(p).known_name(), std::int64_t{0}));
-    adam->set_steps(all, by_param);
+    adam->states().set_steps(all, by_param);
   });
 }
 

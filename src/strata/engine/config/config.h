@@ -46,12 +46,14 @@ struct ZeroConfig {
 enum class GradientOp : std::uint8_t { kMean, kSum };
 enum class ReduceAt : std::uint8_t { kMicroStep, kBoundary };
 enum class LazyGather : std::uint8_t { kAuto, kStep, kForward };
+enum class UpdateWhere : std::uint8_t { kAuto, kDevice, kHost };
 enum class DeviceKind : std::uint8_t { kAuto, kCpu, kCuda };
 
 // The section "strata".
 struct StrataConfig {
   ReduceAt reduce_at = ReduceAt::kMicroStep;
   LazyGather refresh_at = LazyGather::kAuto;
+  UpdateWhere update = UpdateWhere::kAuto;
   DeviceKind device = DeviceKind::kAuto;
   comm::TransportSettings transports;  // collectives, gather, reduce
   bool move_inputs = true;             // of the host, to the model's device

@@ -176,6 +176,12 @@ class ShardGather {
               offload::LinkWatch& watch)
       : shards_(shards), collectives_(collectives), device_(device), watch_(watch) {}
 
+  // Returns when no copy is under way. After an error of the device nothing runs there.
+  void finish_copies() noexcept {
+    FirstError lost;
+    if (uploads_ != nullptr) lost.attempt([this] { uploads_->synchronize(); });
+  }
+
   // `flat` has the unit's whole size; the compute stream no longer uses its old content.
   std::unique_ptr<comm::Work> start(const Unit& unit, std::span<std::byte> flat) {
     if (!unit.offloaded) return collectives_.all_gather(unit.slices, flat, unit.name());
@@ -241,6 +247,7 @@ class GatheredUnits : NonCopyable {
     }
   }
   ~GatheredUnits() {
+    gathers_.finish_copies();
     for (const Unit& u : units_) {
       Slot& s = of(u.id);
       s.work.reset();  // waits

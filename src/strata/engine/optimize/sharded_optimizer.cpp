@@ -65,15 +65,15 @@ std::vector<int> OptimizerShards::order(std::span<const int> first) const {
   return result;
 }
 
-std::unique_ptr<ShardedOptimizer> make_optimizer(UpdateRule rule, DType moments,
+std::unique_ptr<ShardedOptimizer> make_optimizer(UpdateRule rule, const EngineOptions& options,
                                                  OptimizerShards& shards, device::Device& device,
                                                  offload::StateStore& states,
                                                  offload::LinkWatch& watch) {
   if (rule == UpdateRule::kNone) return nullptr;
   if (rule == UpdateRule::kExternal)
     return std::make_unique<ExternalOptimizer>(shards, device, watch);
-  return std::make_unique<AdamOptimizer>(shards, device, states, rule == UpdateRule::kAdamW, watch,
-                                         moments);
+  return std::make_unique<AdamOptimizer>(shards, device, states, rule == UpdateRule::kAdamW,
+                                         options, watch);
 }
 
 void train_frozen(std::span<const int> params, Weights& weights, Reducer& reducer,

@@ -67,6 +67,8 @@ struct GradientScale {
   // If not null: device memory with the factor, which the update reads when it runs, instead of
   // `value`. NaN leaves the shards unchanged. Only where takes_late_scale().
   const float* late = nullptr;
+  // If not null: waits for that factor and returns it, in any thread.
+  std::function<float()> on_host = {};
 };
 
 // Updates the shards once. Parameters in GradientShards::left_out() stay unchanged, and so do their
@@ -87,6 +89,9 @@ class ShardedOptimizer : public Interface {
   // order.
   virtual void step(std::span<const GroupScalars> groups, const GradientScale& scale,
                     std::span<const int> first, const Updated& updated) = 0;
+  // Work of step() may go on beside the caller. This throws the first error of it, once, and with
+  // `waits` returns when all of it is done.
+  virtual void throw_failure(bool /*waits*/) {}
   virtual bool takes_late_scale() const { return false; }
   // The late scale of the last step() was NaN, so that step did not count.
   virtual void forget_step() { STRATA_ASSERT(false); }
@@ -97,9 +102,9 @@ class ShardedOptimizer : public Interface {
   virtual void reload_states() = 0;
 };
 
-// Null where there is no rule. `moments`: their type where masters are rounded. The optimizer
-// notifies `watch` of copies between the host and the device.
-std::unique_ptr<ShardedOptimizer> make_optimizer(UpdateRule rule, DType moments,
+// Null where there is no rule. The optimizer notifies `watch` of copies between the host and the
+// device.
+std::unique_ptr<ShardedOptimizer> make_optimizer(UpdateRule rule, const EngineOptions& options,
                                                  OptimizerShards& shards, device::Device& device,
                                                  offload::StateStore& states,
                                                  offload::LinkWatch& watch);

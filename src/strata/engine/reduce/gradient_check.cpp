@@ -1,6 +1,7 @@
 #include "strata/engine/reduce/gradient_check.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <span>
 #include <string_view>
@@ -35,7 +36,7 @@ GradientCheck::Outcome GradientCheck::check(double loss_scale, bool allows_overf
   if (takes_texts(allows_overflow, late) && agrees_in_texts()) {
     norm_.begin(loss_scale, options_.gradient_clipping);
     recorder_.end(span);
-    return {true, std::nullopt, 1.0F, norm_.factor()};
+    return {true, std::nullopt, 1.0F, norm_.factor(), norm_.factor_on_host()};
   }
   last_finding_ = measure(loss_scale);
   recorder_.end(span);
@@ -43,7 +44,7 @@ GradientCheck::Outcome GradientCheck::check(double loss_scale, bool allows_overf
   applied_ = !skips(allows_overflow);
   if (!applied_) ++skipped_;
   return {applied_, last_finding_.norm,
-          kernels::scale_of(last_finding_.norm, loss_scale, options_.gradient_clipping), nullptr};
+          kernels::scale_of(last_finding_.norm, loss_scale, options_.gradient_clipping)};
 }
 
 // Whether ranks exchange texts first, and not numbers; the same on every rank.
@@ -109,9 +110,9 @@ void GradientCheck::leave_out(std::vector<int> params) {
 std::vector<double> GradientCheck::totals(bool first, bool reads) {
   double sum = 0.0;
   double not_finite = 0.0;
-  for (const kernels::GradStats& stats : reducer_.shards().statistics(filled_units())) {
-    sum += stats.sum_of_squares;
-    if (!stats.finite) not_finite += 1.0;
+  for (const double squares : reducer_.shards().sums_of_squares()) {
+    sum += squares;
+    if (!std::isfinite(squares)) not_finite += 1.0;
   }
   // Every group has all shards: those of the first one count.
   if (collectives_.shard_position().group > 0) sum = 0.0;
@@ -150,30 +151,16 @@ GradientCheck::Finding GradientCheck::measure(double loss_scale) {
   return {norm, finite};
 }
 
-std::vector<int> GradientCheck::filled_units() {
-  std::vector<int> result;
-  for (const Unit& unit : weights_.units()) {
-    if (unit.trainable() && reducer_.shards().filled(unit.id)) result.push_back(unit.id);
-  }
-  return result;
-}
-
-int GradientCheck::first_not_finite() {
-  const std::vector<int> filled = filled_units();
-  const std::vector<kernels::GradStats> stats = reducer_.shards().statistics(filled);
-  for (std::size_t i = 0; i < stats.size(); ++i) {
-    if (!stats[i].finite) return filled[i];
-  }
-  return -1;
-}
-
 // Reports the step that is being checked or, if `late`, the one before.
 void GradientCheck::report_not_finite(bool late) {
   const bool one_too_many = in_a_row_ > options_.max_skipped_steps;
   if (!one_too_many && std::exchange(warned_, true)) return;
-  const int mine = late ? norm_.first_not_finite() : first_not_finite();
-  const std::vector<std::string> texts =
-      collectives_.all_gather_text(mine < 0 ? "" : nth(weights_.units(), mine).name());
+  const std::vector<double> sums =
+      late ? norm_.sums_of_squares() : reducer_.shards().sums_of_squares();
+  const auto bad = std::ranges::find_if(sums, [](double sum) { return !std::isfinite(sum); });
+  const std::vector<std::string> texts = collectives_.all_gather_text(
+      bad == sums.end() ? ""
+                        : weights_.units()[static_cast<std::size_t>(bad - sums.begin())].name());
   // Even if all gradients are finite, the sum of their squares may be too large for a number.
   const std::optional<std::size_t> first = comm::first_text(texts);
   const std::string where =

@@ -21,6 +21,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <utility>
@@ -47,6 +48,7 @@ class GradientCheck {
     // The factor of every gradient. If `late_factor` is not null, that device memory holds it.
     float factor = 1.0F;
     const float* late_factor = nullptr;
+    std::function<float()> factor_on_host = {};  // GradientNorm's
   };
   // Collective, on the step's gradients. `allows_overflow`: gradients that are not finite are
   // expected, however often, and are not reported. `late`: the update can take a late factor.
@@ -92,8 +94,6 @@ class GradientCheck {
   std::vector<double> totals(bool first, bool reads = false);
   void leave_out(std::vector<int> params);
   Finding measure(double loss_scale);
-  std::vector<int> filled_units();
-  int first_not_finite();
   bool skips(bool allows_overflow);
   void report_not_finite(bool late);
   [[noreturn]] void report_unused();

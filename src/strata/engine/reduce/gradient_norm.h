@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <chrono>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -17,6 +18,7 @@
 #include <limits>
 #include <memory>
 #include <span>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -109,6 +111,16 @@ class GradientNorm {
                  std::as_bytes(std::span(v.result, 1)), stream);
     computed_ = stream.record();
   }
+  // For other threads: waits for the factor of the last begin() and returns it.
+  std::function<float()> factor_on_host() const {
+    return [computed = computed_, result = host_->bytes().data()] {
+      // The driver's own wait would keep a core busy.
+      while (!computed->done()) std::this_thread::sleep_for(std::chrono::microseconds(20));
+      GradientFactor found;
+      std::memcpy(&found, result, sizeof(found));
+      return found.factor;
+    };
+  }
   // In memory of the device; of the last begin().
   const float* factor() const { return &values().result->factor; }
   bool begun() const { return computed_ != nullptr; }
@@ -125,16 +137,13 @@ class GradientNorm {
     std::memcpy(&result, host_->bytes().data(), sizeof(result));
     return {kernels::norm_of(result.sum_of_squares, loss_scale_), !std::isnan(result.factor)};
   }
-  // A unit of which this rank's gradients were not finite; -1: none. After finish().
-  int first_not_finite() {
+  // By unit: the sum of this rank's squares. After finish().
+  std::vector<double> sums_of_squares() {
     std::vector<double> sums(shards_.count());
     device::Stream& stream = device_.compute_stream();
     device_.copy(std::as_writable_bytes(std::span(sums)), std::as_bytes(values().by_unit), stream);
     stream.synchronize();
-    for (std::size_t i = 0; i < sums.size(); ++i) {
-      if (!std::isfinite(sums[i])) return static_cast<int>(i);
-    }
-    return -1;
+    return sums;
   }
 
  private:
@@ -159,7 +168,7 @@ class GradientNorm {
   std::unique_ptr<device::Memory> memory_;    // null: none yet
   std::unique_ptr<device::HostMemory> host_;  // the result; null: none yet
   double loss_scale_ = 1.0;
-  std::unique_ptr<device::Event> computed_;  // null: nothing is begun
+  std::shared_ptr<device::Event> computed_;  // null: nothing is begun
 };
 
 // The reduced gradients of a step, whole: gathers all ranks' shards of each unit, one after the

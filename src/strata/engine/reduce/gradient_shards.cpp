@@ -10,40 +10,33 @@ std::span<float> as_floats(device::Memory& memory, Numel numel) {
 }  // namespace
 
 GradientShards::GradientShards(std::vector<Unit>& units, device::Device& device, DType dtype,
-                               memory::Tier tier, offload::LinkWatch& watch)
+                               memory::Tier tier, bool in_16, offload::LinkWatch& watch)
     : units_(units),
       device_(device),
       dtype_(dtype),
       tier_(tier),
       watch_(watch),
-      memory_(units, device, memory::Kind::kGradientShards, dtype,
-              [this](const Unit& unit) { return on_host(unit.id); }),
+      in_16_(in_16 && dtype == DType::kFloat32 && device.runs_ahead()),
+      memory_(
+          units, device, memory::Kind::kGradientShards, dtype,
+          [this](const Unit& unit) { return on_host(unit.id); },
+          [this](const Unit& unit) { return !rests_in_16(unit); }),
+      memory_16_(
+          units, device, memory::Kind::kGradientShards, DType::kBFloat16,
+          [](const Unit&) { return true; }, [this](const Unit& unit) { return rests_in_16(unit); }),
       shards_(units.size()) {
   STRATA_ASSERT(tier == memory::Tier::kDevice || tier == memory::Tier::kHost);
 }
 
-// One that is large enough and not twice as large; units repeat.
-std::unique_ptr<device::Memory> GradientShards::take_scratch(Bytes bytes) {
-  for (auto& each : spare_) {
-    const Bytes has(each->bytes().size());
-    if (has < bytes || has > bytes * 2) continue;
-    std::swap(each, spare_.back());
-    auto found = std::move(spare_.back());
-    spare_.pop_back();
-    return found;
-  }
-  if (spare_.size() > kArrived) spare_.erase(spare_.begin());
-  return device_.allocate(bytes, memory::Kind::kGradientShards);
-}
-
-GradientShards::Target GradientShards::begin(int unit) {
+GradientShards::Target GradientShards::begin(int unit, bool is_16) {
   Shard& shard = nth(shards_, unit);
+  if (rests_in_16(nth(units_, unit)) && (shard.filled || !is_16)) keep_in_32();
   shard.measured = false;
   const Numel numel = nth(units_, unit).layout.shard();
   const std::span<std::byte> memory = kept(unit);
   if (!through_scratch(unit))
     return {{reinterpret_cast<float*>(memory.data()), numel.size()}, shard.filled};
-  if (shard.arriving == nullptr) shard.arriving = take_scratch(bytes_of(numel, DType::kFloat32));
+  if (shard.arriving == nullptr) shard.arriving = scratch_.take(bytes_of(numel, DType::kFloat32));
   return {as_floats(*shard.arriving, numel), false};
 }
 
@@ -55,26 +48,25 @@ void GradientShards::finish(int unit) {
     if (leaves && leaving_ == nullptr) leaving_ = device_.create_stream();
     if (leaves) leaving_->wait_for(*compute.record());  // which the reduction ended in
     device::Stream& stream = leaves ? *leaving_ : compute;
+    const auto first = static_cast<std::size_t>(unit);
+    if (!shard.filled && dtype_ == DType::kFloat32) measure_run(first, first + 1, stream);
     fold_in(unit, stream);
-    arrived_.push_back({std::move(shard.arriving), stream.record()});
-    // By number alone: the memory that is held must not depend on the speed of the stream.
-    while (arrived_.size() > kArrived) {
-      arrived_.front().folded_in->wait();
-      spare_.push_back(std::move(arrived_.front().memory));
-      arrived_.pop_front();
-    }
+    scratch_.give_back(std::move(shard.arriving), stream.record());
   }
   shard.filled = true;
 }
 
 void GradientShards::fold_in(int unit, device::Stream& stream) {
   const Shard& shard = nth(shards_, unit);
-  const Numel numel = nth(units_, unit).layout.shard();
+  const Unit& of = nth(units_, unit);
+  const Numel numel = of.layout.shard();
   const std::byte* source = shard.arriving->bytes().data();
   const std::span<std::byte> target = kept(unit);
   const Bytes bytes(target.size());
   const auto fold = [&] {
-    if (shard.filled)
+    if (rests_in_16(of))
+      send_16(of, stream);
+    else if (shard.filled)
       device_.accumulate(target.data(), dtype_, source, DType::kFloat32, numel, stream);
     else if (dtype_ == DType::kFloat32)
       device_.copy(target, {source, target.size()}, stream);
@@ -88,12 +80,53 @@ void GradientShards::fold_in(int unit, device::Stream& stream) {
   });
 }
 
+// Narrows the scratch in place, since it is whole: each piece goes where the fp32 values of the
+// ones before it were. So pieces double, and the first one goes by other memory.
+void GradientShards::send_16(const Unit& unit, device::Stream& stream) {
+  constexpr Numel kFirst{1 << 20};
+  const DType dtype = unit.layout.dtype();
+  const Numel numel = unit.layout.shard();
+  if (first_16_ == nullptr)
+    first_16_ = device_.allocate(bytes_of(kFirst, dtype), memory::Kind::kGradientShards);
+  const std::span<std::byte> scratch = nth(shards_, unit.id).arriving->bytes();
+  const auto narrow = [&](std::byte* target, Numel begin, Numel end) {
+    const std::byte* const from = scratch.data() + bytes_of(begin, DType::kFloat32).size();
+    device_.cast(target, dtype, from, DType::kFloat32, end - begin, stream);
+  };
+  Numel end = std::min(kFirst, numel);
+  const std::size_t first = bytes_of(end, dtype).size();
+  narrow(first_16_->bytes().data(), Numel(), end);
+  device_.copy(scratch.first(first), first_16_->bytes().first(first), stream);
+  for (Numel begin = end; begin < numel; begin = end) {
+    end = std::min(begin + begin, numel);
+    narrow(scratch.data() + bytes_of(begin, dtype).size(), begin, end);
+  }
+  const std::span<std::byte> target = memory_16_.of(unit);
+  device_.copy(target, scratch.first(target.size()), stream);
+}
+
+// Once something is added to a shard all of them rest in 32 bits, for good: so it goes on.
+void GradientShards::keep_in_32() {
+  wait_for_arrived();
+  std::vector<const Unit*> narrow;
+  for (const Unit& unit : units_) {
+    if (unit.trainable() && rests_in_16(unit) && filled(unit.id)) narrow.push_back(&unit);
+  }
+  in_16_ = false;
+  for (const Unit* const unit : narrow)
+    device_.cast(memory_.of(*unit).data(), DType::kFloat32, memory_16_.of(*unit).data(),
+                 unit->layout.dtype(), unit->layout.shard(), device_.compute_stream());
+  if (leaving_ != nullptr) leaving_->synchronize();
+  device_.compute_stream().synchronize();
+  memory_16_.free();
+}
+
 void GradientShards::read_values(std::size_t first, std::size_t end, device::Stream& stream,
                                  const offload::LinkWatch::Call& read) {
   Bytes bytes;
   for (std::size_t i = first; i < end; ++i) {
     if (on_host(static_cast<int>(i)) && shards_[i].arriving == nullptr)
-      bytes += bytes_of(units_[i].layout.shard(), dtype_);
+      bytes += bytes_of(units_[i].layout.shard(), kept_dtype(units_[i]));
   }
   if (bytes > Bytes()) return watch_.copy(offload::Link::kUp, bytes, stream, read);
   read();
@@ -101,26 +134,34 @@ void GradientShards::read_values(std::size_t first, std::size_t end, device::Str
 
 // Work that the compute stream gets from here on finds all finished values.
 void GradientShards::wait_for_arrived() {
-  if (leaving_ != nullptr && !arrived_.empty())
+  if (leaving_ != nullptr && scratch_.in_use())
     watch_.await_copies([&] { device_.compute_stream().wait_for(*leaving_->record()); });
   if (device::Stream* const stream = std::exchange(measuring_, nullptr))
     device_.compute_stream().wait_for(*stream->record());
 }
 
+GradientShards::Resting GradientShards::resting(int unit) {
+  STRATA_ASSERT(filled(unit) && on_host(unit));
+  return {kept(unit), kept_dtype(nth(units_, unit))};
+}
+
 std::span<float> GradientShards::values(int unit) {
   STRATA_ASSERT(filled(unit));
   wait_for_arrived();
-  const Numel numel = nth(units_, unit).layout.shard();
-  if (dtype_ == DType::kFloat32) return memory_.floats_of(nth(units_, unit));
+  const Unit& of = nth(units_, unit);
+  const Numel numel = of.layout.shard();
+  const DType dtype = kept_dtype(of);
+  if (dtype == DType::kFloat32) return memory_.floats_of(of);
   const Bytes bytes = bytes_of(numel, DType::kFloat32);
   if (widened_ == nullptr || Bytes(widened_->bytes().size()) < bytes) {
+    if (widened_ != nullptr) device_.compute_stream().synchronize();  // what was queued uses it
     widened_.reset();
     widened_ = device_.allocate(bytes, memory::Kind::kGradientShards);
   }
   device::Stream& stream = device_.compute_stream();
   const auto first = static_cast<std::size_t>(unit);
   read_values(first, first + 1, stream, [&] {
-    device_.cast(widened_->bytes().data(), DType::kFloat32, kept(unit).data(), dtype_, numel,
+    device_.cast(widened_->bytes().data(), DType::kFloat32, kept(unit).data(), dtype, numel,
                  stream);
   });
   return as_floats(*widened_, numel);
@@ -128,31 +169,12 @@ std::span<float> GradientShards::values(int unit) {
 
 std::span<std::byte> GradientShards::change(int unit) {
   Shard& shard = nth(shards_, unit);
+  if (rests_in_16(nth(units_, unit))) keep_in_32();
   const std::span<std::byte> values = kept(unit);
   wait_for_arrived();
   shard.measured = false;
   if (!std::exchange(shard.filled, true)) device_.fill_zero(values, device_.compute_stream());
   return values;
-}
-
-std::vector<kernels::GradStats> GradientShards::statistics(std::span<const int> units) {
-  device::Stream& stream = device_.compute_stream();
-  std::vector<kernels::GradStats> result;
-  if (dtype_ == DType::kFloat32) {
-    std::vector<std::span<const float>> all;
-    Bytes far;
-    for (const int unit : units) {
-      all.push_back(values(unit));
-      if (on_host(unit)) far += Bytes(all.back().size_bytes());
-    }
-    watch_.copy(offload::Link::kUp, far, stream, [&] { result = device_.grad_stats(all, stream); });
-    return result;
-  }
-  for (const int unit : units) {  // widened one by one
-    const std::span<const float> wide[] = {values(unit)};
-    result.push_back(device_.grad_stats(wide, stream).front());
-  }
-  return result;
 }
 
 std::span<double> GradientShards::squares_memory() {
@@ -167,20 +189,19 @@ std::span<double> GradientShards::squares_memory() {
 
 void GradientShards::measure(int unit, device::Stream& stream) {
   const auto first = static_cast<std::size_t>(unit);
-  if (through_scratch(unit) && shards_[first].filled) return;  // what has arrived is a part
-  // Tiles follow each other at once: the next one would wait on the stream.
-  if (!through_scratch(unit) && units_[first].spec.tile()) return;
+  // Tiles follow each other at once: the next one would wait on the stream. Others leave, measured.
+  if (through_scratch(unit) || units_[first].spec.tile()) return;
   measure_run(first, first + 1, stream);
   measuring_ = &stream;
 }
 
 void GradientShards::measure_run(std::size_t first, std::size_t end, device::Stream& stream) {
-  STRATA_ASSERT(dtype_ == DType::kFloat32);
   std::vector<std::span<const float>> all;
   for (std::size_t i = first; i < end; ++i) {
     all.push_back(shards_[i].arriving != nullptr
                       ? as_floats(*shards_[i].arriving, units_[i].layout.shard())
-                      : memory_.floats_of(units_[i]));
+                  : dtype_ == DType::kFloat32 ? memory_.floats_of(units_[i])
+                                              : values(static_cast<int>(i)));
     shards_[i].measured = true;
     shards_[i].stale = true;
   }
@@ -199,10 +220,19 @@ std::span<const double> GradientShards::squares() {
     if (!shards_[i].filled && std::exchange(shards_[i].stale, false))
       device_.fill_zero(std::as_writable_bytes(all.subspan(i, 1)), stream);
     std::size_t end = i;
-    while (wanting(end)) ++end;
+    // Narrow ones are widened one by one.
+    while (wanting(end) && (end == i || dtype_ == DType::kFloat32)) ++end;
     if (end > i) measure_run(i, end, stream);
   }
   return all;
+}
+
+std::vector<double> GradientShards::sums_of_squares() {
+  std::vector<double> result(shards_.size());
+  device::Stream& stream = device_.compute_stream();
+  device_.copy(std::as_writable_bytes(std::span(result)), std::as_bytes(squares()), stream);
+  stream.synchronize();
+  return result;
 }
 
 void GradientShards::clear() {
@@ -210,7 +240,7 @@ void GradientShards::clear() {
     shard.filled = false;
     shard.measured = false;
     shard.offloaded.reset();
-    if (shard.arriving != nullptr) spare_.push_back(std::move(shard.arriving));  // abandoned
+    if (shard.arriving != nullptr) scratch_.give_back(std::move(shard.arriving));  // abandoned
   }
   left_out_.clear();
 }
@@ -225,8 +255,7 @@ void GradientShards::offload_states(bool pinned) {
   wait_for_arrived();
   offload::offload_all(device_, memory, memory::Kind::kGradientShards, pinned);
   memory_.free_on_device();
-  arrived_.clear();
-  spare_.clear();
+  scratch_.free();
   widened_.reset();
 }
 

@@ -82,7 +82,8 @@ Reducer::Reducer(std::vector<Unit>& units, comm::Collectives& collectives, devic
                 collectives.traits().gathers_on_device &&
                 options.accumulation_dtype == DType::kFloat32),
       buffers_(make_gradient_buffers(options.name, collectives, device.ledger())),
-      shards_(units, device, options.accumulation_dtype, options.gradient_tier, recorder),
+      shards_(units, device, options.accumulation_dtype, options.gradient_tier,
+              options.gradients_in_16, recorder),
       writes_(units, collectives, device, buffers_, options, max_reducing_, largest_scope_),
       arrivals_(units, collectives, writes_.largest() + max_reducing_),
       in_flight_(shards_, recorder),
@@ -143,7 +144,9 @@ void Reducer::start_reduction(int unit) {
   if (unused && !late) record_.record_unused(u.layout.slots()[*unused].param);
   const Bytes bytes = writes_.bytes(unit);
   if (late) in_flight_.finish(unit);
-  const GradientShards::Target target = shards_.begin(unit);
+  // One rank's sum is what was written.
+  const bool is_16 = collectives_.world_size() == 1 && size_of(writes_.dtype(unit)) == 2_B;
+  const GradientShards::Target target = shards_.begin(unit, is_16);
   comm::Reduction reduction;
   reduction.result = target.result;
   reduction.accumulate = target.accumulate;

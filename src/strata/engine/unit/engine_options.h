@@ -3,9 +3,11 @@
 // The functions are pure arithmetic on options and plan, the same for the engine and its forecast.
 #pragma once
 
+#include <cstdint>
 #include <optional>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "strata/base/dtype.h"
 #include "strata/base/error.h"
@@ -15,6 +17,17 @@
 #include "strata/plan/unit_plan.h"
 
 namespace strata::engine {
+
+// The processors that update states which rest in host memory, where the device runs ahead.
+struct UpdateLanes {
+  enum class Which : std::uint8_t { kAuto, kDevice, kHost };
+  Which which = Which::kAuto;  // auto: both, by their speeds
+  int threads = 1;             // of this rank, on the host
+  std::vector<int> cores;      // of these threads; empty: any
+  Numel part{8 << 20};         // elements that one lane takes at once; a multiple of 2^15
+  // Tests: parts are dealt by random numbers.
+  std::optional<std::uint64_t> seed;
+};
 
 struct EngineOptions {
   std::string name = "engine";  // tells the engines of one process apart; the same on every rank
@@ -29,13 +42,17 @@ struct EngineOptions {
   DType reduce_dtype = DType::kFloat32;        // of flat gradient buffers, on the wire
   DType accumulation_dtype = DType::kFloat32;  // of reduced gradients kept between micro-steps
   memory::Tier gradient_tier = memory::Tier::kDevice;  // of reduced gradients; or the host
-  offload::StatePlacement states;                      // what the optimizer keeps, and masters
+  // On the host, sums that are numbers of 16 bits rest in 16 bits: for one rank and one pass a
+  // step.
+  bool gradients_in_16 = false;
+  offload::StatePlacement states;   // what the optimizer keeps, and masters
   offload::StatePlacement weights;  // of units that are sharded (stage 3) and not persistent
   bool offloads_weights() const { return weights.offloads(); }
   // Whether any state rests elsewhere than on the device.
   bool offloads() const {
     return states.offloads() || weights.offloads() || gradient_tier == memory::Tier::kHost;
   }
+  UpdateLanes lanes;
   // bf16 weights are updated in fp32 and rounded at each step, without any kept master. Then their
   // moments may be bf16, too.
   bool rounds_masters = false;

@@ -41,9 +41,8 @@ void for_each_range(offload::StateStore& store, std::span<const StateBlock> bloc
   const Numel least = offload::elements_at_once(bits, Bytes());
   const Bytes budget = store.lease_budget(blocks.front().id);
   const Numel most = offload::elements_at_once(bits, std::min(budget, limit));
-  const Numel last = least < numel - end
-                         ? Numel((end.value + least.value - 1) / least.value * least.value)
-                         : numel;
+  const Numel last =
+      std::min(numel, Numel((end.value + least.value - 1) / least.value * least.value));
   for (Numel first = Numel(begin.value / least.value * least.value); first < end;) {
     const Numel until = most < last - first ? first + most : last;
     std::vector<offload::Part> parts;

@@ -68,6 +68,11 @@ class WeightShards {
   // Reserves zeroed room for the offloaded ones of the next units, in their order.
   void add(std::span<const Unit> units);
 
+  // Where an offloaded unit's weights rest.
+  memory::Tier tier_of(const Unit& unit) const {
+    return unit.spec.place.weights.value_or(store_->tier());
+  }
+
   // Elements of a unit's shard, and their address.
   struct Piece {
     Numel begin;

@@ -1,0 +1,143 @@
+#include "strata/engine/optimize/adam_states.h"
+
+#include "strata/base/error.h"
+#include "strata/plan/unit_plan.h"
+
+namespace strata::engine {
+
+AdamStates::AdamStates(OptimizerShards& shards, offload::StateStore& store, bool decoupled,
+                       DType moments)
+    : shards_(shards),
+      store_(store),
+      decoupled_(decoupled),
+      moments_(moments),
+      missed_(static_cast<std::size_t>(shards.weights().param_count())) {}
+
+void AdamStates::add(std::span<const OptimizerShards::UnitShard> shards) {
+  std::vector<offload::BlockSpec> blocks;
+  for (const OptimizerShards::UnitShard& shard : shards) {
+    const Unit& unit = nth(shards_.weights().units(), shard.unit);
+    const Bytes bytes = bytes_of(unit.layout.shard(), moment_dtype(shard.unit));
+    for (const char* const state : {".exp_avg", ".exp_avg_sq"})
+      blocks.push_back(
+          {unit.name() + state, bytes, memory::Kind::kOptimizerState, unit.spec.place.states});
+  }
+  const std::vector<offload::BlockId> added = store_.add_all(std::move(blocks));
+  for (std::size_t i = 0; i < added.size(); i += 2) states_.push_back({added[i], added[i + 1]});
+}
+
+void AdamStates::begin_step() {
+  ++steps_;
+  left_out_ = shards_.gradients().left_out();
+  for (const int param : left_out_) ++nth(missed_, param);
+}
+
+void AdamStates::forget_step() {
+  --steps_;
+  for (const int param : left_out_) --nth(missed_, param);
+  left_out_.clear();
+}
+
+void AdamStates::set_steps(std::int64_t all, std::span<const std::int64_t> by_param) {
+  STRATA_ASSERT(by_param.size() == missed_.size());
+  steps_ = all;
+  left_out_.clear();
+  for (std::size_t p = 0; p < by_param.size(); ++p) missed_[p] = all - by_param[p];
+}
+
+StateBlock AdamStates::moment_block(int unit, std::string_view state) const {
+  STRATA_ASSERT(prepared());
+  const States& states = states_[shards_.index_of(unit)];
+  const auto bits = static_cast<int>(size_of(moment_dtype(unit)).value * 8);
+  return {state == kExpAvg ? states.exp_avg : states.exp_avg_sq, bits};
+}
+
+std::vector<StateBlock> AdamStates::blocks(int unit) const {
+  std::vector<StateBlock> blocks = shards_.weights().masters().blocks(unit);
+  blocks.push_back(moment_block(unit, kExpAvg));
+  blocks.push_back(moment_block(unit, kExpAvgSq));
+  return blocks;
+}
+
+// Masters are counted by plan: units whose values come from files have no memory for them yet.
+Bytes AdamStates::bytes_of_unit(const Unit& unit) const {
+  const Numel numel = unit.layout.shard();
+  return bytes_of(numel, moment_dtype(unit.id)) * 2 +
+         plan::master_bytes(shards_.weights().master_form(unit.id), numel);
+}
+
+std::vector<AdamStates::Run> AdamStates::runs_of(const OptimizerShards::UnitShard& shard) const {
+  std::vector<Run> runs;
+  for (const plan::ParamSegment& segment : shard.segments) {
+    if (shards_.gradients().left_out(segment.param)) continue;
+    const std::int64_t step = steps_of(segment.param);
+    if (!runs.empty() && runs.back().end == segment.begin && runs.back().group == segment.group &&
+        runs.back().step == step) {
+      runs.back().end = segment.end;
+    } else {
+      runs.push_back({segment.group, step, segment.begin, segment.end});
+    }
+  }
+  return runs;
+}
+
+void AdamStates::for_each_run(const Unit& unit, std::span<const Run> runs, const Values& values,
+                              std::span<const GroupScalars> groups, const Update& update) const {
+  const WeightShards::Piece& piece = values.piece;
+  for (const Run& run : runs) {
+    const Numel begin = std::max(run.begin, piece.begin);
+    const Numel end = std::min(run.end, piece.end);
+    if (begin >= end) continue;
+    STRATA_ASSERT(static_cast<std::size_t>(run.group) < groups.size());
+    kernels::AdamScalars scalars = nth(groups, run.group);
+    scalars.decoupled = decoupled_;
+    scalars.step = run.step;
+    update(spans_of(unit, values, begin, end), scalars);
+  }
+}
+
+// The spans of elements [begin, end) of the shard.
+kernels::AdamSpans AdamStates::spans_of(const Unit& unit, const Values& values, Numel begin,
+                                        Numel end) const {
+  const StateRange& range = values.range;
+  const std::size_t numel = (end - begin).size();
+  const std::size_t at = (begin - range.first).size();
+  const Numel in_piece = begin - values.piece.begin;
+  std::byte* const weight =
+      values.piece.bytes.data() + bytes_of(in_piece, unit.layout.dtype()).size();
+  const auto floats = [&](std::size_t block) {
+    auto* const all = reinterpret_cast<float*>(range.bytes(block).data());
+    return std::span(all + at, numel);
+  };
+  const plan::MasterForm form = shards_.weights().master_form(unit.id);
+  kernels::AdamSpans spans;
+  const std::byte* const gradient =
+      values.gradient + bytes_of(in_piece, values.gradient_dtype).size();
+  if (values.gradient_dtype == DType::kFloat32)
+    spans.gradient = {reinterpret_cast<const float*>(gradient), numel};
+  else
+    spans.gradient16 = {gradient, values.gradient_dtype, numel};
+  if (form == plan::MasterForm::kRounded) spans.rounds_weight16 = true;
+  // Runs begin where parameters do, at multiples of 256 bytes, and ranges at multiples of 8.
+  if (form == plan::MasterForm::kRemainder)
+    spans.remainder = MasterStates::remainder_in(range).from(at);
+  if (form == plan::MasterForm::kFloat32) spans.weight = floats(0);
+  if (form == plan::MasterForm::kShard) spans.weight = {reinterpret_cast<float*>(weight), numel};
+  const std::size_t first = range.leases.size() - 2;  // moments come last
+  if (moment_dtype(unit.id) == DType::kBFloat16) {
+    const std::size_t bytes = bytes_of(Numel(at), DType::kBFloat16).size();
+    spans.moments16 = {range.bytes(first).data() + bytes, range.bytes(first + 1).data() + bytes};
+  } else {
+    spans.exp_avg = floats(first);
+    spans.exp_avg_sq = floats(first + 1);
+  }
+  if (size_of(unit.layout.dtype()) == 2_B) {
+    spans.weight16 = weight;
+    spans.weight16_dtype = unit.layout.dtype();
+    // A script can write weights that are whole. Others may be leased without their values.
+    spans.follows_weight16 = unit.whole && form == plan::MasterForm::kFloat32;
+  }
+  return spans;
+}
+
+}  // namespace strata::engine

@@ -1,0 +1,157 @@
+// A value for each element of trainable units' shards. For a unit that rests on the host this is
+// pinned host memory, taken for all such units at once, since the driver takes long to pin memory,
+// whatever its size. Otherwise it is device memory, taken unit by unit. Its first content is
+// undefined. Threads: one thread at a time. Ownership: borrows the units and the device. Errors:
+// OutOfMemoryError.
+#pragma once
+
+#include <deque>
+#include <functional>
+#include <memory>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "strata/base/error.h"
+#include "strata/device/device.h"
+#include "strata/engine/unit/unit.h"
+#include "strata/offload/host_memory.h"
+
+namespace strata::engine {
+
+class ShardMemory {
+ public:
+  // `wanted`: whether of() will be called for a trainable unit.
+  using Which = std::function<bool(const Unit& unit)>;
+  ShardMemory(const std::vector<Unit>& units, device::Device& device, memory::Kind kind,
+              DType dtype, Which on_host, Which wanted = {})
+      : units_(units),
+        device_(device),
+        kind_(kind),
+        dtype_(dtype),
+        on_host_(std::move(on_host)),
+        wanted_(std::move(wanted)) {}
+
+  // Takes the memory if need be.
+  std::span<std::byte> of(const Unit& unit) {
+    places_.resize(units_.size());
+    Place& place = nth(places_, unit.id);
+    if (place.values == nullptr) {
+      STRATA_ASSERT(lacks(unit));
+      if (on_host_(unit)) {
+        take_on_host();
+      } else {
+        place.own = device_.allocate(bytes(unit), kind_);
+        place.values = place.own->bytes().data();
+      }
+    }
+    return {place.values, bytes(unit).size()};
+  }
+  std::span<float> floats_of(const Unit& unit) {
+    return {reinterpret_cast<float*>(of(unit).data()), unit.layout.shard().size()};
+  }
+  // Empty where the unit has none on the device.
+  std::span<std::byte> on_device(const Unit& unit) const {
+    const bool has = static_cast<std::size_t>(unit.id) < places_.size();
+    if (!has || nth(places_, unit.id).own == nullptr) return {};
+    return nth(places_, unit.id).own->bytes();
+  }
+  // Frees all memory, which no work uses any more, or that on the device.
+  void free() {
+    places_.clear();
+    host_.clear();
+  }
+  void free_on_device() {
+    for (Place& place : places_) {
+      if (place.own != nullptr) place = {};
+    }
+  }
+
+ private:
+  Bytes bytes(const Unit& unit) const { return bytes_of(unit.layout.shard(), dtype_); }
+  bool lacks(const Unit& unit) const {
+    return unit.trainable() && nth(places_, unit.id).values == nullptr &&
+           (wanted_ == nullptr || wanted_(unit));
+  }
+  void take_on_host() {
+    std::vector<const Unit*> missing;
+    Bytes all;
+    for (const Unit& unit : units_) {
+      if (!lacks(unit) || !on_host_(unit)) continue;
+      missing.push_back(&unit);
+      all += align_up(bytes(unit), kHostAlignment);
+    }
+    host_.push_back(offload::pinned_memory(device_, all, kind_));
+    std::byte* next = host_.back()->bytes().data();
+    for (const Unit* unit : missing) {
+      nth(places_, unit->id).values = next;
+      next += align_up(bytes(*unit), kHostAlignment).size();
+    }
+  }
+
+  static constexpr Bytes kHostAlignment = 256_B;  // as memory of a device has
+
+  const std::vector<Unit>& units_;
+  device::Device& device_;
+  memory::Kind kind_;
+  DType dtype_;
+  Which on_host_;
+  Which wanted_;  // null: all
+  // All units' there, and once more those of units that were unfrozen since.
+  std::vector<std::unique_ptr<device::Memory>> host_;
+  struct Place {
+    std::byte* values = nullptr;               // null: none yet
+    std::unique_ptr<device::Memory> own = {};  // null: on the host
+  };
+  std::vector<Place> places_;  // by unit
+};
+
+// Device memory for values that arrive and are then moved on by a stream; units repeat, so it is
+// used again. Threads: one thread at a time. Ownership: borrows the device. Errors:
+// OutOfMemoryError, DeviceError.
+class ScratchMemory {
+ public:
+  explicit ScratchMemory(device::Device& device) : device_(device) {}
+
+  // At least so large, and not twice as large.
+  std::unique_ptr<device::Memory> take(Bytes bytes) {
+    for (auto& each : spare_) {
+      const Bytes has(each->bytes().size());
+      if (has < bytes || has > bytes * 2) continue;
+      std::swap(each, spare_.back());
+      auto found = std::move(spare_.back());
+      spare_.pop_back();
+      return found;
+    }
+    if (spare_.size() > kUsed) spare_.erase(spare_.begin());
+    return device_.allocate(bytes, memory::Kind::kGradientShards);
+  }
+  // No work uses it any more, or none after the event. The host waits for the oldest one: by number
+  // alone, since the memory that is held must not depend on the speed of a stream.
+  void give_back(std::unique_ptr<device::Memory> memory) { spare_.push_back(std::move(memory)); }
+  void give_back(std::unique_ptr<device::Memory> memory, std::unique_ptr<device::Event> used) {
+    used_.push_back({std::move(memory), std::move(used)});
+    while (used_.size() > kUsed) {
+      used_.front().event->wait();
+      give_back(std::move(used_.front().memory));
+      used_.pop_front();
+    }
+  }
+  bool in_use() const { return !used_.empty(); }
+  void free() {
+    used_.clear();
+    spare_.clear();
+  }
+
+ private:
+  static constexpr std::size_t kUsed = 2;
+  struct Used {
+    std::unique_ptr<device::Memory> memory;
+    std::unique_ptr<device::Event> event;
+  };
+  device::Device& device_;
+  std::deque<Used> used_;  // perhaps by work under way; the oldest first
+  std::vector<std::unique_ptr<device::Memory>> spare_;
+};
+
+}  // namespace strata::engine
