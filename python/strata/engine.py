@@ -26,9 +26,9 @@ from .ranks.runtime import end_collectives
 from .schedule import Advance
 
 
-class Engine(EngineCheckpoints, torch.nn.Module):
-    """A model under the engine; ``strata.initialize`` makes it. It has the public names of its parts, too: small
-    objects that know the engine.
+class Engine(EngineCheckpoints, EngineSettings, Batches, EngineNames, EngineWeights, StateOffload, torch.nn.Module):
+    """A model under the engine; ``strata.initialize`` makes it. Its base classes are its parts, each with the calls of
+    one kind.
 
     Attributes:
         module: the user's model, the same object.
@@ -49,10 +49,7 @@ class Engine(EngineCheckpoints, torch.nn.Module):
     _left_out = ()  # trainable parameters that are in no param group; autograd makes their .grad
 
     def __init__(self, tree, config, optimizer, rule, collectives, runtime, from_files=None, progress=None):
-        super().__init__()
-        me = weakref.proxy(self)  # so that the engine ends with its last reference
-        self._settings, self._batches, self._names = EngineSettings(config), Batches(me), EngineNames(me)
-        self._weights, self._offload = EngineWeights(me), StateOffload(me)
+        super().__init__(config)
         self.module = tree.model
         self.optimizer = optimizer
         self.lr_scheduler = None
@@ -62,7 +59,6 @@ class Engine(EngineCheckpoints, torch.nn.Module):
         self._unapplied = 0  # micro-steps since the last boundary
         self._steps_by = "engine"  # the script calls the step() of "engine" or of "optimizer"
         self._ended_by = None  # which of the two ended the last micro-step
-        self._config = config
         self._trace = config.trace  # None: there is none, or it is over
         self._collectives = collectives
         groups = groups_of(optimizer)
@@ -305,25 +301,3 @@ class Engine(EngineCheckpoints, torch.nn.Module):
             if name == "module":
                 raise
             return getattr(super().__getattr__("module"), name)
-
-
-def _delegated(part, name, member):
-    """A member of ``Engine``, by the one of this name in its part."""
-    if isinstance(member, staticmethod):
-        return member
-    if isinstance(member, property):
-        return property(lambda engine: getattr(getattr(engine, part), name), doc=member.__doc__)
-
-    @functools.wraps(member)
-    def method(self, *args, **kwargs):
-        return getattr(getattr(self, part), name)(*args, **kwargs)
-
-    return method
-
-
-for _part, _class in (("_settings", EngineSettings), ("_batches", Batches), ("_names", EngineNames),
-                      ("_weights", EngineWeights), ("_offload", StateOffload)):  # fmt: skip
-    for _name, _member in vars(_class).items():
-        if not _name.startswith("_"):
-            setattr(Engine, _name, _delegated(_part, _name, _member))
-Engine._zero3_consolidated_16bit_state_dict = Engine._consolidated_16bit_state_dict = Engine.consolidated

@@ -132,10 +132,11 @@ VALUE_NAMES = frozenset(_PATHS)
 
 
 class EngineSettings:
-    """The part of an ``Engine`` that returns settings: the getters of the tables above, and those that compute their
-    value. Made of a _C.Config."""
+    """The part of ``Engine`` that returns settings of its _C.Config: the getters of the tables above, and those that
+    compute their value."""
 
     def __init__(self, config):
+        super().__init__()
         self._config = config
 
     @functools.cached_property

@@ -226,7 +226,7 @@ class StartUp:
     def load_data(self):
         """Marks leaf modules, and makes the loader of the script's data."""
         engine = self.engine
-        mark_leaves_of(engine.module, engine._settings._section("zero_optimization.leaf_module"))
+        mark_leaves_of(engine.module, engine._section("zero_optimization.leaf_module"))
         engine.collate_fn = self.collate_fn
         engine.training_dataloader = None if self.training_data is None else engine.deepspeed_io(self.training_data)
 
