@@ -15,7 +15,7 @@ from .engine_names import EngineNames
 from .engine_settings import EngineSettings
 from .engine_weights import EngineWeights, StateOffload
 from .model.compiling import check_at_first_forward, mark_steps
-from .model.interception import intercept, intercept_arguments, restore
+from .model.interception import intercept, intercept_arguments
 from .model.model_input import describe_modules, describe_parameters, move_buffers
 from .model.parameter import release_ownership, discard_values, take_ownership
 from .model.tiles import owned_parameters, tile_of, tiles_of
@@ -81,10 +81,9 @@ class Engine(EngineCheckpoints, EngineSettings, Batches, EngineNames, EngineWeig
         take_ownership(self.core, parameters, config.stage)
         modules = [module for _, module, _ in tree.modules]
         self._scope_modules = [modules[index] for index in self.core.scopes()]
-        self._interception = intercept(self.core, modules)
-        self._restore_arguments = intercept_arguments(tree.model, self.device if config.move_inputs else None,
-                                                      torch.float16 if config.cast_inputs else None)
-        self._end_checks = [check_at_first_forward(self), *([mark_steps(self)] if config.cuda_graphs else [])]
+        device, floating = self.device if config.move_inputs else None, torch.float16 if config.cast_inputs else None
+        self._undo = [intercept(self.core, modules), intercept_arguments(tree.model, device, floating),
+                      check_at_first_forward(self), *([mark_steps(self)] if config.cuda_graphs else [])]
         self.timers, self.tput_timer = Timers(self.device), ThroughputTimer()
         self._watching = None  # a StepWatch, where this rank shows something of its steps
         self.core.free_originals()
@@ -283,10 +282,8 @@ class Engine(EngineCheckpoints, EngineSettings, Batches, EngineNames, EngineWeig
         self.core.destroy(keep_values)
         unwatch(self.core)
         end_collectives(self._collectives)
-        restore(self.core, self.module, self._interception)
-        self._restore_arguments()
-        for end in self._end_checks:
-            end()
+        for undo in self._undo:
+            undo()
         release_ownership(self._described)
         if self._cut is not None:
             discard_values(self._cut.undo())

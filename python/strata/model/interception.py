@@ -51,15 +51,16 @@ def replaced(module, name, value):
 def intercept(core, modules):
     """Wraps the forward of every scope's module and of the model, and the ``_parameters`` of every module that owns
     sharded parameters, so that a read outside any scope gathers. The model, ``modules[0]``, keeps ``core``, which was
-    made of a tree of these modules. Returns the argument ``undo`` of ``restore``."""
-    undo = []
+    made of a tree of these modules. Returns a function that undoes this."""
+    undo = contextlib.ExitStack()
+    undo.callback(_drop_keeper, modules[0], core)
     modules[0].__dict__["_strata_core"] = _Keeper(core)
     for scope, module_index in enumerate(core.scopes()):
         if not core.scope_needed(scope):
             continue
         module = modules[module_index]
-        undo.append(replaced(module, "forward", _C.InterceptedForward(core, scope, module.forward)))
-    undo.append(replaced(modules[0], "forward", _C.InterceptedForward(core, None, modules[0].forward)))
+        undo.callback(replaced(module, "forward", _C.InterceptedForward(core, scope, module.forward)))
+    undo.callback(replaced(modules[0], "forward", _C.InterceptedForward(core, None, modules[0].forward)))
     for module in modules:
         if type(module._parameters) is not dict:
             module.__dict__["_parameters"] = dict(module._parameters)  # replaces that of an earlier engine or zero.Init
@@ -68,21 +69,18 @@ def intercept(core, modules):
             continue
         module.__dict__["_parameters"] = _C.ParameterDict(module._parameters)
         _C.attach_parameter_dict(module.__dict__["_parameters"], core)
-        undo.append(functools.partial(_make_parameters_plain, module))
-    return undo
+        undo.callback(_make_parameters_plain, module)
+    return undo.close
 
 
 def _make_parameters_plain(module):
     module.__dict__["_parameters"] = dict(module.__dict__["_parameters"])
 
 
-def restore(core, model, undo):
-    """Undoes ``intercept``; ``model``: its first module."""
+def _drop_keeper(model, core):
     keeper = model.__dict__.get("_strata_core")
     if keeper is not None and keeper.core is core:  # else it belongs to a later engine
         del model.__dict__["_strata_core"]
-    for undo_one in reversed(undo):
-        undo_one()
 
 
 def intercept_arguments(module, device, floating):
