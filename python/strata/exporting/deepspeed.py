@@ -13,7 +13,6 @@ import pickle
 import secrets
 import shutil
 import types
-from dataclasses import dataclass
 
 import torch
 from tqdm import tqdm
@@ -87,43 +86,28 @@ def export_deepspeed(checkpoint, out, tag=None, world_size=None, stage=None, sub
 # process without the library can write such objects.
 
 
-@dataclass(eq=False)
-class ForeignClass:
-    """A class of another library, which the reader of the file imports by these names."""
-
-    module: str
-    name: str
-
-    def __call__(self, **attributes):
-        """An object of the class, without a call of its constructor; ``attributes`` become its ``__dict__``."""
-        return ForeignObject(self, attributes)
-
-
-@dataclass(eq=False)
 class ForeignObject:
-    """An object of a ``ForeignClass``."""
+    """An object of a class of another library. The reader of the file does not call the class's constructor, but sets
+    ``attributes`` as the object's ``__dict__``."""
 
-    cls: ForeignClass
-    attributes: dict
+    def __init__(self, **attributes):
+        self.__dict__.update(attributes)
+
+
+def foreign_class(module, name):
+    """A subclass of ``ForeignObject`` for a class that the reader of the file imports by these names."""
+    return type(name, (ForeignObject,), {"__module__": module})
 
 
 class _Pickler(pickle._Pickler):
     """The pickler of the standard library that is written in Python: its C twin refuses names that it cannot import."""
 
-    def save(self, value, *arguments, **options):
-        if not isinstance(value, (ForeignClass, ForeignObject)):
-            super().save(value, *arguments, **options)
-        elif id(value) in self.memo:
-            self.write(self.get(self.memo[id(value)][0]))
-        elif isinstance(value, ForeignClass):
-            self.write(pickle.GLOBAL + f"{value.module}\n{value.name}\n".encode())
+    def save_global(self, value, name=None):
+        if isinstance(value, type) and issubclass(value, ForeignObject):
+            self.write(pickle.GLOBAL + f"{value.__module__}\n{value.__name__}\n".encode())
             self.memoize(value)
         else:
-            self.save(value.cls)
-            self.write(pickle.EMPTY_TUPLE + pickle.NEWOBJ)
-            self.memoize(value)
-            self.save(value.attributes)
-            self.write(pickle.BUILD)
+            super().save_global(value, name)
 
 
 _PICKLE = types.SimpleNamespace(Pickler=_Pickler, dumps=pickle.dumps, __name__="pickle")
@@ -193,7 +177,7 @@ class Layout(FlatLayout):
 
 _VERSION = "0.19.8"
 _SCALERS = "deepspeed.runtime.fp16.loss_scaler"
-_fragment_address = ForeignClass("deepspeed.utils.tensor_fragment", "fragment_address")
+_fragment_address = foreign_class("deepspeed.utils.tensor_fragment", "fragment_address")
 
 
 class Files:
@@ -389,10 +373,10 @@ class Files:
     def _loss_scaler(self):
         scale = float(self._training.get("loss_scale") or 1.0)
         if not self._dynamic():
-            return ForeignClass(_SCALERS, "LossScaler")(cur_scale=scale if self._half() else 1.0, dynamic=False)
+            return foreign_class(_SCALERS, "LossScaler")(cur_scale=scale if self._half() else 1.0, dynamic=False)
         saved = self._training.get("loss_scaler") or {}
         hysteresis = int(self._number("fp16", "hysteresis", 2))
-        return ForeignClass(_SCALERS, "DynamicLossScaler")(
+        return foreign_class(_SCALERS, "DynamicLossScaler")(
             cur_scale=scale, dynamic=True, cur_iter=int(saved.get("iteration", 0)),
             last_overflow_iter=int(saved.get("last_overflow", -1)), scale_factor=2.0,
             scale_window=int(self._number("fp16", "loss_scale_window", 1000)),
