@@ -1,15 +1,13 @@
 """The batches of a training: which micro-steps make a step of the engine, when their gradients are reduced, and loaders
 of data."""
 
-import logging
 from contextlib import contextmanager
 
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from . import _C
-
-logger = logging.getLogger("strata")
+from .rank_logging import logger
 
 _ROUTES = {"train": True, "eval": False, "predict": False}  # whether the route's sampler shuffles
 

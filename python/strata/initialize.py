@@ -16,14 +16,12 @@ from .model.leaves import mark_leaves_of
 from .model.model_input import ModelTree, find_device, make_current
 from .model.parameter import require_values
 from .optimizer import ShardedOptimizer, optimizer_from_config, wrap_torch_optimizer
-from .rank_logging import show_logs
+from .rank_logging import logger, show_logs
 from .ranks.runtime import (agree_after, init_distributed, make_collectives, notifying_ranks, rank_and_world_size,
                             require_group)
 from .schedule import schedule_from_config
 from .tiles.cutting import Budget, cut_parameters
 from .views.start_up import StartUpClock, require_writable_files
-
-logger = logging.getLogger("strata")
 
 
 def parse_config(config, world_size=None):
