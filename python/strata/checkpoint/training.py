@@ -291,8 +291,6 @@ def _members(engine):
             for group in engine.optimizer.members]
 
 
-
-
 def _scalar(value, name, key):
     if isinstance(value, torch.Tensor) and value.numel() != 1:
         raise _C.UsageError(f"the optimizer's state '{key}' of '{name}' has {value.numel()} elements; kept are states "
