@@ -5,7 +5,6 @@ model is built with parameters that have no memory and with real buffers."""
 
 import logging
 import math
-from contextlib import contextmanager
 from itertools import accumulate
 
 import torch
@@ -152,7 +151,7 @@ def build_model(model_class, config, dtype, model_arguments):
     The only weights with values are those that the model's class leaves out of its checkpoints. These and the buffers
     get the values of ``from_pretrained``: those of the model's constructor and its ``_init_weights``. Returns (model,
     {id(parameter): value} of the weights that the class leaves out)."""
-    with _meta_parameters():
+    with register_module_parameter_registration_hook(lambda module, name, parameter: _to_meta(parameter)):
         model = build(model_class, config, dtype, model_arguments)
     for parameter in model.parameters():
         _to_meta(parameter)  # some bypass register_parameter
@@ -185,18 +184,8 @@ def make_flat(model):
     return shapes
 
 
-@contextmanager
-def _meta_parameters():
-    """Context in which a parameter loses its memory when a module registers it. It stays the same object, so that
-    shared parameters stay shared."""
-    hook = register_module_parameter_registration_hook(lambda module, name, parameter: _to_meta(parameter))
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
 def _to_meta(parameter):
+    """Takes a parameter's memory. It stays the same object, so that shared parameters stay shared."""
     if parameter is None or parameter.is_meta:
         return
     meta = torch.empty_like(parameter, device="meta", requires_grad=False)

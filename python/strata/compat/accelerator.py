@@ -6,6 +6,7 @@ import copy
 import functools
 import logging
 import os
+import resource
 
 import torch
 from packaging.version import Version
@@ -128,8 +129,6 @@ def see_memory_usage(message, force=False):
         logger.warning("%s: %.2f GiB of the device in use, %.2f GiB at the peak", message, now / _GIB, peak / _GIB)
         torch.cuda.reset_peak_memory_stats()
     else:
-        import resource
-
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         logger.warning("%s: %.2f GiB of the host at the peak", message, peak / _GIB)
 

@@ -6,6 +6,7 @@ import operator
 import os
 import random
 
+import numpy
 import torch
 
 from ..model.interception import map_tensors
@@ -35,8 +36,6 @@ def ensure_directory_exists(filename):
 
 def set_random_seed(seed):
     """Seeds Python's, NumPy's and torch's random numbers."""
-    import numpy
-
     random.seed(seed)
     numpy.random.seed(seed)
     torch.manual_seed(seed)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy
 import torch
 from tqdm import tqdm
 
@@ -170,8 +171,6 @@ _DEEPSPEED_CLASSES = [(type(name.rpartition(".")[2], bases, {}), name) for name,
 
 def _plain_classes():
     """Classes of scripts' own values: namespaces of arguments, and numpy's numbers and arrays of numbers."""
-    import numpy
-
     multiarray = numpy._core.multiarray if hasattr(numpy, "_core") else numpy.core.multiarray
     classes = [(argparse.Namespace, "argparse.Namespace")]
     classes += [(numpy.ndarray, "numpy.ndarray"), (numpy.dtype, "numpy.dtype")]

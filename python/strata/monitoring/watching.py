@@ -4,6 +4,7 @@
 import json
 import logging
 import os
+import resource
 import time
 import weakref
 from contextlib import nullcontext
@@ -103,8 +104,6 @@ def memory_text(device):
     if device.type == "cuda":
         now, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
         return f"memory of the device {now / gib:.2f} GiB, at the peak {peak / gib:.2f} GiB"
-    import resource
-
     with open("/proc/self/statm") as file:
         now = int(file.read().split()[1]) * 4096
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
