@@ -99,7 +99,6 @@ class GatheredParameters:
             raise
         finally:
             self._release()  # the gathered copies must not keep half a change
-        return False
 
     def _put_back(self):
         for key, parameter in self._managed.items():
@@ -231,7 +230,7 @@ class Init:
 
     def __exit__(self, kind, value, traceback):
         if self._reads is None:
-            return False
+            return
         reads, self._reads = self._reads, None
         roots, self._roots = self._roots, []
         failed = True
@@ -245,7 +244,6 @@ class Init:
             for root in roots if kind is None else []:
                 self._deferred.shard_all(root)
             failed = kind is not None
-        return False
 
     def _begin(self, module):
         with self._recording.paused():

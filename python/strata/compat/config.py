@@ -5,6 +5,7 @@ import enum
 import logging
 import math
 import sys
+import types
 
 import torch
 
@@ -102,7 +103,7 @@ ZeroParamType = enum.Enum("ZeroParamType", "NORMAL PARTITIONED REMOTE", module=_
 # --- the section ``zero_optimization`` ---
 
 
-class _Section:
+class _Section(types.SimpleNamespace):
     """A section of a configuration, whose settings are attributes. ConfigError for an unknown setting."""
 
     DEFAULTS = {}  # by attribute
@@ -119,13 +120,7 @@ class _Section:
                 values[attribute] = value
         if "device" in values:
             values["device"] = OffloadDeviceEnum(values["device"] or "none")
-        self.__dict__.update(values)
-
-    def __repr__(self):
-        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.__dict__.items())})"
-
-    def __eq__(self, other):
-        return type(self) is type(other) and self.__dict__ == other.__dict__
+        super().__init__(**values)
 
     def model_dump(self):
         """{name: value}, sections within as dicts."""

@@ -198,6 +198,8 @@ class Files:
             raise _C.FormatError("the checkpoint holds no states of an optimizer, which DeepSpeed needs to go on; "
                                  "`strata consolidate` writes its weights")
         self._config = _nested(whole.training.get("config", {}))
+        self._is_half = self._config.get("fp16", {}).get("enabled") is True
+        self._is_dynamic = self._is_half and not self._number("fp16", "loss_scale", 0)
         self._client_state = from_plain(whole.training.get("client_state", {}), read)
         self._scheduler = from_plain((whole.training.get("scheduler") or {}).get("state"), read)
         self._param_groups = optimizer["param_groups"]
@@ -332,7 +334,7 @@ class Files:
         layout = self._layout
         masters = flats[VALUE][rank]
         scaler = self._loss_scaler()
-        state = {"loss_scaler": scaler, "dynamic_loss_scale": self._dynamic(), "overflow": False}
+        state = {"loss_scaler": scaler, "dynamic_loss_scale": self._is_dynamic, "overflow": False}
         if layout.stage == 3:
             return {**state, "zero_stage": 3, "partition_count": layout.world_size,
                     "optimizer_state_dict": self._torch_state(flats, rank), "fp32_flat_groups": masters}  # fmt: skip
@@ -364,16 +366,10 @@ class Files:
                 groups[-1]["step"] = step  # FusedAdam of older versions counts here
         return {"state": state, "param_groups": groups}
 
-    def _dynamic(self):
-        return self._half() and not self._number("fp16", "loss_scale", 0)
-
-    def _half(self):
-        return self._config.get("fp16", {}).get("enabled") is True
-
     def _loss_scaler(self):
         scale = float(self._training.get("loss_scale") or 1.0)
-        if not self._dynamic():
-            return foreign_class(_SCALERS, "LossScaler")(cur_scale=scale if self._half() else 1.0, dynamic=False)
+        if not self._is_dynamic:
+            return foreign_class(_SCALERS, "LossScaler")(cur_scale=scale if self._is_half else 1.0, dynamic=False)
         saved = self._training.get("loss_scaler") or {}
         hysteresis = int(self._number("fp16", "hysteresis", 2))
         return foreign_class(_SCALERS, "DynamicLossScaler")(

@@ -114,7 +114,6 @@ class GradientTarget(Destination):
         self.values = None
         if self._core is not None and kind is None:
             self._core.end_gradient(self._tile.index)
-        return False
 
 
 class Tile:
@@ -159,7 +158,6 @@ class Tile:
         core = self.core
         if core is not None:
             core.end_tile(self.index)
-        return False
 
     def give_gradient(self, gradient):
         """Passes its gradient [rows, ...], of one use, to the engine, which reduces it at once. In backward."""
@@ -193,7 +191,6 @@ class TileRun:
     def __exit__(self, kind, value, traceback):
         for tile in self.tiles:
             self._core.end_tile(tile.index)
-        return False
 
 
 class Tiles(list):

@@ -58,7 +58,6 @@ class StartUpClock:
             gc.enable()
         if self._bar is not None:
             self._bar.close()
-        return False
 
     @contextmanager
     def phase(self, name):
