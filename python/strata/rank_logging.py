@@ -12,8 +12,7 @@ import time
 
 from . import _C
 from .ranks.runtime import rank_and_world_size
-
-logger = logging.getLogger("strata")
+from .views import logger
 
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 _VARIABLE = "STRATA_LOG_LEVEL"

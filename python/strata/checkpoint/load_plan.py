@@ -3,7 +3,6 @@
 A plan needs only headers, so that a checkpoint that does not fit is refused before any value is stored. A transformers
 model is built with parameters that have no memory and with real buffers."""
 
-import logging
 import math
 from itertools import accumulate
 
@@ -11,11 +10,10 @@ import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from .. import _C
+from ..views import logger
 from .names import model_tensors, state_names
 from .repeated_blocks import Leaves
 from .supported_transformers import adapter, build
-
-logger = logging.getLogger("strata")
 
 
 class LoadPlan:

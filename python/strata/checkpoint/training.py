@@ -5,7 +5,6 @@ states of an optimizer of the user's, buffers, and the script's own values."""
 
 import functools
 import json
-import logging
 import os
 
 import torch
@@ -14,12 +13,11 @@ from .. import _C
 from ..model.compiling import plain_name
 from ..ops.elementwise import place_of, set_values
 from ..ranks.runtime import agree_after
+from ..views import logger
 from .names import state_names
 from .plain_values import from_plain, to_plain, written_by
 from .supported_transformers import is_transformers_model
 from .whole_files import place_script
-
-logger = logging.getLogger("strata")
 
 _SAVING, _LOADING = "saving the checkpoint", "loading the checkpoint"
 

@@ -4,16 +4,14 @@ functions about memory, the installed torch, and the operators that it could bui
 import contextlib
 import copy
 import functools
-import logging
 import os
 import resource
 
 import torch
 from packaging.version import Version
 
+from ..views import logger
 from .names import REFUSALS, refused
-
-logger = logging.getLogger("strata")
 
 _OF_CUDA = frozenset(  # the functions of torch.cuda themselves
     "Event Stream current_device current_stream default_stream device_count empty_cache get_rng_state initial_seed "

@@ -6,7 +6,6 @@ parameters in the flat tensors of each rank, and pickles of DeepSpeed's classes.
 import collections
 import functools
 import json
-import logging
 import math
 import os
 import pickle
@@ -21,8 +20,7 @@ from .. import _C
 from ..checkpoint.plain_values import from_plain
 from ..importing.deepspeed_states import FlatLayout
 from ..importing.whole_tensors import VALUE, find_own, read_own
-
-logger = logging.getLogger("strata")
+from ..views import logger
 
 
 def export_deepspeed(checkpoint, out, tag=None, world_size=None, stage=None, sub_group_size=10**9):

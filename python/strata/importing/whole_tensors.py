@@ -4,7 +4,6 @@ share two readers: of Strata's own checkpoints, and of files of ``torch.save``, 
 import argparse
 import errno
 import json
-import logging
 import math
 import os
 import pickle
@@ -19,8 +18,7 @@ from tqdm import tqdm
 
 from .. import _C
 from ..checkpoint.plain_values import to_plain
-
-logger = logging.getLogger("strata")
+from ..views import logger
 
 VALUE = "value"
 

@@ -2,7 +2,6 @@
 ``deepspeed.comm.log_summary()``."""
 
 import json
-import logging
 import os
 import resource
 import time
@@ -13,10 +12,9 @@ import torch
 
 from .. import _C
 from ..ranks.departure import engines
+from ..views import logger
 from ..views.tables import TRANSFERS, transfer_tables
 from .flops import PassProfile, profile_text
-
-logger = logging.getLogger("strata")
 
 
 class LateValue:

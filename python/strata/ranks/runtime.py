@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _C
-
-logger = logging.getLogger("strata")
+from ..views import logger
 
 # [_C.UsedBackends], each of some collectives, oldest first. Those of gloo were made for these, and end with them.
 _used = []

@@ -3,7 +3,6 @@
 The parameter that stays in its module is empty, with the name that users, optimizers and checkpoints know. A
 computation with it outside the module gets a whole copy, if that is not too large."""
 
-import logging
 import math
 import re
 
@@ -14,9 +13,8 @@ from .. import _C
 from ..model.parameter import (ParameterStatus, ShardedParameter, clear_owner, full_shape, mark_managed, owner_of,
                                set_owner, unmark_managed)
 from ..model.tiles import Tiles, tiles_of
+from ..views import logger
 from .host_copy import end_host_copy, make_whole_on_host, values_on_host
-
-logger = logging.getLogger("strata")
 
 _TILE = 256 << 20  # bytes, the default
 

@@ -10,9 +10,8 @@ import time
 from contextlib import contextmanager, suppress
 
 from .. import _C
+from . import logger
 from .tables import offloads, placement_tables, start_up_tables
-
-logger = logging.getLogger("strata")
 
 _FROZEN_BY_PYTHON = 1000  # the most objects that some Python versions freeze at their start; a program freezes far more
 SHOWN_FROM_S = 1.0  # a shorter start-up draws nothing
