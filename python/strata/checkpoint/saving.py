@@ -160,14 +160,16 @@ def set_whole_weights(engine, state_dict, strict=True, may_miss=()):
                             f"{list(left)[:3]}; pass strict=False to take what fits")
     with torch.no_grad():
         for _, parameter, value in there:
-            _set(parameter, value)
+            for begin, end, rows in iter_pieces(parameter, modifier_rank=0):
+                rows.copy_(value[begin:end] if value.dim() else value)
         for buffer, value in values:
             buffer.copy_(value)
     return torch.nn.modules.module._IncompatibleKeys(missing, list(left))
 
 
 def _of_rank_0(engine, state_dict, buffers):
-    """Rank 0's state dict. On other ranks tensors without memory stand for those that ``_set`` takes from rank 0."""
+    """Rank 0's state dict. On other ranks tensors without memory stand for the values of parameters, which count on
+    rank 0 alone."""
     first = engine.global_rank == 0
     with agree_after(engine._collectives, "loading the state dict"):
         own = {plain_name(n): v for n, v in state_dict.items() if isinstance(v, torch.Tensor)} if first else {}
@@ -186,11 +188,6 @@ def _of_rank_0(engine, state_dict, buffers):
 def _require_shape(name, shape, value):
     if value.shape != torch.Size(shape):
         raise _C.UsageError(f"'{name}' has another shape: wanted {list(shape)}; found {list(value.shape)}")
-
-
-def _set(parameter, value):
-    for begin, end, rows in iter_pieces(parameter, 0):
-        rows.copy_(value[begin:end] if value.dim() else value)
 
 
 def save_whole(engine, folder, filename, with_frozen):

@@ -226,13 +226,10 @@ def _on_host(tensor):
 
 def _texts(model):
     """[(name, content)] of small files with which other programs can use the checkpoint."""
-    texts = []
-    if is_transformers_model(model):
-        texts.append(("config.json", model.config.to_json_string(use_diff=True)))
-        generation = getattr(model, "generation_config", None)
-        if generation is not None:
-            texts.append(("generation_config.json", generation.to_json_string(use_diff=True)))
-    return texts
+    if not is_transformers_model(model):
+        return []
+    configs = {"config.json": model.config, "generation_config.json": getattr(model, "generation_config", None)}
+    return [(name, config.to_json_string(use_diff=True)) for name, config in configs.items() if config is not None]
 
 
 # --- the scheduler ---

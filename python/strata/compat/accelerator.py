@@ -8,7 +8,6 @@ import os
 import resource
 
 import torch
-from packaging.version import Version
 
 from ..views import logger
 from .names import REFUSALS, refused
@@ -150,9 +149,8 @@ def required_torch_version(min_version=None, max_version=None):
     """bool: whether torch is at least the one and at most the other. ValueError where neither is given."""
     if min_version is None and max_version is None:
         raise ValueError("required_torch_version: give min_version, max_version, or both")
-    found = Version(torch.__version__)
-    high_enough = min_version is None or found >= Version(str(min_version))
-    return high_enough and (max_version is None or found <= Version(str(max_version)))
+    high_enough = min_version is None or torch.__version__ >= str(min_version)  # torch compares by numbers
+    return high_enough and (max_version is None or torch.__version__ <= str(max_version))
 
 
 def is_functorch_transforming():

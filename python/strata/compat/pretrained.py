@@ -74,9 +74,7 @@ def _load(model, loading):
     with _agree_after("planning what is read"):
         try:
             plans = _Plans(model, _checkpoint_of(loading))
-        except _Unfit as unfit:
-            reason = str(unfit)
-        except (_C.Error, OSError) as error:
+        except (_Unfit, _C.Error, OSError) as error:
             reason = str(error)
     reason = next((reason for reason in _of_all(reason) if reason is not None), None)
     if reason is not None:

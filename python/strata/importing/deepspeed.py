@@ -66,7 +66,7 @@ def _assemble(files, model, states):
     for group in model.shapes:
         for name, shape in group.items():
             kinds = states.kinds_of(name, shape)
-            dtype = model.dtype_of(name, kinds[VALUE].dtype)
+            dtype = model.first["module"].get(name, kinds[VALUE]).dtype  # in which the model computes
             tensors.append(WholeTensor(name, shape, dtype, kinds, trainable=True, aliases=aliases.get(name, [])))
             scalars[name] = states.scalars_of(name)
             steps[name] = int(scalars[name].get("step", counted))
@@ -278,11 +278,6 @@ class ModelFiles:
         if len(fragments) == 1 and fragments[0].numel() == numel:
             return stored(fragments[0])
         return Stored(fragments[0].dtype, lambda: torch.cat([f.flatten() for f in fragments])[:numel])
-
-    def dtype_of(self, name, otherwise):
-        """The dtype in which the model computes with the parameter; ``otherwise`` where the files do not have it."""
-        value = self.first["module"].get(name)
-        return otherwise if value is None else value.dtype
 
     def buffers(self):
         """[WholeTensor] of rank 0's buffers, and of other ranks' buffers that differ from these."""
