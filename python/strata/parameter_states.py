@@ -16,7 +16,7 @@ import functools
 import torch
 
 from . import _C
-from .model.parameter import flattened, owner_of, shaped
+from .model.parameter import flattened, full_shape, owner_of, shaped
 from .model.tiles import tiles_of
 
 
@@ -67,7 +67,7 @@ def _write(param, value, optim_state_key, whole):
     core, index = owner_of(param)
     if core is None and tiles is None:
         raise _C.UsageError("only states of a model under the engine can be set; found a parameter that no engine owns")
-    shape = torch.Size(core.full_shape(index)) if tiles is None else tiles.shape
+    shape = torch.Size(full_shape(param))
     if whole and value.shape != shape:
         raise _C.UsageError(f"wanted a value of the parameter's shape {list(shape)}; found {list(value.shape)}")
     if tiles is not None:

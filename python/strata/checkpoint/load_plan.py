@@ -46,7 +46,7 @@ class LoadPlan:
         self._constructed = []  # (index, value)
         left_out = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
         self._buffers = []  # (BufferHome, RangeTensor)
-        self._indices, sources, problems = [], [], []
+        self._sources, problems = {}, []  # index -> source
         for index, names, shape, dtype in parameters:
             name = next((n for n in names if n in found), None)
             tensor = found.get(name)
@@ -55,8 +55,7 @@ class LoadPlan:
                     self._constructed.append((index, constructed[index]))
             elif tensor is None or tensor.source is not None:  # the map reports missing tensors and wrong shapes
                 piece = (tensor.source if tensor is not None else names[0], shape, 0, 0, None)
-                sources.append((names[0], shape, dtype, [piece]))
-                self._indices.append(index)
+                self._sources[index] = (names[0], shape, dtype, [piece])
             elif list(tensor.shape) != list(shape):
                 problems.append(f"'{name}' (the model wants {list(shape)}, the checkpoint makes {list(tensor.shape)})")
             elif tensor.runs is None:
@@ -64,8 +63,7 @@ class LoadPlan:
             else:
                 starts = accumulate((numel for _, _, numel in tensor.runs), initial=0)
                 pieces = [(s, leaves.listed[s][0], at, begin, n) for at, (s, begin, n) in zip(starts, tensor.runs)]
-                sources.append((names[0], shape, dtype, pieces))
-                self._indices.append(index)
+                self._sources[index] = (names[0], shape, dtype, pieces)
         self.absent_buffers = [name for name in buffers if name not in found]
         for name, home in buffers.items():
             if name in found and found[name].shape != home.shape:
@@ -74,8 +72,7 @@ class LoadPlan:
                 self._buffers.append((home, found[name]))
         if problems:
             raise _C.FormatError(_listing(f"{path}: tensors of another shape than the model's:", problems))
-        self._sources = sources
-        self._map = _C.WeightMap(sources, checkpoint)
+        self._map = _C.WeightMap(list(self._sources.values()), checkpoint)
 
     def read(self, core, known=None, reader=None):
         """Collective: reads this rank's part of the tensors that need no computation.
@@ -83,12 +80,12 @@ class LoadPlan:
         Memory: the reader's staging ring. IoError on every rank; it names the first that failed. ``known`` is of
         ``core``'s engine; None: indices among the parameters are indices in ``core``. Several plans can share a
         ``reader``, a _C.WeightReader; None: the plan makes its own."""
-        weight_map, indices = self._map, self._indices
+        weight_map, indices = self._map, list(self._sources)
         if known is not None:
-            parts = [(source, part, known[place]) for place, source in zip(self._indices, self._sources)
+            parts = [(source, part, known[place]) for place, source in self._sources.items()
                      for part in known[place].parts]
             indices = [part.index for _, part, _ in parts]
-            if len(parts) > len(self._indices):
+            if len(parts) > len(self._sources):
                 weight_map = _C.WeightMap([_of_part(*entry) for entry in parts], self._checkpoint)
         (reader or _C.WeightReader(core)).load(core, self._checkpoint, weight_map, indices)
 

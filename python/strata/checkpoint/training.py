@@ -10,7 +10,6 @@ import os
 import torch
 
 from .. import _C
-from ..model.compiling import plain_name
 from ..ops.elementwise import place_of, set_values
 from ..ranks.runtime import agree_after
 from ..views import logger
@@ -185,13 +184,11 @@ def _aliases(engine):
     """By parameter of the engine: its other names in the model."""
     known_by = {id(known.parameter): known for known in engine.known}
     aliases = [[] for _ in engine._described]
-    for name, parameter in engine.module.named_parameters(remove_duplicate=False):
+    for name, parameter in state_names(engine.module)[0].items():
         known = known_by.get(id(parameter))
-        name = plain_name(name)
-        if known is None or name == engine.core.known_name(known.parts[0].index):
-            continue
-        for part in known.parts:
-            aliases[part.index].append(name)
+        if known is not None and name != engine.core.known_name(known.parts[0].index):
+            for part in known.parts:
+                aliases[part.index].append(name)
     return aliases
 
 

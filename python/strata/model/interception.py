@@ -137,20 +137,14 @@ def map_tensors(value, change):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # a named tuple, or not
     if isinstance(value, Mapping):
-        return _with(value, {key: (value[key], map_tensors(value[key], change)) for key in value}, operator.setitem)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        held = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
-        pairs = {name: (old, map_tensors(old, change)) for name, old in held.items()}
-        return _with(value, pairs, object.__setattr__)
-    return value
-
-
-def _with(value, pairs, put):
-    """A copy of ``value`` with its changed entries; ``pairs``: {key: (old, new)}."""
-    changed = {where: new for where, (old, new) in pairs.items() if new is not old}
-    if not changed:
+        held, put = {key: value[key] for key in value}, operator.setitem
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        held, put = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}, object.__setattr__
+    else:
         return value
-    copied = copy.copy(value)
-    for where, new in changed.items():
-        put(copied, where, new)
+    mapped = {key: map_tensors(item, change) for key, item in held.items()}
+    changed = {key: new for key, new in mapped.items() if new is not held[key]}
+    copied = copy.copy(value) if changed else value
+    for key, new in changed.items():
+        put(copied, key, new)
     return copied
