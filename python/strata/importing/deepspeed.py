@@ -41,19 +41,11 @@ def read_deepspeed(checkpoint, tag=None):
     files = find_deepspeed_files(checkpoint, tag)
     try:
         model = ModelFiles(files.model)
-        states = _states_of(files, model) if files.universal is None else UniversalStates(files.universal)
+        states = FlatStates(files.optimizer, model) if files.universal is None else UniversalStates(files.universal)
         return _assemble(files, model, states)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise _C.FormatError(f"'{files.folder}' is not as DeepSpeed 0.19 writes it: {type(error).__name__}: "
                              f"{error}") from error
-
-
-def _states_of(files, model):
-    states = FlatStates(files.optimizer, model)
-    if states.stage == 3 and len(files.model) != len(files.optimizer):  # the frozen parameters' parts are in them
-        raise _C.IoError(f"'{files.folder}' has the models of {len(files.model)} ranks and the optimizer's states of "
-                         f"{len(files.optimizer)}; wanted as many: files are missing")
-    return states
 
 
 # --- the whole checkpoint ---
