@@ -1,40 +1,36 @@
 """The batches of a training: which micro-steps make a step of the engine, when their gradients are reduced, and loaders
 of data."""
 
-import logging
 from contextlib import contextmanager
 
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from . import _C
-
-logger = logging.getLogger("strata")
+from .rank_logging import logger
 
 _ROUTES = {"train": True, "eval": False, "predict": False}  # whether the route's sampler shuffles
 
 
 class Batches:
-    """The part of an ``Engine`` that concerns samples and micro-steps. It has a weak proxy of the engine."""
+    """The part of ``Engine`` that concerns samples and micro-steps."""
 
-    def __init__(self, engine):
-        self._engine = engine
-        self._sizes = None  # (all ranks' samples of a step, samples of one forward), where a script has changed them
-        self._samples_before = (0, 0)  # (samples, micro-batches of a rank) until then
+    _sizes = None  # (all ranks' samples of a step, samples of one forward), where a script has changed them
+    _samples_before = (0, 0)  # (samples, micro-batches of a rank) until then
 
     # --- sizes ---
 
     def train_batch_size(self):
         """int: samples of all ranks in one optimizer step."""
-        return self._sizes[0] if self._sizes else self._engine._config.train_batch_size
+        return self._sizes[0] if self._sizes else self._config.train_batch_size
 
     def train_micro_batch_size_per_gpu(self):
         """int: samples of one rank in one forward."""
-        return self._sizes[1] if self._sizes else self._engine._config.micro_batch_size
+        return self._sizes[1] if self._sizes else self._config.micro_batch_size
 
     def gradient_accumulation_steps(self):
         """int: micro-steps of one optimizer step."""
-        return self._engine.core.accumulation_steps
+        return self.core.accumulation_steps
 
     def get_batch_info(self):
         """(train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps)."""
@@ -43,7 +39,7 @@ class Batches:
     def set_train_batch_size(self, train_batch_size):
         """Changes the samples of a step, by more or fewer micro-steps of the same size. Between steps, on every rank.
         UsageError where it is no multiple of the samples of all ranks in one forward."""
-        micro, world_size = self.train_micro_batch_size_per_gpu(), self._engine.world_size
+        micro, world_size = self.train_micro_batch_size_per_gpu(), self.world_size
         in_one_forward = micro * world_size
         if train_batch_size < 1 or train_batch_size % in_one_forward != 0:
             raise _C.UsageError(f"a batch is made of micro-batches of {micro} samples on {world_size} ranks; give a "
@@ -56,11 +52,11 @@ class Batches:
         if micro_batch_size < 1:
             raise _C.UsageError(f"a micro-batch has at least one sample; found {micro_batch_size}")
         steps = self.gradient_accumulation_steps()
-        self._change_batch(micro_batch_size * steps * self._engine.world_size, micro_batch_size, steps)
+        self._change_batch(micro_batch_size * steps * self.world_size, micro_batch_size, steps)
 
     def _change_batch(self, train, micro, steps):
-        self._samples_before = (self.global_samples, _C.micro_batches(self._engine.core))
-        self._engine.core.set_accumulation_steps(steps)
+        self._samples_before = (self.global_samples, _C.micro_batches(self.core))
+        self.core.set_accumulation_steps(steps)
         self._sizes = (train, micro)
 
     @property
@@ -68,42 +64,42 @@ class Batches:
         """int: samples of all ranks so far. Each micro-step counts; where the script decides on steps
         (``managed_gradient_accumulation: false``), each backward pass before a ``step()`` counts."""
         samples, micro_batches = self._samples_before
-        since = _C.micro_batches(self._engine.core) - micro_batches
-        return samples + since * self.train_micro_batch_size_per_gpu() * self._engine.world_size
+        since = _C.micro_batches(self.core) - micro_batches
+        return samples + since * self.train_micro_batch_size_per_gpu() * self.world_size
 
     # --- micro-steps ---
 
     def is_gradient_accumulation_boundary(self):
         """Whether the next ``step()`` updates the weights."""
-        return self._engine.core.at_boundary()
+        return self.core.at_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary):
         """Decides whether ``step()`` updates the weights. The value holds until the next call of this method; None:
         the engine counts micro-steps again."""
-        self._engine.core.set_boundary(is_boundary)
+        self.core.set_boundary(is_boundary)
 
     @contextmanager
     def no_sync(self):
         """Context in which the engine reduces nothing: gradients stay on this rank, whole and in the reduce dtype,
         until the next reduction. Unlike DeepSpeed's, it works at every stage."""
-        self._engine.core.set_synchronise(False)
+        self.core.set_synchronise(False)
         try:
             yield
         finally:
-            self._engine.core.set_synchronise(True)
+            self.core.set_synchronise(True)
 
     @contextmanager
     def coalesce_grad_reduction(self):
         """Context of several backward passes whose gradients the engine reduces once, in the ``step()`` after the
         context. It acts as ``no_sync()``; ``step()`` within it is an error."""
-        if self._engine.coalesces:
+        if self.coalesces:
             raise _C.UsageError("coalesce_grad_reduction() was entered within itself; leave the inner block out")
-        self._engine.coalesces = True
+        self.coalesces = True
         try:
             with self.no_sync():
                 yield
         finally:
-            self._engine.coalesces = False
+            self.coalesces = False
 
     # --- data ---
 
@@ -131,16 +127,16 @@ class Batches:
         if not (self.is_map_style_dataset(dataset) or self.is_iterable_style_dataset(dataset)):
             raise _C.UsageError("deepspeed_io: wanted a data set with __len__ and __getitem__, or an IterableDataset; "
                                 f"found {type(dataset).__name__}")
-        drop_last = self._engine._config.drop_last
+        drop_last = self._config.drop_last
         if data_sampler is None:
             data_sampler = self._sampler(dataset, _ROUTES[route], drop_last and route == "train")
         return DataLoader(dataset, batch_size=batch_size or self.train_micro_batch_size_per_gpu(), sampler=data_sampler,
-                          collate_fn=collate_fn or self._engine.collate_fn,
-                          pin_memory=bool(pin_memory) and self._engine.device.type == "cuda", drop_last=drop_last,
+                          collate_fn=collate_fn or self.collate_fn,
+                          pin_memory=bool(pin_memory) and self.device.type == "cuda", drop_last=drop_last,
                           num_workers=num_local_io_workers or 0)
 
     def _sampler(self, dataset, shuffle, drop_last):
-        world_size, rank = self._engine.world_size, self._engine.global_rank
+        world_size, rank = self.world_size, self.global_rank
         if not isinstance(dataset, IterableDataset):
             return DistributedSampler(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle, drop_last=drop_last)
         if world_size > 1 and rank == 0:
@@ -161,10 +157,10 @@ class Batches:
     def set_data_post_process_func(self, post_process_func):
         """Sets ``training_dataloader.post_process_func`` and warns: Strata never calls it. DeepSpeed calls it only
         under curriculum learning, which Strata does not offer."""
-        if self._engine.training_dataloader is None:
+        if self.training_dataloader is None:
             return
-        self._engine.training_dataloader.post_process_func = post_process_func
-        if self._engine.global_rank == 0:
+        self.training_dataloader.post_process_func = post_process_func
+        if self.global_rank == 0:
             logger.warning("set_data_post_process_func: nothing calls the function, as under DeepSpeed without "
                            "curriculum learning; give it to the data set or as collate_fn")
 

@@ -111,24 +111,23 @@ class SegmentStates:
     def _lend(self, core):
         for group in self._inner.param_groups:
             group["params"] = []
-        before, self._in_order, self._parameters = self._parameters, [], {}
+        before, self._parameters = self._parameters, {}  # in the order of the core's segments
         for group, index, weight in core.segments():
-            self._in_order.append(before[index] if index in before else torch.nn.Parameter(weight))
-            self._parameters[index] = self._in_order[-1]
+            part = before[index] if index in before else torch.nn.Parameter(weight)
+            self._parameters[index] = part
             if group >= 0:  # else it is frozen, beside one that is not
-                self._inner.param_groups[group]["params"].append(self._in_order[-1])
-        self._indices = list(self._parameters)
+                self._inner.param_groups[group]["params"].append(part)
 
     def _update(self, gradients):
         """Called in the engine's step. ``gradients``: by segment, valid during the call; None where no rank has one."""
-        for segment, gradient in zip(self._in_order, gradients, strict=True):
-            segment.grad = gradient
+        for part, gradient in zip(self._parameters.values(), gradients, strict=True):
+            part.grad = gradient
         try:
-            with plain_parts(self._in_order):
+            with plain_parts(self._parameters.values()):
                 self._step()
         finally:
-            for segment in self._in_order:
-                segment.grad = None  # the engine uses the memory again
+            for part in self._parameters.values():
+                part.grad = None  # the engine uses the memory again
 
     def entries(self):
         """[(index in the engine, the Parameter that the optimizer knows, the dict of its states)]."""
@@ -195,8 +194,8 @@ class SegmentStates:
             self._let_go()
 
     def _let_go(self):
-        for segment in self._in_order:
-            segment.data = segment.data.new_empty(0)
+        for part in self._parameters.values():
+            part.data = part.data.new_empty(0)
 
     def _unpark(self):
         """May be called again after an error: a state that is back is no longer in the list."""
@@ -207,8 +206,8 @@ class SegmentStates:
 
     def take_back(self, core):
         """Lends the optimizer the masters again, after the engine has reloaded its states."""
-        for segment, (_, _, weight) in zip(self._in_order, core.segments(), strict=True):
-            segment.data = weight
+        for part, (_, _, weight) in zip(self._parameters.values(), core.segments(), strict=True):
+            part.data = weight
 
 
 class WholeStates(SegmentStates):
@@ -233,14 +232,11 @@ class WholeStates(SegmentStates):
 
     def _take_masters(self, core):
         """Views of this rank's parts: {index in the engine: part}, without those that are empty."""
-        segments = core.segments()
-        self._in_order = [weight for _, _, weight in segments]
-        self._indices = [index for _, index, _ in segments]
-        self._masters = {index: SegmentStates.own(self, index, weight) for _, index, weight in segments}
+        self._masters = {index: SegmentStates.own(self, index, weight) for _, index, weight in core.segments()}
 
     def _update(self, gradients):
         core = self._core()
-        lent = zip(self._indices, gradients, strict=True)
+        lent = zip(self._masters, gradients, strict=True)
         mine = {index: gradient[: self._masters[index].numel()] for index, gradient in lent if gradient is not None}
         try:
             for index, parameter in self._parameters.items():  # in the same order on every rank
@@ -281,10 +277,9 @@ class WholeStates(SegmentStates):
         return shaped(self._core(), index, whole.to(torch.float32 if part is None else part.dtype))
 
     def _let_go(self):
-        self._in_order, self._indices, self._masters = [], [], {}
-        for parameter in self._parameters.values():
-            if self._alone:
-                parameter.data = parameter.data.new_empty(0)
+        self._masters = {}
+        if self._alone:
+            super()._let_go()
 
     def take_back(self, core):
         self._take_masters(core)
@@ -322,7 +317,7 @@ class DriveStates(SegmentStates):
             self._put_away([index for index, _ in members])
 
     def _update(self, gradients):
-        lent = zip(self._indices, gradients, strict=True)
+        lent = zip(self._parameters, gradients, strict=True)
         at_work = [index for index, gradient in lent if gradient is not None and index in self._units]
         self._bring(at_work)
         try:

@@ -1,9 +1,9 @@
 """The sources of a configuration: a dict, JSON, or Hjson, which DeepSpeed reads, too; the values of its settings."""
 
 import base64
-import binascii
 import json
 import os
+from contextlib import suppress
 
 from . import _C
 
@@ -83,21 +83,13 @@ def document_of(config):
     if os.path.isfile(text):
         with open(text, encoding="utf-8") as file:
             text = file.read()
-    for source in (text, _decoded(text)):
-        try:
-            return json.loads(source)
-        except (TypeError, ValueError):
-            continue
+    with suppress(ValueError):
+        return json.loads(text)
+    with suppress(ValueError):
+        return json.loads(base64.urlsafe_b64decode(text))
     import hjson  # read_config has used it, too
 
     return hjson.loads(text)
-
-
-def _decoded(text):
-    try:
-        return base64.urlsafe_b64decode(text)
-    except (binascii.Error, ValueError):
-        return None
 
 
 def add_config_arguments(parser):

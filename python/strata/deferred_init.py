@@ -104,8 +104,8 @@ class DeferredInit:
 
     def shard_waiting(self, root):
         """Shards the deferred parameters below ``root``, and those of waiting modules that a rank still refers to."""
-        known = {id(m) for m in root.modules()}
         modules = list(root.modules())
+        known = {id(m) for m in modules}
         others, self.waiting = [m for m in self.waiting if id(m) not in known], []
         dropped = self.of_all([is_alone(others, place) for place in range(len(others))])
         modules += [m for m, is_dropped in zip(others, dropped) if not is_dropped]
@@ -232,13 +232,12 @@ class _Flat:
     gathered as one, and apart from other modules': a read of one weight after construction gathers no other module."""
 
     def __init__(self, homes):
-        parameters = {id(_at(*home)): _at(*home) for home in homes}
-        names = {id(_at(m, name)): f"{type(m).__name__}/{name}" for m, name in homes}
-        self.parameters = [(f"{names[key]}/{number}", p) for number, (key, p) in enumerate(parameters.items())]
         root, by_module, seen = types.SimpleNamespace(_parameters={}, _modules={}), {}, set()
+        self.parameters = []
         for module, name in homes:
             if id(parameter := _at(module, name)) not in seen:
                 seen.add(id(parameter))
+                self.parameters.append((f"{type(module).__name__}/{name}/{len(self.parameters)}", parameter))
                 by_module.setdefault(id(module), {})[name] = parameter
         leaves = [types.SimpleNamespace(_parameters=own, _modules={}, _z3_leaf=True) for own in by_module.values()]
         self.modules = [("", root, None), *((str(number), leaf, root) for number, leaf in enumerate(leaves))]

@@ -15,7 +15,7 @@ from .engine_names import EngineNames
 from .engine_settings import EngineSettings
 from .engine_weights import EngineWeights, StateOffload
 from .model.compiling import check_at_first_forward, mark_steps
-from .model.interception import intercept, intercept_arguments, restore
+from .model.interception import intercept, intercept_arguments
 from .model.model_input import describe_modules, describe_parameters, move_buffers
 from .model.parameter import release_ownership, discard_values, take_ownership
 from .model.tiles import owned_parameters, tile_of, tiles_of
@@ -26,9 +26,9 @@ from .ranks.runtime import end_collectives
 from .schedule import Advance
 
 
-class Engine(EngineCheckpoints, torch.nn.Module):
-    """A model under the engine; ``strata.initialize`` makes it. It has the public names of its parts, too: small
-    objects that know the engine.
+class Engine(EngineCheckpoints, EngineSettings, Batches, EngineNames, EngineWeights, StateOffload, torch.nn.Module):
+    """A model under the engine; ``strata.initialize`` makes it. Its base classes are its parts, each with the calls of
+    one kind.
 
     Attributes:
         module: the user's model, the same object.
@@ -49,10 +49,7 @@ class Engine(EngineCheckpoints, torch.nn.Module):
     _left_out = ()  # trainable parameters that are in no param group; autograd makes their .grad
 
     def __init__(self, tree, config, optimizer, rule, collectives, runtime, from_files=None, progress=None):
-        super().__init__()
-        me = weakref.proxy(self)  # so that the engine ends with its last reference
-        self._settings, self._batches, self._names = EngineSettings(config), Batches(me), EngineNames(me)
-        self._weights, self._offload = EngineWeights(me), StateOffload(me)
+        super().__init__(config)
         self.module = tree.model
         self.optimizer = optimizer
         self.lr_scheduler = None
@@ -62,7 +59,6 @@ class Engine(EngineCheckpoints, torch.nn.Module):
         self._unapplied = 0  # micro-steps since the last boundary
         self._steps_by = "engine"  # the script calls the step() of "engine" or of "optimizer"
         self._ended_by = None  # which of the two ended the last micro-step
-        self._config = config
         self._trace = config.trace  # None: there is none, or it is over
         self._collectives = collectives
         groups = groups_of(optimizer)
@@ -85,10 +81,9 @@ class Engine(EngineCheckpoints, torch.nn.Module):
         take_ownership(self.core, parameters, config.stage)
         modules = [module for _, module, _ in tree.modules]
         self._scope_modules = [modules[index] for index in self.core.scopes()]
-        self._interception = intercept(self.core, modules)
-        self._restore_arguments = intercept_arguments(tree.model, self.device if config.move_inputs else None,
-                                                      torch.float16 if config.cast_inputs else None)
-        self._end_checks = [check_at_first_forward(self), *([mark_steps(self)] if config.cuda_graphs else [])]
+        device, floating = self.device if config.move_inputs else None, torch.float16 if config.cast_inputs else None
+        self._undo = [intercept(self.core, modules), intercept_arguments(tree.model, device, floating),
+                      check_at_first_forward(self), *([mark_steps(self)] if config.cuda_graphs else [])]
         self.timers, self.tput_timer = Timers(self.device), ThroughputTimer()
         self._watching = None  # a StepWatch, where this rank shows something of its steps
         self.core.free_originals()
@@ -287,10 +282,8 @@ class Engine(EngineCheckpoints, torch.nn.Module):
         self.core.destroy(keep_values)
         unwatch(self.core)
         end_collectives(self._collectives)
-        restore(self.core, self.module, self._interception)
-        self._restore_arguments()
-        for end in self._end_checks:
-            end()
+        for undo in self._undo:
+            undo()
         release_ownership(self._described)
         if self._cut is not None:
             discard_values(self._cut.undo())
@@ -305,25 +298,3 @@ class Engine(EngineCheckpoints, torch.nn.Module):
             if name == "module":
                 raise
             return getattr(super().__getattr__("module"), name)
-
-
-def _delegated(part, name, member):
-    """A member of ``Engine``, by the one of this name in its part."""
-    if isinstance(member, staticmethod):
-        return member
-    if isinstance(member, property):
-        return property(lambda engine: getattr(getattr(engine, part), name), doc=member.__doc__)
-
-    @functools.wraps(member)
-    def method(self, *args, **kwargs):
-        return getattr(getattr(self, part), name)(*args, **kwargs)
-
-    return method
-
-
-for _part, _class in (("_settings", EngineSettings), ("_batches", Batches), ("_names", EngineNames),
-                      ("_weights", EngineWeights), ("_offload", StateOffload)):  # fmt: skip
-    for _name, _member in vars(_class).items():
-        if not _name.startswith("_"):
-            setattr(Engine, _name, _delegated(_part, _name, _member))
-Engine._zero3_consolidated_16bit_state_dict = Engine._consolidated_16bit_state_dict = Engine.consolidated

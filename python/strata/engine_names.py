@@ -2,6 +2,7 @@
 
 import gc
 import os
+from operator import attrgetter
 
 import torch
 
@@ -11,11 +12,7 @@ from .ops.elementwise import set_value
 
 
 class EngineNames:
-    """The part of an ``Engine`` that answers questions about its optimizer, its precision, its ranks and its work. It
-    has a weak proxy of the engine."""
-
-    def __init__(self, engine):
-        self._engine = engine
+    """The part of ``Engine`` that answers questions about its optimizer, its precision, its ranks and its work."""
 
     # --- the optimizer and its schedule ---
 
@@ -26,7 +23,7 @@ class EngineNames:
     def set_lr(self, lr):
         """Sets the learning rate of every param group, for the steps from now on; a scheduler overwrites it. UsageError
         where there is no optimizer."""
-        if self._engine.optimizer is None:
+        if self.optimizer is None:
             raise _C.UsageError("set_lr: this engine has no optimizer; name one in the configuration, or pass one as "
                                 "optimizer= to initialize")
         for group in self._groups:
@@ -45,17 +42,17 @@ class EngineNames:
 
     @property
     def _groups(self):
-        return [] if self._engine.optimizer is None else self._engine.optimizer.param_groups
+        return [] if self.optimizer is None else self.optimizer.param_groups
 
     # --- precision ---
 
     def loss_scale(self):
         """float: the present factor of the loss; 1.0 except under fp16."""
-        return self._engine.core.loss_scale
+        return self.core.loss_scale
 
     def get_wall_clock_timers(self):
         """{name: mean milliseconds} of ``timers``."""
-        return self._engine.timers.get_mean(list(self._engine.timers.get_timers()), reset=False)
+        return self.timers.get_mean(list(self.timers.get_timers()), reset=False)
 
     def collect_python_gc(self):
         """int: unreachable objects that Python's garbage collector found now."""
@@ -64,7 +61,7 @@ class EngineNames:
     # --- ranks ---
 
     dp_world_size = property(
-        lambda self: self._engine.world_size, doc="int: the number of ranks; all of them train on different data.")
+        attrgetter("world_size"), doc="int: the number of ranks; all of them train on different data.")
 
     @property
     def local_rank(self):
@@ -72,11 +69,11 @@ class EngineNames:
         or its rank."""
         if "LOCAL_RANK" in os.environ:
             return int(os.environ["LOCAL_RANK"])
-        return self._engine.global_rank if self._engine.device.index is None else self._engine.device.index
+        return self.global_rank if self.device.index is None else self.device.index
 
     def get_data_parallel_rank(self):
         """int: this process's rank."""
-        return self._engine.global_rank
+        return self.global_rank
 
     # --- calls that the engine does not need ---
 
@@ -86,13 +83,13 @@ class EngineNames:
     def empty_partition_cache(self):
         """Frees the memory of gathered parameters that are not in use. Collective where gathers are. The configuration
         bounds gathered parameters at all times (``stage3_max_live_parameters``, ``strata.max_live_bytes``)."""
-        self._engine.core.free_gathered()
+        self.core.free_gathered()
 
     # --- reports ---
 
     def memory_report(self):
         """{(tier, kind): (bytes held, peak bytes)}; kind "total" sums a tier."""
-        return self._engine.core.memory_report()
+        return self.core.memory_report()
 
     def memory_forecast(self, tier="device"):
         """{kind: bytes, "total": bytes}: what the engine will hold at most on this rank's device, by
@@ -100,12 +97,12 @@ class EngineNames:
         will hold of host memory for what is offloaded, staged, loaded and saved; ``tier="nvme"``: of drives. The
         numbers mean the same as those of ``strata.memory_forecast``. Takes milliseconds, and is not collective: any
         rank may call it alone."""
-        return self._engine.core.memory_forecast(tier)
+        return self.core.memory_forecast(tier)
 
     def record_steps(self, on=True):
         """Switches on (or off) the timing of steps that begin after this call, by the device's clock, for
         ``step_report()``. The device does not wait for the host; each step records some more events."""
-        self._engine.core.record_steps(on)
+        self.core.record_steps(on)
 
     def step_report(self, wait=True):
         """The report of this rank's last step, a dict; None before the first is over. docs/OBSERVING.md has its keys;
@@ -115,7 +112,7 @@ class EngineNames:
         With ``wait`` the call waits until the device has finished the last step. With offloading the first such call
         takes some tenths of a second more, to measure the links' limits. With ``wait=False`` the report is of the last
         finished step; None if there is none."""
-        return self._engine.core.step_report(wait)
+        return self.core.step_report(wait)
 
     def print_step_report(self):
         """``step_report()`` as a table, on standard error, with ``memory_forecast()`` beside the held bytes."""
@@ -157,17 +154,17 @@ class EngineNames:
             raise NotImplementedError("engine.compile: compiled autograd cannot trace the engine's hooks; leave "
                                       "compiled_autograd_enabled out")
         arguments = {**(compile_kwargs or {}), "backend": backend or "inductor"}  # the other argument counts
-        cuda_graphs = self._engine._config.cuda_graphs
+        cuda_graphs = self._config.cuda_graphs
         if cuda_graphs and arguments["backend"] == "inductor" and not arguments.keys() & {"mode", "options"}:
             arguments["mode"] = "reduce-overhead"
-        regions = regions_of(self._engine._scope_modules) if regional else []
+        regions = regions_of(self._scope_modules) if regional else []
         if arguments.get("fullgraph") and not regions:
             raise _C.UsageError("engine.compile: the engine's hooks run between graphs, so a model without blocks, or "
                                 "with regional=False, is more than one; leave fullgraph out")
-        modules, compiler = regions or [self._engine.module], compiler_of(torch.compile(len, **arguments))
+        modules, compiler = regions or [self.module], compiler_of(torch.compile(len, **arguments))
         for module in modules:
-            require_compilable("", module, compiler, self._engine._cut, cuda_graphs)
+            require_compilable("", module, compiler, self._cut, cuda_graphs)
         for module in modules:
             if module._compiled_call_impl is None:
                 module.compile(**arguments)
-        self._engine.is_compiled = True
+        self.is_compiled = True

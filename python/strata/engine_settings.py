@@ -8,21 +8,24 @@ import torch
 
 from .config_source import section_of, settings_of
 
+ZERO = {  # settings of ``zero_optimization`` and DeepSpeed's defaults
+    "allgather_bucket_size": 500_000_000, "allgather_partitions": True, "compute_grad_norm": True,
+    "contiguous_gradients": True, "elastic_checkpoint": False, "ignore_unused_parameters": True, "legacy_stage1": False,
+    "load_from_fp32_weights": True, "log_trace_cache_warnings": False, "overlap_comm": None,
+    "parameter_alignment": False, "reduce_bucket_size": 500_000_000, "reduce_scatter": True,
+    "round_robin_gradients": False, "save_muon_momentum_buffer_in_memory": False, "sub_group_size": 1_000_000_000}
+ZERO_PLUS_PLUS = {"zero_hpz_partition_size": 1, "zero_quantized_gradients": False,
+                  "zero_quantized_nontrainable_weights": False, "zero_quantized_weights": False}
+
 # {(start of the method, start of the path): {the rest of both: default}}: the method returns the configuration's value
 # at the path, honoured or a hint, or else the default where the engine has none of its own.
 _VALUES = {
-    ("zero_", "zero_optimization."): {
-        "allgather_bucket_size": 500_000_000, "allgather_partitions": True, "compute_grad_norm": True,
-        "contiguous_gradients": True, "elastic_checkpoint": False, "ignore_unused_parameters": True,
-        "legacy_stage1": False, "load_from_fp32_weights": True, "log_trace_cache_warnings": False,
-        "overlap_comm": None, "parameter_alignment": False, "reduce_bucket_size": 500_000_000, "reduce_scatter": True,
-        "round_robin_gradients": False, "save_muon_momentum_buffer_in_memory": False, "sub_group_size": 1_000_000_000},
+    ("zero_", "zero_optimization."): ZERO,
     ("zero_", "zero_optimization.stage3_"): {
         "allgather_sequential": False, "gather_16bit_weights_on_model_save": False, "max_live_parameters": None,
         "max_reuse_distance": None, "model_persistence_threshold": None, "module_granularity_threshold": 0,
         "param_persistence_threshold": 100_000, "prefetch_bucket_size": 50_000_000},
-    ("", "zero_optimization."): {"zero_hpz_partition_size": 1, "zero_quantized_gradients": False,
-                                 "zero_quantized_nontrainable_weights": False, "zero_quantized_weights": False},
+    ("", "zero_optimization."): ZERO_PLUS_PLUS,
     ("flops_profiler_", "flops_profiler."): {
         "detailed": True, "enabled": False, "module_depth": -1, "output_file": None, "profile_step": 1,
         "recompute_fwd_factor": 0.0, "top_modules": 1},
@@ -132,10 +135,11 @@ VALUE_NAMES = frozenset(_PATHS)
 
 
 class EngineSettings:
-    """The part of an ``Engine`` that returns settings: the getters of the tables above, and those that compute their
-    value. Made of a _C.Config."""
+    """The part of ``Engine`` that returns settings of its _C.Config: the getters of the tables above, and those that
+    compute their value."""
 
     def __init__(self, config):
+        super().__init__()
         self._config = config
 
     @functools.cached_property

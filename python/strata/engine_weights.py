@@ -16,10 +16,7 @@ def _whole_weights():
 
 
 class EngineWeights:
-    """The part of an ``Engine``, of which it has a weak proxy, that reads and sets its weights as one dict."""
-
-    def __init__(self, engine):
-        self._engine = engine
+    """The part of ``Engine`` that reads and sets its weights as one dict."""
 
     def module_state_dict(self, destination=None, prefix="", keep_vars=False, exclude_frozen_parameters=False):
         """{name: tensor}: the model's state dict; at stage 3 whole copies on the host, on every rank (collective).
@@ -27,9 +24,9 @@ class EngineWeights:
         return tensors that autograd knows; without effect at stage 3. ``exclude_frozen_parameters``: leave out
         parameters that need no gradient."""
         found = self._state_dict(True, destination, prefix, keep_vars, with_frozen=not exclude_frozen_parameters)
-        if self._engine._config.stage >= 3:
+        if self._config.stage >= 3:
             return found
-        for name, parameter in self._engine.module.named_parameters(remove_duplicate=False):
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
             if exclude_frozen_parameters and not parameter.requires_grad:
                 found.pop(prefix + plain_name(name), None)
         return found
@@ -49,11 +46,11 @@ class EngineWeights:
         inner = checkpoint.get("module")
         state_dict = inner if isinstance(inner, Mapping) else checkpoint
         if custom_load_fn is None:
-            return _whole_weights().set_whole_weights(self._engine, state_dict, strict, allowed_missing_keys or ())
+            return _whole_weights().set_whole_weights(self, state_dict, strict, allowed_missing_keys or ())
         from .zero import GatheredParameters
 
-        with GatheredParameters(list(self._engine.module.parameters()), modifier_rank=0):
-            custom_load_fn(src=state_dict, dst=self._engine.module)
+        with GatheredParameters(list(self.module.parameters()), modifier_rank=0):
+            custom_load_fn(src=state_dict, dst=self.module)
         return None
 
     def state_dict(self, *, destination=None, prefix="", keep_vars=False):
@@ -62,14 +59,14 @@ class EngineWeights:
         Collective at stage 3: the engine gathers parameters one at a time and copies them to the host of rank 0, which
         needs room for the whole model; other ranks get an empty dict. ``save_pretrained`` needs no such room. At stages
         0 to 2 every rank has the whole model, and this is ``engine.module.state_dict()``."""
-        return self._state_dict(self._engine.global_rank == 0, destination, prefix, keep_vars)
+        return self._state_dict(self.global_rank == 0, destination, prefix, keep_vars)
 
     def _state_dict(self, keep, destination, prefix, keep_vars, with_frozen=True):
         """``keep``: whether this rank gets whole copies at stage 3."""
-        core, model = self._engine.core, self._engine.module
+        core, model = self.core, self.module
         core.require_weights("a state dict")
         core.require_own_memory()
-        if self._engine._config.stage < 3:
+        if self._config.stage < 3:
             found = model.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
             items = [(plain_name(name), value) for name, value in found.items()]
             found.clear()  # and no new dict, which would lack torch's `_metadata`
@@ -89,14 +86,15 @@ class EngineWeights:
             raise _C.UsageError("load_state_dict: assign=True would take the parameters from the engine; leave it out, "
                                 "and values are copied")
         wrapped = bool(state_dict) and all(name.startswith("module.") for name in state_dict)
-        if wrapped and not hasattr(self._engine.module, "module"):
+        if wrapped and not hasattr(self.module, "module"):
             state_dict = {name.removeprefix("module."): value for name, value in state_dict.items()}
-        return _whole_weights().set_whole_weights(self._engine, state_dict, strict)
+        return _whole_weights().set_whole_weights(self, state_dict, strict)
 
     def consolidated(self, exclude_frozen_parameters=False):
         """Whole weights on the host of rank 0, None on the others. Collective."""
-        engine = self._engine
-        return _whole_weights().whole_state_dict(engine.module, engine.global_rank == 0, not exclude_frozen_parameters)
+        return _whole_weights().whole_state_dict(self.module, self.global_rank == 0, not exclude_frozen_parameters)
+
+    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict = consolidated  # DeepSpeed's names
 
     def save_16bit_model(self, save_dir, save_filename="pytorch_model.bin", exclude_frozen_parameters=False):
         """Writes the weights as one file of ``torch.save``, in the model's precision. Collective. Rank 0's host needs
@@ -104,21 +102,18 @@ class EngineWeights:
         the folder, also safetensors, since transformers would load those instead. Returns False, and writes no file, at
         stage 3 where the configuration does not allow it (``stage3_gather_16bit_weights_on_model_save``); else True.
         IoError on every rank where rank 0 cannot write."""
-        if self._engine._config.stage >= 3 and not self._engine._config.gather_16bit_weights_on_model_save:
+        if self._config.stage >= 3 and not self._config.gather_16bit_weights_on_model_save:
             return False
-        _whole_weights().save_whole(self._engine, save_dir, save_filename, not exclude_frozen_parameters)
+        _whole_weights().save_whole(self, save_dir, save_filename, not exclude_frozen_parameters)
         return True
 
     save_fp16_model = save_16bit_model
 
 
 class StateOffload:
-    """The part of an ``Engine``, of which it has a weak proxy, that frees device memory for other uses between two
-    phases of training."""
+    """The part of ``Engine`` that frees device memory for other uses between two phases of training."""
 
-    def __init__(self, engine):
-        self._engine = engine
-        self._warned_of_weights = False
+    _warned_of_weights = False
 
     def offload_states(self, include=None, device="cpu", pin_memory=True, non_blocking=False):
         """Moves states of training from the device to host memory. Their memory on the device is free when this
@@ -162,17 +157,17 @@ class StateOffload:
         for name in states:
             if name not in STATES:
                 raise _C.UsageError(f"offload_states: include names states of {', '.join(STATES)}; found {name!r}")
-        weights_follow = self._engine.core.offload_states(list(states), pin_memory)
-        if not weights_follow and not self._warned_of_weights and self._engine.global_rank == 0:
+        weights_follow = self.core.offload_states(list(states), pin_memory)
+        if not weights_follow and not self._warned_of_weights and self.global_rank == 0:
             self._warned_of_weights = True
             logger.warning("offload_states: the weights (lp_params) stay on the device, since %s cannot give their "
-                           "memory back; the other states are moved", self._engine.collectives_name)
+                           "memory back; the other states are moved", self.collectives_name)
 
     def reload_states(self, non_blocking=False):
         """Brings back all states that ``offload_states()`` moved: they are back when this returns, whatever
         ``non_blocking`` is. Collective. Does nothing where none is away. OutOfMemoryError on every rank where a device
         has no room: states that are not back stay on the host; free memory, and call it again."""
-        core = self._engine.core
+        core = self.core
         core.reload_states()
         outside = getattr(core, "segment_states", None)  # where an optimizer of the user's updates the shards
         if outside is not None:

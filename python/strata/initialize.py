@@ -16,12 +16,12 @@ from .model.leaves import mark_leaves_of
 from .model.model_input import ModelTree, find_device, make_current
 from .model.parameter import require_values
 from .optimizer import ShardedOptimizer, optimizer_from_config, wrap_torch_optimizer
-from .rank_logging import show_logs
+from .rank_logging import logger, show_logs
 from .ranks.runtime import (agree_after, init_distributed, make_collectives, notifying_ranks, rank_and_world_size,
                             require_group)
 from .schedule import schedule_from_config
-
-logger = logging.getLogger("strata")
+from .tiles.cutting import Budget, cut_parameters
+from .views.start_up import StartUpClock, require_writable_files
 
 
 def parse_config(config, world_size=None):
@@ -106,8 +106,6 @@ class StartUp:
 
     def run(self):
         """(engine, optimizer, dataloader, lr_scheduler), as ``initialize`` returns them. Collective."""
-        from .views.start_up import StartUpClock  # not at `import strata`, which every script waits for
-
         show_logs()
         with StartUpClock() as self.clock:
             with self.clock.phase("connect"):
@@ -118,11 +116,7 @@ class StartUp:
                 self.collectives = make_collectives(self.config, self.runtime.device, self.runtime.host_waits)
             self.build()
             try:
-                self.budget = None
-                if self.config.stage == 3 or self.runtime.device.type == "cuda":
-                    from .tiles.cutting import Budget  # not at `import strata`
-
-                    self.budget = Budget.of_rank(self.config, self.runtime.device, self.collectives, self.tree)
+                budget = Budget.of_rank(self.config, self.runtime.device, self.collectives, self.tree)
                 with self.agreed("making the optimizer"), self.clock.phase("make optimizer"):
                     self.make_optimizer()
                     self.monitor = None
@@ -130,10 +124,7 @@ class StartUp:
                         from .monitoring.monitor import Monitor  # only where a rank's output is asked for
 
                         self.monitor = Monitor(self.config, self.collectives.rank)
-                    if self.budget is not None:
-                        from .tiles.cutting import cut_parameters
-
-                        cut_parameters(self.tree, self.config, self.budget, self.from_files)
+                    cut_parameters(self.tree, self.config, budget, self.from_files)
                     for path, module, _ in self.tree.modules:
                         require_compilable(path, module, compiler_of(module), self.tree.cut, self.config.cuda_graphs)
                 with self.clock.phase("make engine"):
@@ -158,8 +149,6 @@ class StartUp:
 
     def read_config(self):
         """Reads the configuration, and checks that its files and monitors can be opened."""
-        from .views.start_up import require_writable_files
-
         self.config, rank = self.parsed_config(), rank_and_world_size()[0]
         show_logs(shown(self.config, "log_level"))
         require_writable_files(self.config, rank)
@@ -226,7 +215,7 @@ class StartUp:
     def load_data(self):
         """Marks leaf modules, and makes the loader of the script's data."""
         engine = self.engine
-        mark_leaves_of(engine.module, engine._settings._section("zero_optimization.leaf_module"))
+        mark_leaves_of(engine.module, engine._section("zero_optimization.leaf_module"))
         engine.collate_fn = self.collate_fn
         engine.training_dataloader = None if self.training_data is None else engine.deepspeed_io(self.training_data)
 

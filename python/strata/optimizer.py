@@ -9,6 +9,7 @@ import torch
 
 from . import _C
 from .model.tiles import known_as
+from .ops.adam import DeepSpeedCPUAdam, FusedAdam, adam_mode
 from .ops.elementwise import add_group_without_compiler
 from .optimizer_names import EngineStates, Inside, LossScale
 from .rank_logging import logger
@@ -301,8 +302,6 @@ def optimizer_from_config(config, parameters):
     if kind == "torch":
         inner = _class_named(torch_class)(parameters, **json.loads(torch_params))
         return wrap_torch_optimizer(inner)
-    from .ops.adam import DeepSpeedCPUAdam, FusedAdam  # not at `import strata`
-
     parameters = list(parameters)
     are_groups = parameters and isinstance(parameters[0], dict)
     groups = [dict(group) for group in parameters] if are_groups else [{"params": parameters}]
@@ -338,8 +337,6 @@ def wrap_torch_optimizer(inner):
     and Adam without amsgrad or maximize, and those of ``strata.ops.adam``, with the hyper-parameters of the optimizer's
     param groups. Any other optimizer runs itself: on the fp32 shards where it works element by element, else on whole
     parameters."""
-    from .ops.adam import adam_mode  # not at `import strata`
-
     if any(float(state.get("step", 1)) > 0 for state in inner.state.values()):
         raise _C.UsageError(f"the {type(inner).__name__} has taken steps already, and its state cannot be sharded; "
                             "give initialize() a new one")

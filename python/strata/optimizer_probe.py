@@ -47,14 +47,13 @@ def why_not_by_element(optimizer, device):
     drawn, everything = _drawn(optimizer)
     of_rank_0 = [[(i, slice(0, _CUT)) for i in range(0, len(tensors), 2)] for tensors in drawn]
     of_rank_1 = [[(i, slice(0 if i % 2 else _CUT, None)) for i in range(len(tensors))] for tensors in drawn]
+    where = "a small tensor"
     try:
         whole = _run(optimizer, drawn, everything, device)
-    except Exception as error:
-        return f"its step() failed on a small tensor: {type(error).__name__}: {error}"
-    try:
+        where = "a part of a tensor"
         pieces = [_run(optimizer, drawn, part, device) for part in (of_rank_0, of_rank_1)]
     except Exception as error:
-        return f"its step() failed on a part of a tensor: {type(error).__name__}: {error}"
+        return f"its step() failed on {where}: {type(error).__name__}: {error}"
     for group, tensors in enumerate(drawn):
         for i in range(len(tensors)):
             there = [piece[group, i] for piece in pieces if (group, i) in piece]

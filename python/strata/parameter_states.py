@@ -16,7 +16,7 @@ import functools
 import torch
 
 from . import _C
-from .model.parameter import flattened, owner_of, shaped
+from .model.parameter import flattened, full_shape, owner_of, shaped
 from .model.tiles import tiles_of
 
 
@@ -62,29 +62,22 @@ def _read(param, optim_state_key, whole):
     return shaped(core, index, values) if values is not None and whole else values
 
 
-def _write_tiles(tiles, name, value, whole):
-    if whole and value.shape != tiles.shape:
-        raise _C.UsageError(f"wanted a value of the parameter's shape {list(tiles.shape)}; found {list(value.shape)}")
-    sizes = [last - first for first, last in (_C.state_range(tile.core, tile.index) for tile in tiles)]
-    if not whole and value.numel() != sum(sizes):
-        raise _C.UsageError(f"this rank's part of '{tiles.name}' has {sum(sizes)} elements; found {value.numel()}")
-    parts = [value[tile.begin : tile.end] for tile in tiles] if whole else value.split(sizes)
-    for tile, part in zip(tiles, parts):
-        _write(tile.parameter, part, name, whole)
-
-
 def _write(param, value, optim_state_key, whole):
-    name = optim_state_key
-    if tiles_of(param) is not None:
-        _write_tiles(tiles_of(param), name, value, whole)
-        return
+    name, tiles = optim_state_key, tiles_of(param)
     core, index = owner_of(param)
-    if core is None:
+    if core is None and tiles is None:
         raise _C.UsageError("only states of a model under the engine can be set; found a parameter that no engine owns")
-    outside = _kept_outside(core, name)
-    shape = torch.Size(core.full_shape(index))
+    shape = torch.Size(full_shape(param))
     if whole and value.shape != shape:
         raise _C.UsageError(f"wanted a value of the parameter's shape {list(shape)}; found {list(value.shape)}")
+    if tiles is not None:
+        sizes = [last - first for first, last in (_C.state_range(tile.core, tile.index) for tile in tiles)]
+        _require_part(tiles.name, value, sum(sizes), whole)
+        parts = [value[tile.begin : tile.end] for tile in tiles] if whole else value.split(sizes)
+        for tile, part in zip(tiles, parts):
+            _write(tile.parameter, part, name, whole)
+        return
+    outside = _kept_outside(core, name)
     value = value.detach().to(device=core.device, dtype=torch.float32)
     flat = (flattened(core, index, value) if whole else value).contiguous().view(-1)
     if outside is not None:
@@ -94,6 +87,11 @@ def _write(param, value, optim_state_key, whole):
     if not is_set:
         raise _C.UsageError(f"there is no {name} to set: the parameter is frozen, or it is too early (gradients exist "
                             "from backward to step, states from the first step on)")
+
+
+def _require_part(name, value, numel, whole):
+    if not whole and value.numel() != numel:
+        raise _C.UsageError(f"this rank's part of '{name}' has {numel} elements; found {value.numel()}")
 
 
 def _kept_outside(core, name):
@@ -109,9 +107,7 @@ def _kept_outside(core, name):
 def _set_outside(core, index, name, outside, whole, flat):
     """False where there is no such state."""
     first, last = _C.state_range(core, index)
-    if not whole and flat.numel() != last - first:
-        raise _C.UsageError(f"this rank's part of '{core.parameter_name(index)}' has {last - first} elements; found "
-                            f"{flat.numel()}")
+    _require_part(core.parameter_name(index), flat, last - first, whole)
     _wait_for(core)
     if outside.part(index, name) is None:
         return first == last

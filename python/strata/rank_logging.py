@@ -4,6 +4,7 @@ A program that configures logging (handlers of the root, or of "strata") gets ev
 none. In any other program rank 0 shows its records from INFO on and the other ranks show their warnings, on standard
 error."""
 
+import functools
 import logging
 import os
 import sys
@@ -11,8 +12,7 @@ import time
 
 from . import _C
 from .ranks.runtime import rank_and_world_size
-
-logger = logging.getLogger("strata")
+from .views import logger
 
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 _VARIABLE = "STRATA_LOG_LEVEL"
@@ -47,13 +47,12 @@ class _OwnLevel(int):
 
 
 class _RankHandler(logging.Handler):
-    """Shows records on this process's standard error: by rich on a terminal, where it is installed. As soon as the
-    program has handlers of its own, this handler removes itself and its level, so that no line comes twice."""
+    """Shows records on this process's standard error: by rich on a terminal. As soon as the program has handlers of its
+    own, this handler removes itself and its level, so that no line comes twice."""
 
     def __init__(self):
         super().__init__()
         self._threshold = None
-        self._on_terminal = None  # rich's handler
         logger.addHandler(self)
         self._filtered = [logger, logging.getLogger("strata.ranks.runtime")]  # the loggers that make records
         for each in self._filtered:
@@ -86,24 +85,21 @@ class _RankHandler(logging.Handler):
                 self.handleError(record)
 
     def _show(self, record):
-        if sys.stderr is not None and sys.stderr.isatty() and self._has_rich():
+        if sys.stderr is not None and sys.stderr.isatty():
             self._on_terminal.emit(record)
             return
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
         level = "" if record.levelno == logging.INFO else f" {record.levelname}"
         print(f"{when} strata{level}: {self.format(record)}", file=sys.stderr, flush=True)
 
-    def _has_rich(self):
-        if self._on_terminal is None:
-            try:
-                from rich.console import Console
-                from rich.logging import RichHandler
-            except ImportError:
-                self._on_terminal = False
-            else:
-                self._on_terminal = RichHandler(console=Console(stderr=True), show_path=False, log_time_format="[%X]")
-                self._on_terminal.setFormatter(logging.Formatter("strata: %(message)s"))
-        return self._on_terminal
+    @functools.cached_property
+    def _on_terminal(self):
+        from rich.console import Console
+        from rich.logging import RichHandler
+
+        handler = RichHandler(console=Console(stderr=True), show_path=False, log_time_format="[%X]")
+        handler.setFormatter(logging.Formatter("strata: %(message)s"))
+        return handler
 
 
 def log_dist(message, ranks=None, level=logging.INFO):

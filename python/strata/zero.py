@@ -13,7 +13,7 @@ from .model.recording import Recording
 from .model.tiles import tiles_of
 from .rank_logging import show_logs
 from .ranks.runtime import init_distributed, rank_and_world_size
-from .tiles.host_copy import HostCopy
+from .tiles.host_copy import end_host_copy, make_whole_on_host
 
 _ITS_OWN = 0  # stands for memory of the engine
 
@@ -46,7 +46,7 @@ class GatheredParameters:
         self._modifier_rank = modifier_rank
         self._by_core = {}
         self._managed = {}  # id -> parameter
-        self._tiled, self._copies = {}, []  # parameters that are used in tiles, by id; a HostCopy of each
+        self._tiled, self._copies = {}, []  # parameters that are used in tiles, by id; those made whole on the host
         if not enabled:
             return
         world = rank_and_world_size()[1]
@@ -67,7 +67,8 @@ class GatheredParameters:
         try:
             for parameter in self._tiled.values():
                 if parameter.numel() == 0:
-                    self._copies.append(HostCopy(parameter))
+                    make_whole_on_host(parameter)
+                    self._copies.append(parameter)
             for core, indices in self._by_core.values():
                 indices = sorted(indices)
                 core.gather(indices)
@@ -98,7 +99,6 @@ class GatheredParameters:
             raise
         finally:
             self._release()  # the gathered copies must not keep half a change
-        return False
 
     def _put_back(self):
         for key, parameter in self._managed.items():
@@ -108,7 +108,7 @@ class GatheredParameters:
 
     def _end_copies(self, modifier_rank):
         while self._copies:
-            self._copies.pop(0).end(modifier_rank)
+            end_host_copy(self._copies.pop(0), modifier_rank)
 
     def _release(self):
         self._end_copies(None)
@@ -230,7 +230,7 @@ class Init:
 
     def __exit__(self, kind, value, traceback):
         if self._reads is None:
-            return False
+            return
         reads, self._reads = self._reads, None
         roots, self._roots = self._roots, []
         failed = True
@@ -244,7 +244,6 @@ class Init:
             for root in roots if kind is None else []:
                 self._deferred.shard_all(root)
             failed = kind is not None
-        return False
 
     def _begin(self, module):
         with self._recording.paused():

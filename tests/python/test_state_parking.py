@@ -3,7 +3,6 @@
 import enum
 import gc
 import logging
-from types import SimpleNamespace
 
 import pytest
 import strata
@@ -246,7 +245,8 @@ def test_weights_that_cannot_go_are_told_of_once(caplog):
         def offload_states(self, states, pinned):
             return "lp_params" not in states
 
-    engine = StateOffload(SimpleNamespace(core=Core(), global_rank=0, collectives_name="gloo"))
+    engine = StateOffload()
+    engine.core, engine.global_rank, engine.collectives_name = Core(), 0, "gloo"
     with caplog.at_level(logging.WARNING, logger="strata"):
         engine.offload_states(include=["optim_states"])
         assert not caplog.text

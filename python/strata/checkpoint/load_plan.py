@@ -3,20 +3,17 @@
 A plan needs only headers, so that a checkpoint that does not fit is refused before any value is stored. A transformers
 model is built with parameters that have no memory and with real buffers."""
 
-import logging
 import math
-from contextlib import contextmanager
 from itertools import accumulate
 
 import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from .. import _C
+from ..views import logger
 from .names import model_tensors, state_names
 from .repeated_blocks import Leaves
 from .supported_transformers import adapter, build
-
-logger = logging.getLogger("strata")
 
 
 class LoadPlan:
@@ -49,7 +46,7 @@ class LoadPlan:
         self._constructed = []  # (index, value)
         left_out = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
         self._buffers = []  # (BufferHome, RangeTensor)
-        self._indices, sources, problems = [], [], []
+        self._sources, problems = {}, []  # index -> source
         for index, names, shape, dtype in parameters:
             name = next((n for n in names if n in found), None)
             tensor = found.get(name)
@@ -58,8 +55,7 @@ class LoadPlan:
                     self._constructed.append((index, constructed[index]))
             elif tensor is None or tensor.source is not None:  # the map reports missing tensors and wrong shapes
                 piece = (tensor.source if tensor is not None else names[0], shape, 0, 0, None)
-                sources.append((names[0], shape, dtype, [piece]))
-                self._indices.append(index)
+                self._sources[index] = (names[0], shape, dtype, [piece])
             elif list(tensor.shape) != list(shape):
                 problems.append(f"'{name}' (the model wants {list(shape)}, the checkpoint makes {list(tensor.shape)})")
             elif tensor.runs is None:
@@ -67,8 +63,7 @@ class LoadPlan:
             else:
                 starts = accumulate((numel for _, _, numel in tensor.runs), initial=0)
                 pieces = [(s, leaves.listed[s][0], at, begin, n) for at, (s, begin, n) in zip(starts, tensor.runs)]
-                sources.append((names[0], shape, dtype, pieces))
-                self._indices.append(index)
+                self._sources[index] = (names[0], shape, dtype, pieces)
         self.absent_buffers = [name for name in buffers if name not in found]
         for name, home in buffers.items():
             if name in found and found[name].shape != home.shape:
@@ -77,8 +72,7 @@ class LoadPlan:
                 self._buffers.append((home, found[name]))
         if problems:
             raise _C.FormatError(_listing(f"{path}: tensors of another shape than the model's:", problems))
-        self._sources = sources
-        self._map = _C.WeightMap(sources, checkpoint)
+        self._map = _C.WeightMap(list(self._sources.values()), checkpoint)
 
     def read(self, core, known=None, reader=None):
         """Collective: reads this rank's part of the tensors that need no computation.
@@ -86,12 +80,12 @@ class LoadPlan:
         Memory: the reader's staging ring. IoError on every rank; it names the first that failed. ``known`` is of
         ``core``'s engine; None: indices among the parameters are indices in ``core``. Several plans can share a
         ``reader``, a _C.WeightReader; None: the plan makes its own."""
-        weight_map, indices = self._map, self._indices
+        weight_map, indices = self._map, list(self._sources)
         if known is not None:
-            parts = [(source, part, known[place]) for place, source in zip(self._indices, self._sources)
+            parts = [(source, part, known[place]) for place, source in self._sources.items()
                      for part in known[place].parts]
             indices = [part.index for _, part, _ in parts]
-            if len(parts) > len(self._indices):
+            if len(parts) > len(self._sources):
                 weight_map = _C.WeightMap([_of_part(*entry) for entry in parts], self._checkpoint)
         (reader or _C.WeightReader(core)).load(core, self._checkpoint, weight_map, indices)
 
@@ -152,7 +146,7 @@ def build_model(model_class, config, dtype, model_arguments):
     The only weights with values are those that the model's class leaves out of its checkpoints. These and the buffers
     get the values of ``from_pretrained``: those of the model's constructor and its ``_init_weights``. Returns (model,
     {id(parameter): value} of the weights that the class leaves out)."""
-    with _meta_parameters():
+    with register_module_parameter_registration_hook(lambda module, name, parameter: _to_meta(parameter)):
         model = build(model_class, config, dtype, model_arguments)
     for parameter in model.parameters():
         _to_meta(parameter)  # some bypass register_parameter
@@ -185,18 +179,8 @@ def make_flat(model):
     return shapes
 
 
-@contextmanager
-def _meta_parameters():
-    """Context in which a parameter loses its memory when a module registers it. It stays the same object, so that
-    shared parameters stay shared."""
-    hook = register_module_parameter_registration_hook(lambda module, name, parameter: _to_meta(parameter))
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
 def _to_meta(parameter):
+    """Takes a parameter's memory. It stays the same object, so that shared parameters stay shared."""
     if parameter is None or parameter.is_meta:
         return
     meta = torch.empty_like(parameter, device="meta", requires_grad=False)

@@ -9,6 +9,7 @@ import base64
 import math
 from importlib import metadata
 
+import numpy
 import torch
 
 from .. import _C
@@ -122,8 +123,6 @@ def _from_dict(value, tensors, where):
 
 
 def _from_numpy(value, tensors, where):
-    import numpy
-
     if isinstance(value, numpy.generic):
         return to_plain(value.item(), tensors, where)
     if isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc":

@@ -59,14 +59,11 @@ def save_pretrained(engine, folder, max_shard_size="5GB"):
 def _state_leaves(engine):
     """({name: leaf of a parameter}, ({name: leaf of a buffer}, {source: buffer})). A parameter's source is its index in
     ``engine.known``, a buffer's is ("buffer", name)."""
-    by_name, buffers = state_names(engine.module)
-    place_of = {id(known.parameter): i for i, known in enumerate(engine.known)}
+    names, buffers = names_of(engine.module)
     weights = {}
-    preferred = {names[0] for names in names_of(engine.module)[0].values()}
-    for name in filter(preferred.__contains__, by_name):
-        known = engine.known[place_of[id(by_name[name])]]
+    for place, known in enumerate(engine.known):
         dtype = engine._described[known.parts[0].index][1].dtype
-        weights[name] = RangeTensor.leaf(place_of[id(known.parameter)], known.shape, dtype)
+        weights[names[id(known.parameter)][0]] = RangeTensor.leaf(place, known.shape, dtype)
     values = {("buffer", name): buffer for name, buffer in buffers.items()}
     return weights, ({n: RangeTensor.leaf(("buffer", n), b.shape, b.dtype) for n, b in buffers.items()}, values)
 
@@ -145,29 +142,29 @@ def set_whole_weights(engine, state_dict, strict=True, may_miss=()):
     rank where names or shapes do not fit."""
     parameters, buffers = state_names(engine.module)
     left = _of_rank_0(engine, state_dict, buffers)
-    missing = [name for name in [*parameters, *buffers] if name not in left]
-    there = [(name, p, left.pop(name)) for name, p in parameters.items() if name in left]
-    for name, parameter, value in there:
-        tiles = tiles_of(parameter)
-        _require_shape(name, full_shape(parameter) if tiles is None else tiles.shape, value)
-    for name, buffer in buffers.items():
-        if name in left:
-            _require_shape(name, buffer.shape, left[name])
+    shapes = {name: full_shape(p) for name, p in parameters.items()} | {name: b.shape for name, b in buffers.items()}
+    for name, shape in shapes.items():
+        if name in left and left[name].shape != torch.Size(shape):
+            raise _C.UsageError(f"'{name}' has another shape: wanted {list(shape)}; found {list(left[name].shape)}")
+    missing = [name for name in shapes if name not in left]
+    there = [(parameter, left.pop(name)) for name, parameter in parameters.items() if name in left]
     values = [(buffer, left.pop(name)) for name, buffer in buffers.items() if name in left]
     lost = [name for name in missing if name not in may_miss]
     if strict and (lost or left):
         raise _C.UsageError(f"the state dict does not fit the model: missing {lost[:3]}, unexpected "
                             f"{list(left)[:3]}; pass strict=False to take what fits")
     with torch.no_grad():
-        for _, parameter, value in there:
-            _set(parameter, value)
+        for parameter, value in there:
+            for begin, end, rows in iter_pieces(parameter, modifier_rank=0):
+                rows.copy_(value[begin:end] if value.dim() else value)
         for buffer, value in values:
             buffer.copy_(value)
     return torch.nn.modules.module._IncompatibleKeys(missing, list(left))
 
 
 def _of_rank_0(engine, state_dict, buffers):
-    """Rank 0's state dict. On other ranks tensors without memory stand for those that ``_set`` takes from rank 0."""
+    """Rank 0's state dict. On other ranks tensors without memory stand for the values of parameters, which count on
+    rank 0 alone."""
     first = engine.global_rank == 0
     with agree_after(engine._collectives, "loading the state dict"):
         own = {plain_name(n): v for n, v in state_dict.items() if isinstance(v, torch.Tensor)} if first else {}
@@ -181,16 +178,6 @@ def _of_rank_0(engine, state_dict, buffers):
         without_memory = torch.zeros((), dtype=getattr(torch, dtype)).expand(shape)
         result[name] = without_memory if content is None else from_plain(content, None)
     return result
-
-
-def _require_shape(name, shape, value):
-    if value.shape != torch.Size(shape):
-        raise _C.UsageError(f"'{name}' has another shape: wanted {list(shape)}; found {list(value.shape)}")
-
-
-def _set(parameter, value):
-    for begin, end, rows in iter_pieces(parameter, 0):
-        rows.copy_(value[begin:end] if value.dim() else value)
 
 
 def save_whole(engine, folder, filename, with_frozen):

@@ -5,21 +5,18 @@ states of an optimizer of the user's, buffers, and the script's own values."""
 
 import functools
 import json
-import logging
 import os
 
 import torch
 
 from .. import _C
-from ..model.compiling import plain_name
 from ..ops.elementwise import place_of, set_values
 from ..ranks.runtime import agree_after
+from ..views import logger
 from .names import state_names
 from .plain_values import from_plain, to_plain, written_by
 from .supported_transformers import is_transformers_model
 from .whole_files import place_script
-
-logger = logging.getLogger("strata")
 
 _SAVING, _LOADING = "saving the checkpoint", "loading the checkpoint"
 
@@ -187,13 +184,11 @@ def _aliases(engine):
     """By parameter of the engine: its other names in the model."""
     known_by = {id(known.parameter): known for known in engine.known}
     aliases = [[] for _ in engine._described]
-    for name, parameter in engine.module.named_parameters(remove_duplicate=False):
+    for name, parameter in state_names(engine.module)[0].items():
         known = known_by.get(id(parameter))
-        name = plain_name(name)
-        if known is None or name == engine.core.known_name(known.parts[0].index):
-            continue
-        for part in known.parts:
-            aliases[part.index].append(name)
+        if known is not None and name != engine.core.known_name(known.parts[0].index):
+            for part in known.parts:
+                aliases[part.index].append(name)
     return aliases
 
 
@@ -228,13 +223,10 @@ def _on_host(tensor):
 
 def _texts(model):
     """[(name, content)] of small files with which other programs can use the checkpoint."""
-    texts = []
-    if is_transformers_model(model):
-        texts.append(("config.json", model.config.to_json_string(use_diff=True)))
-        generation = getattr(model, "generation_config", None)
-        if generation is not None:
-            texts.append(("generation_config.json", generation.to_json_string(use_diff=True)))
-    return texts
+    if not is_transformers_model(model):
+        return []
+    configs = {"config.json": model.config, "generation_config.json": getattr(model, "generation_config", None)}
+    return [(name, config.to_json_string(use_diff=True)) for name, config in configs.items() if config is not None]
 
 
 # --- the scheduler ---
@@ -289,8 +281,6 @@ def _members(engine):
     known_by = {id(known.parameter): known for known in engine.known}
     return [[engine.core.known_name(part.index) for p in group if id(p) in known_by for part in known_by[id(p)].parts]
             for group in engine.optimizer.members]
-
-
 
 
 def _scalar(value, name, key):

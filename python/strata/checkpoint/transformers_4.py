@@ -1,14 +1,12 @@
 """transformers 4.55 to 4.57: a checkpoint's tensor is one of the model's, under another name at most. Names differ by
 legacy renames, by a map that old classes of vision-language models have, and by the base model's prefix."""
 
-import logging
 import re
 
 from .. import _C
+from ..views import logger
 from .names import state_names
 from .supported_transformers import Loading, private
-
-logger = logging.getLogger("strata")
 
 DEFAULT_DTYPE = "float32"
 INITIALIZES_MISSING = True

@@ -5,7 +5,7 @@ import dataclasses
 import re
 from contextlib import suppress
 from copy import deepcopy
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter
 
 from .. import _C
@@ -101,12 +101,11 @@ def _in_natural_order(names):
     consists of its parts' keys, which are cached: ten thousand names have some hundred different parts."""
     dot_natural_key = private("dot_natural_key")
 
-    class Keys(dict):
-        def __missing__(self, part):
-            (self[part],) = dot_natural_key(part)
-            return self[part]
+    @cache
+    def key_of(part):
+        (key,) = dot_natural_key(part)
+        return key
 
-    key_of = Keys().__getitem__
     return sorted(names, key=lambda name: [*map(key_of, name.split("."))])
 
 

@@ -1,7 +1,6 @@
 """Writes files of ``torch.save``, and sets of files, that are complete or absent. Puts the script that writes whole
 weights beside checkpoints, where DeepSpeed's users look for it."""
 
-import logging
 import os
 import shutil
 import tempfile
@@ -10,8 +9,7 @@ from contextlib import ExitStack, contextmanager, suppress
 import torch
 
 from .. import _C
-
-logger = logging.getLogger("strata")
+from ..views import logger
 
 
 def save_whole_file(value, path):

@@ -4,15 +4,13 @@ functions about memory, the installed torch, and the operators that it could bui
 import contextlib
 import copy
 import functools
-import logging
 import os
+import resource
 
 import torch
-from packaging.version import Version
 
+from ..views import logger
 from .names import REFUSALS, refused
-
-logger = logging.getLogger("strata")
 
 _OF_CUDA = frozenset(  # the functions of torch.cuda themselves
     "Event Stream current_device current_stream default_stream device_count empty_cache get_rng_state initial_seed "
@@ -128,8 +126,6 @@ def see_memory_usage(message, force=False):
         logger.warning("%s: %.2f GiB of the device in use, %.2f GiB at the peak", message, now / _GIB, peak / _GIB)
         torch.cuda.reset_peak_memory_stats()
     else:
-        import resource
-
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         logger.warning("%s: %.2f GiB of the host at the peak", message, peak / _GIB)
 
@@ -153,9 +149,8 @@ def required_torch_version(min_version=None, max_version=None):
     """bool: whether torch is at least the one and at most the other. ValueError where neither is given."""
     if min_version is None and max_version is None:
         raise ValueError("required_torch_version: give min_version, max_version, or both")
-    found = Version(torch.__version__)
-    high_enough = min_version is None or found >= Version(str(min_version))
-    return high_enough and (max_version is None or found <= Version(str(max_version)))
+    high_enough = min_version is None or torch.__version__ >= str(min_version)  # torch compares by numbers
+    return high_enough and (max_version is None or torch.__version__ <= str(max_version))
 
 
 def is_functorch_transforming():

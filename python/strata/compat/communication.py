@@ -29,14 +29,14 @@ def init_distributed(dist_backend=None, auto_mpi_discovery=True, distributed_por
     if is_initialized() or dist_init_required is False:
         runtime.require_group()
         return
-    options = {} if timeout is None else {"timeout": timeout}
     is_told = init_method is not None or (rank >= 0 and world_size > 0)
     if is_told or "RANK" in os.environ:
         os.environ.setdefault("MASTER_PORT", str(distributed_port))
     if is_told:
-        dist.init_process_group(dist_backend, init_method=init_method, rank=rank, world_size=world_size, **options)
+        dist.init_process_group(dist_backend, init_method=init_method, rank=rank, world_size=world_size,
+                                timeout=timeout)
     else:
-        runtime.init_distributed(dist_backend, **options)
+        runtime.init_distributed(dist_backend, timeout)
 
 
 def get_rank(group=None):

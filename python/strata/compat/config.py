@@ -5,12 +5,13 @@ import enum
 import logging
 import math
 import sys
+import types
 
 import torch
 
 from .. import _C
 from ..config_source import document_of, read_config
-from ..engine_settings import VALUE_NAMES, EngineSettings
+from ..engine_settings import VALUE_NAMES, ZERO, ZERO_PLUS_PLUS, EngineSettings
 from ..engine_weights import STATES
 from ..rank_logging import log_dist
 from .names import LEAVES
@@ -102,7 +103,7 @@ ZeroParamType = enum.Enum("ZeroParamType", "NORMAL PARTITIONED REMOTE", module=_
 # --- the section ``zero_optimization`` ---
 
 
-class _Section:
+class _Section(types.SimpleNamespace):
     """A section of a configuration, whose settings are attributes. ConfigError for an unknown setting."""
 
     DEFAULTS = {}  # by attribute
@@ -119,13 +120,7 @@ class _Section:
                 values[attribute] = value
         if "device" in values:
             values["device"] = OffloadDeviceEnum(values["device"] or "none")
-        self.__dict__.update(values)
-
-    def __repr__(self):
-        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.__dict__.items())})"
-
-    def __eq__(self, other):
-        return type(self) is type(other) and self.__dict__ == other.__dict__
+        super().__init__(**values)
 
     def model_dump(self):
         """{name: value}, sections within as dicts."""
@@ -174,22 +169,16 @@ class DeepSpeedZeroConfig(_Section):
     two classes above, or None."""
 
     DEFAULTS = {
-        "stage": 0, "contiguous_gradients": True, "reduce_scatter": True, "reduce_bucket_size": 500_000_000,
-        "use_multi_rank_bucket_allreduce": True, "allgather_partitions": True, "allgather_bucket_size": 500_000_000,
-        "overlap_comm": None, "compute_grad_norm": True, "load_from_fp32_weights": True, "elastic_checkpoint": False,
-        "offload_param": None, "offload_optimizer": None, "zenflow": None, "sub_group_size": 1_000_000_000,
-        "prefetch_bucket_size": 50_000_000, "param_persistence_threshold": 100_000,
-        "model_persistence_threshold": sys.maxsize, "max_live_parameters": 1_000_000_000,
-        "max_reuse_distance": 1_000_000_000, "gather_16bit_weights_on_model_save": False,
-        "module_granularity_threshold": 0, "use_all_reduce_for_fetch_params": False, "allgather_sequential": False,
-        "ignore_unused_parameters": True, "legacy_stage1": False, "round_robin_gradients": False,
-        "parameter_alignment": False, "zero_hpz_partition_size": 1, "zero_quantized_weights": False,
-        "zero_quantized_nontrainable_weights": False, "zero_quantized_gradients": False, "zeropp_loco_param": None,
-        "mics_shard_size": -1, "mics_hierarchical_params_gather": False, "memory_efficient_linear": True,
-        "pipeline_loading_checkpoint": False, "override_module_apply": True, "log_trace_cache_warnings": False,
-        "enable_sanity_checks": False, "save_muon_momentum_buffer_in_memory": False, "leaf_module": None,
-        "stage3_partition_stream_chunk_size": None, "cpu_offload": None, "cpu_offload_params": None,
-        "cpu_offload_param": None, "cpu_offload_use_pin_memory": None, "aio": None}
+        "stage": 0, **ZERO, **ZERO_PLUS_PLUS, "zeropp_loco_param": None, "use_multi_rank_bucket_allreduce": True,
+        "offload_param": None, "offload_optimizer": None, "zenflow": None, "prefetch_bucket_size": 50_000_000,
+        "param_persistence_threshold": 100_000, "model_persistence_threshold": sys.maxsize,
+        "max_live_parameters": 1_000_000_000, "max_reuse_distance": 1_000_000_000,
+        "gather_16bit_weights_on_model_save": False, "module_granularity_threshold": 0,
+        "use_all_reduce_for_fetch_params": False, "allgather_sequential": False, "mics_shard_size": -1,
+        "mics_hierarchical_params_gather": False, "memory_efficient_linear": True,
+        "pipeline_loading_checkpoint": False, "override_module_apply": True, "enable_sanity_checks": False,
+        "leaf_module": None, "stage3_partition_stream_chunk_size": None, "cpu_offload": None,
+        "cpu_offload_params": None, "cpu_offload_param": None, "cpu_offload_use_pin_memory": None, "aio": None}
     SECOND_NAMES = {**{f"stage3_{name}": name for name in _STAGE3},
                     "stage3_gather_fp16_weights_on_model_save": "gather_16bit_weights_on_model_save"}
 

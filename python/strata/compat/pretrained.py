@@ -74,9 +74,7 @@ def _load(model, loading):
     with _agree_after("planning what is read"):
         try:
             plans = _Plans(model, _checkpoint_of(loading))
-        except _Unfit as unfit:
-            reason = str(unfit)
-        except (_C.Error, OSError) as error:
+        except (_Unfit, _C.Error, OSError) as error:
             reason = str(error)
     reason = next((reason for reason in _of_all(reason) if reason is not None), None)
     if reason is not None:
@@ -139,20 +137,17 @@ class _Plans:
             raise _Unfit("this transformers ties parameters before it loads them, and so reads them")
         leaves = Leaves(checkpoint.tensors())
         self._found, _ = model_tensors(model, {*self._parameters, *self._buffers}, leaves)
-        by_core, whole = {}, []
+        by_core = {}
         for name, parameter in self._parameters.items():
             if name not in self._found:
                 continue
             core, index = owner_of(parameter)
             if core is None:
-                whole.append(name)
-                continue
+                raise _Unfit(f"'{name}' is not sharded")
             shape, found = list(core.full_shape(index)), list(self._found[name].shape)
             if found != shape:
                 raise _Unfit(f"'{name}' has shape {found} in the checkpoint, {shape} in the model")
             by_core.setdefault(id(core), (core, []))[1].append((index, [name], shape, parameter.dtype))
-        if whole:
-            raise _Unfit(f"'{whole[0]}' is not sharded")
         self._plans = [(core, LoadPlan(model, checkpoint, path, entries, {}, leaves=leaves, found=self._found))
                        for core, entries in by_core.values()]
         self._checkpoint = checkpoint

@@ -5,35 +5,23 @@ import logging
 import operator
 import os
 import random
-from contextlib import suppress
 
+import numpy
 import torch
 
+from ..model.interception import map_tensors
 from ..rank_logging import logger
-
-
-def _mapped(item, function):
-    if isinstance(item, torch.Tensor):
-        return function(item)
-    if isinstance(item, dict):
-        mapped = {key: _mapped(value, function) for key, value in item.items()}
-        with suppress(TypeError):  # from a class of dicts with another constructor
-            return type(item)(mapped)
-        return mapped
-    if isinstance(item, tuple) and hasattr(item, "_fields"):
-        return type(item)(*(_mapped(value, function) for value in item))
-    return type(item)(_mapped(value, function) for value in item) if isinstance(item, (list, tuple)) else item
 
 
 def clone_tensors_for_torch_save(item, device=torch.device("cpu")):
     """``item``, a tensor, or lists, tuples and dicts of such, with copies on ``device`` of its tensors in memory of
     their own size, which they do not share, so that ``torch.save`` writes no more."""
-    return _mapped(item, lambda tensor: tensor.detach().clone().to(device))
+    return map_tensors(item, lambda tensor: tensor.detach().clone().to(device))
 
 
 def move_to_device(item, device, criterion_func=None):
     """``item`` with its tensors on ``device``; with ``criterion_func`` those for which it is true."""
-    return _mapped(item, lambda t: t.to(device) if criterion_func is None or criterion_func(t) else t)
+    return map_tensors(item, lambda t: t.to(device) if criterion_func is None or criterion_func(t) else t)
 
 
 def get_model_ckpt_name_for_rank(base_folder, mp_rank_str):
@@ -48,8 +36,6 @@ def ensure_directory_exists(filename):
 
 def set_random_seed(seed):
     """Seeds Python's, NumPy's and torch's random numbers."""
-    import numpy
-
     random.seed(seed)
     numpy.random.seed(seed)
     torch.manual_seed(seed)

@@ -11,8 +11,7 @@ import torch
 from .. import zero
 from ..model.parameter import owner_of
 from ..optimizer import ShardedOptimizer
-
-logger = logging.getLogger("strata")
+from ..rank_logging import logger
 
 
 class GatheredParameters(zero.GatheredParameters):

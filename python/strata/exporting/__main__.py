@@ -4,6 +4,7 @@ import argparse
 import sys
 
 from ..importing.__main__ import run
+from .deepspeed import export_deepspeed
 
 _EPILOG = "Exit codes: 0 done, 1 the checkpoint is damaged or cannot be exported, 2 a wrong command line."
 
@@ -26,13 +27,9 @@ def main(arguments=None):
     deepspeed.add_argument("--sub-group-size", type=int, default=10**9, metavar="ELEMENTS",
                            help="zero_optimization.sub_group_size of DeepSpeed's run; default: 1e9, as DeepSpeed's")
     deepspeed.add_argument("--json", action="store_true", help="the report as JSON")
-    return run(parser, parser.parse_args(arguments), _export, "exported_from")
-
-
-def _export(given):
-    from .deepspeed import export_deepspeed
-
-    return export_deepspeed(given.checkpoint, given.out, given.tag, given.world, given.stage, given.sub_group_size)
+    deepspeed.set_defaults(convert=lambda given: export_deepspeed(given.checkpoint, given.out, given.tag, given.world,
+                                                                  given.stage, given.sub_group_size))
+    return run(parser, parser.parse_args(arguments), "exported_from")
 
 
 if __name__ == "__main__":

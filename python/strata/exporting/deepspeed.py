@@ -6,14 +6,12 @@ parameters in the flat tensors of each rank, and pickles of DeepSpeed's classes.
 import collections
 import functools
 import json
-import logging
 import math
 import os
 import pickle
 import secrets
 import shutil
 import types
-from dataclasses import dataclass
 
 import torch
 from tqdm import tqdm
@@ -22,8 +20,7 @@ from .. import _C
 from ..checkpoint.plain_values import from_plain
 from ..importing.deepspeed_states import FlatLayout
 from ..importing.whole_tensors import VALUE, find_own, read_own
-
-logger = logging.getLogger("strata")
+from ..views import logger
 
 
 def export_deepspeed(checkpoint, out, tag=None, world_size=None, stage=None, sub_group_size=10**9):
@@ -87,43 +84,28 @@ def export_deepspeed(checkpoint, out, tag=None, world_size=None, stage=None, sub
 # process without the library can write such objects.
 
 
-@dataclass(eq=False)
-class ForeignClass:
-    """A class of another library, which the reader of the file imports by these names."""
-
-    module: str
-    name: str
-
-    def __call__(self, **attributes):
-        """An object of the class, without a call of its constructor; ``attributes`` become its ``__dict__``."""
-        return ForeignObject(self, attributes)
-
-
-@dataclass(eq=False)
 class ForeignObject:
-    """An object of a ``ForeignClass``."""
+    """An object of a class of another library. The reader of the file does not call the class's constructor, but sets
+    ``attributes`` as the object's ``__dict__``."""
 
-    cls: ForeignClass
-    attributes: dict
+    def __init__(self, **attributes):
+        self.__dict__.update(attributes)
+
+
+def foreign_class(module, name):
+    """A subclass of ``ForeignObject`` for a class that the reader of the file imports by these names."""
+    return type(name, (ForeignObject,), {"__module__": module})
 
 
 class _Pickler(pickle._Pickler):
     """The pickler of the standard library that is written in Python: its C twin refuses names that it cannot import."""
 
-    def save(self, value, *arguments, **options):
-        if not isinstance(value, (ForeignClass, ForeignObject)):
-            super().save(value, *arguments, **options)
-        elif id(value) in self.memo:
-            self.write(self.get(self.memo[id(value)][0]))
-        elif isinstance(value, ForeignClass):
-            self.write(pickle.GLOBAL + f"{value.module}\n{value.name}\n".encode())
+    def save_global(self, value, name=None):
+        if isinstance(value, type) and issubclass(value, ForeignObject):
+            self.write(pickle.GLOBAL + f"{value.__module__}\n{value.__name__}\n".encode())
             self.memoize(value)
         else:
-            self.save(value.cls)
-            self.write(pickle.EMPTY_TUPLE + pickle.NEWOBJ)
-            self.memoize(value)
-            self.save(value.attributes)
-            self.write(pickle.BUILD)
+            super().save_global(value, name)
 
 
 _PICKLE = types.SimpleNamespace(Pickler=_Pickler, dumps=pickle.dumps, __name__="pickle")
@@ -193,7 +175,7 @@ class Layout(FlatLayout):
 
 _VERSION = "0.19.8"
 _SCALERS = "deepspeed.runtime.fp16.loss_scaler"
-_fragment_address = ForeignClass("deepspeed.utils.tensor_fragment", "fragment_address")
+_fragment_address = foreign_class("deepspeed.utils.tensor_fragment", "fragment_address")
 
 
 class Files:
@@ -214,6 +196,8 @@ class Files:
             raise _C.FormatError("the checkpoint holds no states of an optimizer, which DeepSpeed needs to go on; "
                                  "`strata consolidate` writes its weights")
         self._config = _nested(whole.training.get("config", {}))
+        self._is_half = self._config.get("fp16", {}).get("enabled") is True
+        self._is_dynamic = self._is_half and not self._number("fp16", "loss_scale", 0)
         self._client_state = from_plain(whole.training.get("client_state", {}), read)
         self._scheduler = from_plain((whole.training.get("scheduler") or {}).get("state"), read)
         self._param_groups = optimizer["param_groups"]
@@ -348,7 +332,7 @@ class Files:
         layout = self._layout
         masters = flats[VALUE][rank]
         scaler = self._loss_scaler()
-        state = {"loss_scaler": scaler, "dynamic_loss_scale": self._dynamic(), "overflow": False}
+        state = {"loss_scaler": scaler, "dynamic_loss_scale": self._is_dynamic, "overflow": False}
         if layout.stage == 3:
             return {**state, "zero_stage": 3, "partition_count": layout.world_size,
                     "optimizer_state_dict": self._torch_state(flats, rank), "fp32_flat_groups": masters}  # fmt: skip
@@ -380,19 +364,13 @@ class Files:
                 groups[-1]["step"] = step  # FusedAdam of older versions counts here
         return {"state": state, "param_groups": groups}
 
-    def _dynamic(self):
-        return self._half() and not self._number("fp16", "loss_scale", 0)
-
-    def _half(self):
-        return self._config.get("fp16", {}).get("enabled") is True
-
     def _loss_scaler(self):
         scale = float(self._training.get("loss_scale") or 1.0)
-        if not self._dynamic():
-            return ForeignClass(_SCALERS, "LossScaler")(cur_scale=scale if self._half() else 1.0, dynamic=False)
+        if not self._is_dynamic:
+            return foreign_class(_SCALERS, "LossScaler")(cur_scale=scale if self._is_half else 1.0, dynamic=False)
         saved = self._training.get("loss_scaler") or {}
         hysteresis = int(self._number("fp16", "hysteresis", 2))
-        return ForeignClass(_SCALERS, "DynamicLossScaler")(
+        return foreign_class(_SCALERS, "DynamicLossScaler")(
             cur_scale=scale, dynamic=True, cur_iter=int(saved.get("iteration", 0)),
             last_overflow_iter=int(saved.get("last_overflow", -1)), scale_factor=2.0,
             scale_window=int(self._number("fp16", "loss_scale_window", 1000)),

@@ -41,19 +41,11 @@ def read_deepspeed(checkpoint, tag=None):
     files = find_deepspeed_files(checkpoint, tag)
     try:
         model = ModelFiles(files.model)
-        states = _states_of(files, model) if files.universal is None else UniversalStates(files.universal)
+        states = FlatStates(files.optimizer, model) if files.universal is None else UniversalStates(files.universal)
         return _assemble(files, model, states)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise _C.FormatError(f"'{files.folder}' is not as DeepSpeed 0.19 writes it: {type(error).__name__}: "
                              f"{error}") from error
-
-
-def _states_of(files, model):
-    states = FlatStates(files.optimizer, model)
-    if states.stage == 3 and len(files.model) != len(files.optimizer):  # the frozen parameters' parts are in them
-        raise _C.IoError(f"'{files.folder}' has the models of {len(files.model)} ranks and the optimizer's states of "
-                         f"{len(files.optimizer)}; wanted as many: files are missing")
-    return states
 
 
 # --- the whole checkpoint ---
@@ -66,7 +58,7 @@ def _assemble(files, model, states):
     for group in model.shapes:
         for name, shape in group.items():
             kinds = states.kinds_of(name, shape)
-            dtype = model.dtype_of(name, kinds[VALUE].dtype)
+            dtype = model.first["module"].get(name, kinds[VALUE]).dtype  # in which the model computes
             tensors.append(WholeTensor(name, shape, dtype, kinds, trainable=True, aliases=aliases.get(name, [])))
             scalars[name] = states.scalars_of(name)
             steps[name] = int(scalars[name].get("step", counted))
@@ -278,11 +270,6 @@ class ModelFiles:
         if len(fragments) == 1 and fragments[0].numel() == numel:
             return stored(fragments[0])
         return Stored(fragments[0].dtype, lambda: torch.cat([f.flatten() for f in fragments])[:numel])
-
-    def dtype_of(self, name, otherwise):
-        """The dtype in which the model computes with the parameter; ``otherwise`` where the files do not have it."""
-        value = self.first["module"].get(name)
-        return otherwise if value is None else value.dtype
 
     def buffers(self):
         """[WholeTensor] of rank 0's buffers, and of other ranks' buffers that differ from these."""

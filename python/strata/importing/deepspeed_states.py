@@ -73,7 +73,7 @@ class FlatStates:
         self._contents = [_optimizer_content(path) for path in paths]
         first = self._contents[0]
         self.stage = int(first.get("zero_stage", 1))
-        self._require_all(paths, first)
+        self._require_all(paths, first, len(model.of_ranks))
         values, inner = ("fp32_flat_groups", "optimizer_state_dict") if self.stage == 3 else (
             "single_partition_of_fp32_groups", "base_optimizer_state")
         self._values = [self._list(content, values, path) for content, path in zip(self._contents, paths)]
@@ -86,15 +86,18 @@ class FlatStates:
         self._paths = paths
         self._layout = self._layout_of(model.shapes)
 
-    def _require_all(self, paths, first):
-        count = first.get("partition_count", len(paths))
+    def _require_all(self, paths, first, models):
+        folder, count = os.path.dirname(paths[0]), first.get("partition_count", len(paths))
         count = max(count) if isinstance(count, (list, tuple)) else count
         if first.get("ds_zero_partition_groups"):
             raise _C.FormatError(f"'{paths[0]}' is of a model under expert parallelism, which this version does not "
                                  "import")
         if count != len(paths):
-            raise _C.IoError(f"'{os.path.dirname(paths[0])}' has the optimizer's states of {len(paths)} ranks; wanted "
-                             f"{count}: files are missing, or are left of another checkpoint")
+            raise _C.IoError(f"'{folder}' has the optimizer's states of {len(paths)} ranks; wanted {count}: files are "
+                             "missing, or are left of another checkpoint")
+        if self.stage == 3 and models != len(paths):  # the frozen parameters' parts are in them
+            raise _C.IoError(f"'{folder}' has the models of {models} ranks and the optimizer's states of {len(paths)}; "
+                             "wanted as many: files are missing")
 
     @staticmethod
     def _list(content, key, path):

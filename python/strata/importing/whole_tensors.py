@@ -4,21 +4,21 @@ share two readers: of Strata's own checkpoints, and of files of ``torch.save``, 
 import argparse
 import errno
 import json
-import logging
 import math
 import os
 import pickle
 from collections import ChainMap
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
+import numpy
 import torch
 from tqdm import tqdm
 
 from .. import _C
 from ..checkpoint.plain_values import to_plain
-
-logger = logging.getLogger("strata")
+from ..views import logger
 
 VALUE = "value"
 
@@ -143,17 +143,14 @@ def read_own(path):
     checkpoint = _C.TrainingCheckpoint(path)
     tensors = []
     for role, name, shape, dtype, trainable, aliases in checkpoint.tensors():
-        kinds = checkpoint.kinds if role == "parameter" else [VALUE]
-        stored = {kind: _stored_own(checkpoint, role, name, kind, dtype) for kind in kinds
-                  if kind == VALUE or checkpoint.has(name, kind)}
+        dtypes = {VALUE: dtype}
+        if role == "parameter":
+            found = ((kind, checkpoint.dtype_of(name, kind)) for kind in checkpoint.kinds)
+            dtypes.update((kind, own) for kind, own in found if own is not None)
+        stored = {kind: Stored(own, partial(checkpoint.read, role, name, kind)) for kind, own in dtypes.items()}
         tensors.append(WholeTensor(name, shape, dtype, stored, role, trainable, aliases))
     return WholeCheckpoint(os.path.basename(path), tensors, json.loads(checkpoint.training), checkpoint.world_size,
                            checkpoint.stage)
-
-
-def _stored_own(checkpoint, role, name, kind, dtype):
-    found = checkpoint.dtype_of(name, kind) if role == "parameter" else dtype
-    return Stored(found or dtype, lambda: checkpoint.read(role, name, kind))
 
 
 # --- files of ``torch.save`` ---
@@ -172,8 +169,6 @@ _DEEPSPEED_CLASSES = [(type(name.rpartition(".")[2], bases, {}), name) for name,
 
 def _plain_classes():
     """Classes of scripts' own values: namespaces of arguments, and numpy's numbers and arrays of numbers."""
-    import numpy
-
     multiarray = numpy._core.multiarray if hasattr(numpy, "_core") else numpy.core.multiarray
     classes = [(argparse.Namespace, "argparse.Namespace")]
     classes += [(numpy.ndarray, "numpy.ndarray"), (numpy.dtype, "numpy.dtype")]

@@ -2,15 +2,13 @@
 seconds."""
 
 import functools
-import logging
 import sys
 import weakref
 
 import torch
 
 from .. import _C
-
-logger = logging.getLogger("strata")
+from ..views import logger
 
 _LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
 WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")  # names of the module within torch's wrappers

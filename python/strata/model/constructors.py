@@ -41,13 +41,11 @@ class ConstructorWatch:
     def __init__(self, begin, end):
         self._begin, self._end = begin, end
         self._thread = threading.get_ident()
-        self._wrapped = []  # (class, its own __init__, ours)
-        self._watches = False
+        self._wrapped = []  # (class, its own __init__, ours), while it is installed
         self.running = []
 
     def install(self):
         """Wraps all classes. Where it cannot wrap one, it wraps none."""
-        self._watches = True
         own = torch.nn.Module.__dict__.get("__init_subclass__")
         self._declaration = own
 
@@ -74,7 +72,6 @@ class ConstructorWatch:
     def remove(self):
         """Undoes ``install``. A class's decorator may have kept a wrapped constructor; it only calls the original from
         then on."""
-        self._watches = False
         if self._declaration is None:
             del torch.nn.Module.__init_subclass__
         else:
@@ -91,8 +88,8 @@ class ConstructorWatch:
 
         @functools.wraps(original)
         def __init__(module, *args, **kwargs):
-            of_this_thread = self._watches and threading.get_ident() == self._thread
-            if not of_this_thread or any(module is running for running in self.running):
+            watches = self._wrapped and threading.get_ident() == self._thread
+            if not watches or any(module is running for running in self.running):
                 original(module, *args, **kwargs)
                 return
             self._begin(module)

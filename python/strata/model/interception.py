@@ -51,15 +51,16 @@ def replaced(module, name, value):
 def intercept(core, modules):
     """Wraps the forward of every scope's module and of the model, and the ``_parameters`` of every module that owns
     sharded parameters, so that a read outside any scope gathers. The model, ``modules[0]``, keeps ``core``, which was
-    made of a tree of these modules. Returns the argument ``undo`` of ``restore``."""
-    undo = []
+    made of a tree of these modules. Returns a function that undoes this."""
+    undo = contextlib.ExitStack()
+    undo.callback(_drop_keeper, modules[0], core)
     modules[0].__dict__["_strata_core"] = _Keeper(core)
     for scope, module_index in enumerate(core.scopes()):
         if not core.scope_needed(scope):
             continue
         module = modules[module_index]
-        undo.append(replaced(module, "forward", _C.InterceptedForward(core, scope, module.forward)))
-    undo.append(replaced(modules[0], "forward", _C.InterceptedForward(core, None, modules[0].forward)))
+        undo.callback(replaced(module, "forward", _C.InterceptedForward(core, scope, module.forward)))
+    undo.callback(replaced(modules[0], "forward", _C.InterceptedForward(core, None, modules[0].forward)))
     for module in modules:
         if type(module._parameters) is not dict:
             module.__dict__["_parameters"] = dict(module._parameters)  # replaces that of an earlier engine or zero.Init
@@ -68,21 +69,18 @@ def intercept(core, modules):
             continue
         module.__dict__["_parameters"] = _C.ParameterDict(module._parameters)
         _C.attach_parameter_dict(module.__dict__["_parameters"], core)
-        undo.append(functools.partial(_make_parameters_plain, module))
-    return undo
+        undo.callback(_make_parameters_plain, module)
+    return undo.close
 
 
 def _make_parameters_plain(module):
     module.__dict__["_parameters"] = dict(module.__dict__["_parameters"])
 
 
-def restore(core, model, undo):
-    """Undoes ``intercept``; ``model``: its first module."""
+def _drop_keeper(model, core):
     keeper = model.__dict__.get("_strata_core")
     if keeper is not None and keeper.core is core:  # else it belongs to a later engine
         del model.__dict__["_strata_core"]
-    for undo_one in reversed(undo):
-        undo_one()
 
 
 def intercept_arguments(module, device, floating):
@@ -139,20 +137,14 @@ def map_tensors(value, change):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # a named tuple, or not
     if isinstance(value, Mapping):
-        return _with(value, {key: (value[key], map_tensors(value[key], change)) for key in value}, operator.setitem)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        held = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
-        pairs = {name: (old, map_tensors(old, change)) for name, old in held.items()}
-        return _with(value, pairs, object.__setattr__)
-    return value
-
-
-def _with(value, pairs, put):
-    """A copy of ``value`` with its changed entries; ``pairs``: {key: (old, new)}."""
-    changed = {where: new for where, (old, new) in pairs.items() if new is not old}
-    if not changed:
+        held, put = {key: value[key] for key in value}, operator.setitem
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        held, put = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}, object.__setattr__
+    else:
         return value
-    copied = copy.copy(value)
-    for where, new in changed.items():
-        put(copied, where, new)
+    mapped = {key: map_tensors(item, change) for key, item in held.items()}
+    changed = {key: new for key, new in mapped.items() if new is not held[key]}
+    copied = copy.copy(value) if changed else value
+    for key, new in changed.items():
+        put(copied, key, new)
     return copied

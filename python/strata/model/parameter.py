@@ -37,8 +37,10 @@ def owner_of(parameter):
 
 
 def full_shape(parameter):
-    """[int]: the shape of the whole parameter, gathered or not."""
-    core, index = owner_of(parameter)
+    """[int]: the shape of the whole parameter, gathered or not, or in tiles."""
+    tiles, (core, index) = tiles_of(parameter), owner_of(parameter)
+    if tiles is not None:
+        return list(tiles.shape)
     return list(parameter.shape if core is None else core.full_shape(index))
 
 

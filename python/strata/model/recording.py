@@ -1,7 +1,6 @@
 """Deferred initialization: records the operators of constructors on large tensors, which have no memory meanwhile, as
 steps of recipes (_C.Recipe)."""
 
-import logging
 import math
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -11,8 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import _C
-
-logger = logging.getLogger("strata")
+from ..views import logger
 
 aten = torch.ops.aten
 

@@ -6,7 +6,6 @@ other."""
 
 import math
 import weakref
-from collections.abc import Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -115,7 +114,6 @@ class GradientTarget(Destination):
         self.values = None
         if self._core is not None and kind is None:
             self._core.end_gradient(self._tile.index)
-        return False
 
 
 class Tile:
@@ -160,7 +158,6 @@ class Tile:
         core = self.core
         if core is not None:
             core.end_tile(self.index)
-        return False
 
     def give_gradient(self, gradient):
         """Passes its gradient [rows, ...], of one use, to the engine, which reduces it at once. In backward."""
@@ -194,11 +191,10 @@ class TileRun:
     def __exit__(self, kind, value, traceback):
         for tile in self.tiles:
             self._core.end_tile(tile.index)
-        return False
 
 
-class Tiles(Sequence):
-    """All tiles of one parameter, in the order of its rows.
+class Tiles(list):
+    """All tiles of one parameter, [``Tile``], in the order of its rows.
 
     Attributes:
         name: str, of the parameter in its model.
@@ -210,49 +206,43 @@ class Tiles(Sequence):
     """
 
     def __init__(self, name, parameter, shape, ranges, homes, most_read):
+        super().__init__()
         self.name, self.shape, self.homes, self.most_read = name, torch.Size(shape), homes, most_read
         self.dtype, self._strides, self.owner = parameter.dtype, parameter.stride(), (None, None)
         self.rows, self.row_numel = self.shape[0], math.prod(self.shape[1:])
         self.nbytes = math.prod(self.shape) * self.dtype.itemsize
         self._whole = weakref.ref(parameter)
-        self._tiles = []
         for begin, end in ranges:
             values = parameter.data[begin:end] if parameter.numel() else parameter.data
             tile = Tile(torch.nn.Parameter(values, parameter.requires_grad), begin, end)
             tile.parameter._strata_tile = (self, tile)
-            self._tiles.append(tile)
-
-    def __len__(self):
-        return len(self._tiles)
-
-    def __getitem__(self, position):
-        return self._tiles[position]
+            self.append(tile)
 
     def runs(self, dtype=None):
         """[``TileRun``] or [``Tile``]: the groups of tiles that an operation uses at once to compute with the values in
         ``dtype``; None: in their own. There is one group of all tiles where these are always in this rank's memory and
         need no conversion: one rank's weights, on its device. Else each tile is a group."""
-        first, last = self._tiles[0], self._tiles[-1]
+        first, last = self[0], self[-1]
         core = first.core
         if core is None or dtype not in (None, first.parameter.dtype) or not core.lie_together(first.index, last.index):
-            return self._tiles
-        return [TileRun(self._tiles)]
+            return self
+        return [TileRun(self)]
 
     whole = property(lambda self: self._whole(), doc="The parameter, as users know it.")
 
     @property
     def device(self):
         """torch.device on which tiles are whole."""
-        core = self._tiles[0].core
-        return self._tiles[0].parameter.device if core is None else core.device
+        core = self[0].core
+        return self[0].parameter.device if core is None else core.device
 
-    anchor = property(lambda self: self._tiles[0].parameter, doc="A Parameter that stands for all tiles in autograd: "
+    anchor = property(lambda self: self[0].parameter, doc="A Parameter that stands for all tiles in autograd: "
                       "operations of the tiles depend on it.")  # fmt: skip
 
     def joined(self):
         """The whole, where the tiles still are the rows of one tensor, or have memory of their own; None: they are
         empty."""
-        parts = [tile.parameter.data for tile in self._tiles]
+        parts = [tile.parameter.data for tile in self]
         if any(part.numel() == 0 for part in parts):
             return None
         first = parts[0]

@@ -6,14 +6,12 @@ samples so far)."""
 
 import csv
 import json
-import logging
 import os
 from importlib.util import find_spec
 from itertools import groupby
 
 from .. import _C
-
-logger = logging.getLogger("strata")
+from ..views import logger
 
 
 def require_packages(config):

@@ -2,8 +2,8 @@
 ``deepspeed.comm.log_summary()``."""
 
 import json
-import logging
 import os
+import resource
 import time
 import weakref
 from contextlib import nullcontext
@@ -12,10 +12,9 @@ import torch
 
 from .. import _C
 from ..ranks.departure import engines
+from ..views import logger
 from ..views.tables import TRANSFERS, transfer_tables
 from .flops import PassProfile, profile_text
-
-logger = logging.getLogger("strata")
 
 
 class LateValue:
@@ -103,8 +102,6 @@ def memory_text(device):
     if device.type == "cuda":
         now, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
         return f"memory of the device {now / gib:.2f} GiB, at the peak {peak / gib:.2f} GiB"
-    import resource
-
     with open("/proc/self/statm") as file:
         now = int(file.read().split()[1]) * 4096
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

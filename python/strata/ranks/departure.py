@@ -2,12 +2,11 @@
 exit ends it, it notifies them of the reason. Without this, peers would take a rank that has left for one that died."""
 
 import atexit
-import logging
 import os
 import sys
 import weakref
 
-logger = logging.getLogger("strata")
+from ..views import logger
 
 _REASON_MOST = 1000  # characters
 _present = {}  # weak reference to a _C.ShardedModel -> (what shares its collectives, its engine), by time of watch()

@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _C
-
-logger = logging.getLogger("strata")
+from ..views import logger
 
 # [_C.UsedBackends], each of some collectives, oldest first. Those of gloo were made for these, and end with them.
 _used = []
@@ -79,12 +78,11 @@ def init_distributed(dist_backend=None, timeout=None, **_ignored):
         return
     if dist_backend is None:
         dist_backend = "cpu:gloo,cuda:nccl" if _C.usable_gpus() else "gloo"
-    options = {} if timeout is None else {"timeout": timeout}
     if _launched("WORLD_SIZE", 1) > 1:
-        dist.init_process_group(dist_backend, **options)
+        dist.init_process_group(dist_backend, timeout=timeout)
     else:
         try:
-            dist.init_process_group(dist_backend, store=dist.HashStore(), rank=0, world_size=1, **options)
+            dist.init_process_group(dist_backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         except RuntimeError as error:  # a host without any network; one rank can do without the group
             logger.warning("torch.distributed cannot be used: no process group of this one process: %s", error)
             return

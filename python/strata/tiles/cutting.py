@@ -3,7 +3,6 @@
 The parameter that stays in its module is empty, with the name that users, optimizers and checkpoints know. A
 computation with it outside the module gets a whole copy, if that is not too large."""
 
-import logging
 import math
 import re
 
@@ -14,9 +13,8 @@ from .. import _C
 from ..model.parameter import (ParameterStatus, ShardedParameter, clear_owner, full_shape, mark_managed, owner_of,
                                set_owner, unmark_managed)
 from ..model.tiles import Tiles, tiles_of
-from .host_copy import HostCopy, values_on_host
-
-logger = logging.getLogger("strata")
+from ..views import logger
+from .host_copy import end_host_copy, make_whole_on_host, values_on_host
 
 _TILE = 256 << 20  # bytes, the default
 
@@ -116,13 +114,13 @@ class TiledParameter(ShardedParameter):
     def all_gather(self, param_list=None, async_op=False, hierarchy=0):
         """Makes it whole on the host until ``partition()``. Collective."""
         if self.numel() == 0:
-            self._strata_host_copy = HostCopy(self)
+            make_whole_on_host(self)
+            self._strata_gathered = True
 
     def partition(self, param_list=None, hierarchy=0, has_been_updated=False):
         """Frees the whole values of ``all_gather()``."""
-        copy = self.__dict__.pop("_strata_host_copy", None)
-        if copy is not None:
-            copy.end(0 if has_been_updated else None)
+        if self.__dict__.pop("_strata_gathered", False):
+            end_host_copy(self, 0 if has_been_updated else None)
 
     def __deepcopy__(self, memo):
         if id(self) not in memo:

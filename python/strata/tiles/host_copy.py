@@ -29,31 +29,22 @@ def values_on_host(parameter, keep=True):
     return values
 
 
-class HostCopy:
-    """A parameter that is used in tiles, made whole on the host, for reading and changing, until ``end()``. UsageError
-    where the host has no room for it."""
-
-    def __init__(self, parameter):
-        self._parameter = parameter
-        parameter.data = values_on_host(parameter)
-
-    def end(self, modifier_rank):
-        """Makes the parameter empty again. Collective with ``modifier_rank``: every rank gets that rank's values; None:
-        changes are lost."""
-        values = self._parameter.data
-        try:
-            if modifier_rank is not None:
-                set_values(self._parameter, values, modifier_rank)
-        finally:
-            self._parameter.data = values.new_empty(0, device=tiles_of(self._parameter).device)
+def make_whole_on_host(parameter):
+    """Gives a parameter that is used in tiles whole values on the host, for reading and changing, until
+    ``end_host_copy()``. UsageError where the host has no room for it."""
+    parameter.data = values_on_host(parameter)
 
 
-def set_values(parameter, values, rank):
-    """Gives a parameter that is used in tiles the ``values`` [its shape] of ``rank``. Collective; those of other ranks
-    have no effect."""
-    for tile in tiles_of(parameter):
-        with gathered(tile.core, [tile.index], rank), torch.no_grad():
-            tile.parameter.copy_(values[tile.begin : tile.end])
+def end_host_copy(parameter, modifier_rank):
+    """Makes the parameter empty again. Collective with ``modifier_rank``: every rank gets that rank's values; None:
+    changes are lost."""
+    values, tiles = parameter.data, tiles_of(parameter)
+    try:
+        for tile in tiles if modifier_rank is not None else ():
+            with gathered(tile.core, [tile.index], modifier_rank), torch.no_grad():
+                tile.parameter.copy_(values[tile.begin : tile.end])
+    finally:
+        parameter.data = values.new_empty(0, device=tiles.device)
 
 
 def iter_pieces(parameter, modifier_rank=None):

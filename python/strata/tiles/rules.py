@@ -5,6 +5,7 @@ experts. A module of fused experts (transformers 5) takes its forward from a reg
 its configuration. Strata registers its own there; the configuration of a module whose weights are in tiles names it."""
 
 import copy
+from contextlib import ExitStack
 
 import torch
 
@@ -117,16 +118,12 @@ class ExpertsRule(TilingRule):
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # the module is of transformers
 
         ALL_EXPERTS_FUNCTIONS.register(_NAME, _forward)
-        before = module.config
-        module.config = copy.copy(before)
-        module.config._experts_implementation = _NAME
-        module.__dict__["_strata_experts"] = tiles
-
-        def take_back():
-            module.config = before
-            module.__dict__.pop("_strata_experts", None)
-
-        return take_back
+        config = copy.copy(module.config)
+        config._experts_implementation = _NAME
+        undo = ExitStack()
+        undo.callback(replaced(module, "config", config))
+        undo.callback(replaced(module, "_strata_experts", tiles))
+        return undo.close
 
 
 @outside_graphs

@@ -244,17 +244,16 @@ class _LazyHead:
     """Replaces the head's forward."""
 
     def __init__(self, head, tiles, before):
-        self._head, self._tiles, self.before = head, tiles, before
-        self.__wrapped__ = before
+        self._head, self._tiles, self.__wrapped__ = head, tiles, before
 
     def __call__(self, hidden):
         # LazyLogits are for training, and torch.compile cannot trace a frame that gets them.
         if not torch.is_grad_enabled() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None:
-            return self.before(hidden)
+            return self.__wrapped__(hidden)
         return LazyLogits.of(self._head, self._tiles, hidden)
 
     def __deepcopy__(self, memo):
-        return copy.deepcopy(self.before, memo)
+        return copy.deepcopy(self.__wrapped__, memo)
 
 
 class _CausalLoss:

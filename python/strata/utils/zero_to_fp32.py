@@ -104,9 +104,6 @@ def main(arguments=None):
 
 
 def _read(folder, tag):
-    folder = os.fspath(folder)
-    if not os.path.isdir(folder):
-        raise _C.IoError(f"there is no folder '{folder}'")
     path = find_own(folder, tag)
     return read_deepspeed(folder, tag) if path is None else read_own(path)
 

@@ -1,1 +1,5 @@
-"""Reports of start-up and steps for people: accounts, progress and tables."""
+"""Reports of start-up and steps for people: accounts, progress, tables, and the logger of the package."""
+
+import logging
+
+logger = logging.getLogger("strata")

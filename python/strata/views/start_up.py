@@ -10,9 +10,8 @@ import time
 from contextlib import contextmanager, suppress
 
 from .. import _C
+from . import logger
 from .tables import offloads, placement_tables, start_up_tables
-
-logger = logging.getLogger("strata")
 
 _FROZEN_BY_PYTHON = 1000  # the most objects that some Python versions freeze at their start; a program freezes far more
 SHOWN_FROM_S = 1.0  # a shorter start-up draws nothing
@@ -38,8 +37,7 @@ class StartUpClock:
     def __init__(self):
         self.core = None
         self._began = time.perf_counter()
-        self._own = {}  # name -> seconds, without what the engine counts itself
-        self._order = []  # names of all phases, by their first begin
+        self._own = {}  # phase, by its first begin -> seconds, without what the engine counts itself
         self._bar = None
         self._collects = False  # whether the collector was at work before
 
@@ -58,19 +56,19 @@ class StartUpClock:
             gc.enable()
         if self._bar is not None:
             self._bar.close()
-        return False
 
     @contextmanager
     def phase(self, name):
         """Context that counts the time inside, without that of inner phases; phases of one name are added up."""
-        self._record(name)
+        self._own.setdefault(name, 0.0)
         began, counted = time.perf_counter(), self._counted()
         try:
             yield
         finally:
             seconds = time.perf_counter() - began - (self._counted() - counted)
-            self._own[name] = self._own.get(name, 0.0) + max(0.0, seconds)
-            self._record(*(entry["name"] for entry in self._engine_phases()))
+            self._own[name] += max(0.0, seconds)
+            for entry in self._engine_phases():
+                self._own.setdefault(entry["name"], 0.0)
 
     def progress(self, rank, world_size):
         """The callable that the engine calls with the progress of its phases; None if no terminal shows it."""
@@ -107,17 +105,13 @@ class StartUpClock:
         engine = self.core.init_report()
         spent = {name: [own, 0] for name, own in self._own.items()}
         for entry in engine.pop("phases"):
-            self._record(entry["name"])
             both = spent.setdefault(entry["name"], [0.0, 0])
             both[0] += entry["seconds"]
             both[1] += entry["bytes"]
-        phases = [{"name": name, "seconds": spent[name][0], "bytes": spent[name][1]} for name in self._order]
+        phases = [{"name": name, "seconds": total, "bytes": size} for name, (total, size) in spent.items()]
         rest = max(0.0, seconds - sum(phase["seconds"] for phase in phases))
         phases.append({"name": "other", "seconds": rest, "bytes": 0})
         return {**engine, "seconds": seconds, "phases": phases, "host_peak_bytes": _host_peak(), "link_gb_per_s": None}
-
-    def _record(self, *names):
-        self._order += [name for name in dict.fromkeys(names) if name not in self._order]
 
     def _engine_phases(self):
         return self.core.init_report()["phases"] if self.core is not None else []
