@@ -98,9 +98,7 @@ void StepControl::set_state(const State& state) {
 void StepControl::read_gradients(int unit, const WholeGradients::Take& take) {
   engine_.state_offload().require_for_backward("reading a gradient");
   engine_.finish_step();
-  const ShardedOptimizer* const optimizer = engine_.optimizer();
-  engine_.gradient_check().read(unit, half_precision_,
-                                optimizer != nullptr && optimizer->takes_late_scale(), take);
+  engine_.gradient_check().read(unit, take);
 }
 
 std::optional<StepResult> StepControl::step(std::span<const GroupScalars> groups) {

@@ -155,31 +155,5 @@ TEST(UnusedParametersExternal, HaveNoGradientForAUsersOptimizer) {
   }));
 }
 
-TEST(PackedCounts, AddUpExactlyHoweverManyRanksThereAre) {
-  for (const int ranks : {1, 2, 3, 7, 8, 1023}) {
-    for (const std::size_t counts : {0U, 1U, 51U, 54U, 1000U}) {
-      const PackedCounts packed(counts, ranks);
-      std::vector<double> sum = packed.ones_without({});
-      for (int rank = 1; rank < ranks; ++rank) {
-        // The last two ranks lack the first, and all after rank 0 lack the last.
-        std::vector<int> absent;
-        if (counts > 0 && rank + 2 >= ranks) absent.push_back(0);
-        if (counts > 1) absent.push_back(static_cast<int>(counts) - 1);
-        const std::vector<double> theirs = packed.ones_without(absent);
-        for (std::size_t i = 0; i < sum.size(); ++i) sum[i] += theirs[i];
-      }
-      EXPECT_THAT(packed.zeroes(sum), IsEmpty()) << ranks << " ranks, " << counts << " counts";
-    }
-  }
-  const PackedCounts packed(100, 3);
-  std::vector<double> sum(packed.ones_without({}).size());
-  for (const std::vector<int>& absent :
-       {std::vector<int>{0, 25, 26, 99}, {0, 1, 26, 99}, {0, 26, 50, 99}}) {
-    const std::vector<double> theirs = packed.ones_without(absent);
-    for (std::size_t i = 0; i < sum.size(); ++i) sum[i] += theirs[i];
-  }
-  EXPECT_THAT(packed.zeroes(sum), ElementsAre(0, 26, 99));
-}
-
 }  // namespace
 }  // namespace strata::engine::fake

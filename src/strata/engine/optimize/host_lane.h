@@ -140,7 +140,7 @@ class LaneDealer {
     dealt_[chosen] = ends[chosen];
     return chosen == kHost;
   }
-  // Of the last step.
+  // The times of the last step.
   void learn(LaneTime host, LaneTime device) {
     const std::array<LaneTime, 2> times = {device, host};
     double all = 0.0;

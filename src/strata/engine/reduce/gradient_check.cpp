@@ -1,10 +1,10 @@
 #include "strata/engine/reduce/gradient_check.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <limits>
 #include <span>
-#include <string_view>
 
 #include "strata/base/error.h"
 #include "strata/comm/agreement.h"
@@ -13,7 +13,12 @@
 namespace strata::engine {
 namespace {
 
-constexpr std::string_view kWantsToRead = "reads";  // in place of a text of what is missing
+// Numbers at the beginning of a rank's text; parameters without a gradient follow.
+enum Fact : std::uint8_t { kLate, kUnused, kReads, kDropped, kFacts };
+
+bool any_has(std::span<const std::vector<int>> ranks, Fact fact) {
+  return std::ranges::any_of(ranks, [fact](const auto& rank) { return rank[fact] != 0; });
+}
 
 }  // namespace
 
@@ -27,13 +32,14 @@ GradientCheck::GradientCheck(Reducer& reducer, Weights& weights, comm::Collectiv
       recorder_(recorder),
       options_(options),
       norm_(collectives, device, reducer.shards()),
-      whole_(reducer, weights.units(), collectives, device),
-      counts_(static_cast<std::size_t>(weights.param_count()), collectives.world_size()) {}
+      whole_(reducer, weights.units(), collectives, device) {}
 
 // Where overflow is allowed the host has to know of it: the loss scale depends on it.
 GradientCheck::Outcome GradientCheck::check(double loss_scale, bool allows_overflow, bool late) {
   const auto span = recorder_.begin(Activity::kNorm, -1);
-  if (takes_texts(allows_overflow, late) && agrees_in_texts()) {
+  agree();
+  if (late && options_.wants_late_norm(device_.runs_ahead()) && !allows_overflow &&
+      norm_.available()) {
     norm_.begin(loss_scale, options_.gradient_clipping);
     recorder_.end(span);
     return {true, std::nullopt, 1.0F, norm_.factor(), norm_.factor_on_host()};
@@ -47,21 +53,9 @@ GradientCheck::Outcome GradientCheck::check(double loss_scale, bool allows_overf
           kernels::scale_of(last_finding_.norm, loss_scale, options_.gradient_clipping)};
 }
 
-// Whether ranks exchange texts first, and not numbers; the same on every rank.
-bool GradientCheck::takes_texts(bool allows_overflow, bool late) const {
-  return late && options_.wants_late_norm(device_.runs_ahead()) && !allows_overflow &&
-         norm_.available();
-}
-
-void GradientCheck::read(int unit, bool allows_overflow, bool late,
-                         const WholeGradients::Take& take) {
+void GradientCheck::read(int unit, const WholeGradients::Take& take) {
   if (collectives_.world_size() == 1) return whole_.take_shard(unit, take);
-  if (takes_texts(allows_overflow, late)) {
-    collectives_.all_gather_text(std::string(kWantsToRead));
-  } else {
-    reducer_.complete_groups();
-    totals(/*first=*/true, /*reads=*/true);
-  }
+  exchange(/*reads=*/true);
   whole_.gather(take);
 }
 
@@ -75,26 +69,39 @@ bool GradientCheck::skips(bool allows_overflow) {
   return true;
 }
 
-// True: no rank has late gradients to reduce, or unused parameters to report, and all ranks know
-// which parameters are left out.
-bool GradientCheck::agrees_in_texts() {
-  const std::string more = "more";
-  const bool something = !reducer_.late_units().empty() || reducer_.record().dropped() > 0 ||
-                         (reducer_.record().unused() >= 0 && !options_.allow_unused);
-  std::vector<int> without = reducer_.params_without_gradient();
-  const std::vector<std::string> texts =
-      collectives_.all_gather_text(something ? more : text_of_numbers(without));
-  if (std::ranges::find(texts, kWantsToRead) != texts.end()) {
-    whole_.gather({});
-    return agrees_in_texts();
+std::vector<std::vector<int>> GradientCheck::exchange(bool reads) {
+  const GradientRecord& record = reducer_.record();
+  std::vector<int> mine(kFacts);
+  mine[kLate] = reducer_.late_units().empty() ? 0 : 1;
+  mine[kUnused] = record.unused() >= 0 ? 1 : 0;
+  mine[kReads] = reads ? 1 : 0;
+  mine[kDropped] = std::bit_cast<int>(record.dropped());
+  const std::vector<int> without = reducer_.params_without_gradient();
+  mine.insert(mine.end(), without.begin(), without.end());
+  std::vector<std::vector<int>> ranks;
+  for (const std::string& text : collectives_.all_gather_text(text_of_numbers(mine)))
+    ranks.push_back(numbers_of_text(text));
+  return ranks;
+}
+
+// It is also the synchronisation before the shards change: each rank that takes part has finished
+// its gathers.
+void GradientCheck::agree() {
+  reducer_.complete_groups();
+  std::vector<std::vector<int>> ranks = exchange(/*reads=*/false);
+  for (; any_has(ranks, kReads); ranks = exchange(/*reads=*/false)) whole_.gather({});
+  for (std::size_t rank = 1; rank < ranks.size(); ++rank) {
+    if (ranks[rank][kDropped] != ranks[0][kDropped]) report_unlike_drops(rank);
   }
-  if (std::ranges::find(texts, more) != texts.end()) return false;
-  for (const std::string& text : texts) {
-    const std::vector<int> theirs = numbers_of_text(text);
-    std::erase_if(without, [&](int param) { return !std::ranges::binary_search(theirs, param); });
+  if (any_has(ranks, kUnused) && !options_.allow_unused) report_unused();
+  std::vector<int> without(ranks[0].begin() + kFacts, ranks[0].end());
+  for (const std::vector<int>& theirs : ranks) {
+    std::erase_if(without, [&](int param) {
+      return !std::binary_search(theirs.begin() + kFacts, theirs.end(), param);
+    });
   }
   leave_out(std::move(without));
-  return true;
+  if (any_has(ranks, kLate)) reducer_.reduce_late();
 }
 
 // Parameters that are frozen beside unfrozen ones stay unchanged in any case.
@@ -104,47 +111,15 @@ void GradientCheck::leave_out(std::vector<int> params) {
   reducer_.shards().leave_out(std::move(params));
 }
 
-// The one all-reduce of a step. It is also the synchronisation before the shards change: each rank
-// that takes part has finished its gathers. `first`: late gradients are still to be reduced.
-// `reads`: this rank reads the gradients, and does not step yet.
-std::vector<double> GradientCheck::totals(bool first, bool reads) {
-  double sum = 0.0;
-  double not_finite = 0.0;
+GradientCheck::Finding GradientCheck::measure(double loss_scale) {
+  double values[] = {0.0, 0.0};  // squares, and units that are not finite
   for (const double squares : reducer_.shards().sums_of_squares()) {
-    sum += squares;
-    if (!std::isfinite(squares)) not_finite += 1.0;
+    values[0] += squares;
+    if (!std::isfinite(squares)) values[1] += 1.0;
   }
   // Every group has all shards: those of the first one count.
-  if (collectives_.shard_position().group > 0) sum = 0.0;
-  std::vector<double> values{sum, not_finite};
-  if (first) {
-    values.push_back(static_cast<double>(reducer_.late_units().size()));
-    values.push_back(reducer_.record().unused() >= 0 ? 1.0 : 0.0);
-    const auto dropped = static_cast<double>(reducer_.record().dropped());
-    values.insert(values.end(), {reads ? 1.0 : 0.0, dropped, dropped * dropped});
-    const std::vector<double> counts = counts_.ones_without(reducer_.params_without_gradient());
-    values.insert(values.end(), counts.begin(), counts.end());
-  }
+  if (collectives_.shard_position().group > 0) values[0] = 0.0;
   collectives_.all_reduce(values, comm::ReduceOp::kSum);
-  // Whole numbers are equal where the square of their sum is as large as it can be.
-  if (first && values[5] * values[5] != values[6] * collectives_.world_size())
-    report_unlike_drops();
-  return values;
-}
-
-GradientCheck::Finding GradientCheck::measure(double loss_scale) {
-  reducer_.complete_groups();
-  std::vector<double> values = totals(/*first=*/true);
-  while (values[4] > 0.0) {
-    whole_.gather({});
-    values = totals(/*first=*/true);
-  }
-  if (values[3] > 0.0 && !options_.allow_unused) report_unused();
-  leave_out(counts_.zeroes(std::span(values).subspan(7)));
-  if (values[2] > 0.0) {
-    reducer_.reduce_late();
-    values = totals(/*first=*/false);
-  }
   const bool finite = values[1] == 0.0;
   const double norm =
       finite ? kernels::norm_of(values[0], loss_scale) : std::numeric_limits<double>::infinity();
@@ -204,10 +179,7 @@ void GradientCheck::report_unused() {
       names[first], first);
 }
 
-void GradientCheck::report_unlike_drops() {
-  const std::vector<std::string> texts =
-      collectives_.all_gather_text(fmt::format("{}", reducer_.record().dropped()));
-  const auto other = std::ranges::find_if(texts, [&](const auto& t) { return t != texts[0]; });
+void GradientCheck::report_unlike_drops(std::size_t rank) {
   reducer_.drop_gradients();
   throw UsageError(
       "ranks have dropped different gradients of this step with zero_grad() or p.grad = None, "
@@ -215,7 +187,7 @@ void GradientCheck::report_unlike_drops() {
       "every rank, or what was not reduced yet (within no_sync(), or with strata.reduce_at: "
       "\"boundary\"). The step's gradients are dropped and the weights are unchanged. Rank {} "
       "differs from rank 0",
-      other - texts.begin());
+      rank);
 }
 
 void GradientCheck::look_at_norm() {

@@ -5,9 +5,8 @@
 // On a device that runs ahead, the host does not wait for the norm: the update reads its factor
 // from the device's memory, and last_norm() and failed_late() report the outcome later.
 //
-// The list of parameters without a gradient, which hosts know, travels with an exchange of every
-// step: as counts beside the sums (PackedCounts), or, if the device has the sums, in the texts by
-// which ranks say that they have nothing else to agree on.
+// Facts that hosts know, such as the list of parameters without a gradient, travel in one exchange
+// of texts in every step.
 //
 // A step whose gradients are not finite is skipped and counted. The first such step reports where
 // they were found. Too many in a row (EngineOptions::max_skipped_steps) are an error.
@@ -56,7 +55,7 @@ class GradientCheck {
 
   // Collective: brings the step's gradients together for this rank. The other ranks call it, too,
   // or check(), where they serve the reading ranks. A single rank needs only `unit`.
-  void read(int unit, bool allows_overflow, bool late, const WholeGradients::Take& take);
+  void read(int unit, const WholeGradients::Take& take);
 
   // Both are the last step's, and wait for the device where it has not computed them yet.
   double last_norm() {
@@ -89,15 +88,14 @@ class GradientCheck {
 
  private:
   using Finding = GradientNorm::Finding;
-  bool takes_texts(bool allows_overflow, bool late) const;
-  bool agrees_in_texts();
-  std::vector<double> totals(bool first, bool reads = false);
+  std::vector<std::vector<int>> exchange(bool reads);
+  void agree();
   void leave_out(std::vector<int> params);
   Finding measure(double loss_scale);
   bool skips(bool allows_overflow);
   void report_not_finite(bool late);
   [[noreturn]] void report_unused();
-  [[noreturn]] void report_unlike_drops();
+  [[noreturn]] void report_unlike_drops(std::size_t rank);
   void look_at_norm();
 
   Reducer& reducer_;
@@ -108,7 +106,6 @@ class GradientCheck {
   const EngineOptions& options_;
   GradientNorm norm_;
   WholeGradients whole_;
-  PackedCounts counts_;       // by parameter: ranks that have a gradient of it
   Finding last_finding_;      // of the last step whose norm is known
   bool applied_ = true;       // that step
   bool notify_late_ = false;  // it was skipped, and notify_late() has yet to come

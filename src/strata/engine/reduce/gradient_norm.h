@@ -8,14 +8,11 @@
 #pragma once
 
 #include <algorithm>
-#include <bit>
 #include <chrono>
 #include <cmath>
 #include <cstddef>
-#include <cstdint>
 #include <cstring>
 #include <functional>
-#include <limits>
 #include <memory>
 #include <span>
 #include <thread>
@@ -30,46 +27,6 @@
 #include "strata/engine/unit/unit.h"
 
 namespace strata::engine {
-
-// Many small counts in few doubles, so that one sum of doubles over all ranks adds up each of them,
-// exactly. Pure arithmetic, immutable.
-class PackedCounts {
- public:
-  // `most`: no count exceeds it in the sum; from 1.
-  PackedCounts(std::size_t counts, int most)
-      : counts_(counts),
-        bits_(static_cast<std::size_t>(std::bit_width(static_cast<unsigned>(most)))),
-        // A double holds whole numbers of up to this many bits exactly.
-        per_double_(static_cast<std::size_t>(std::numeric_limits<double>::digits) / bits_) {
-    STRATA_ASSERT(most >= 1);
-  }
-
-  // 1 each, but 0 for `absent`.
-  std::vector<double> ones_without(std::span<const int> absent) const {
-    std::vector<bool> one(counts_, true);
-    for (const int index : absent) nth(one, index) = false;
-    std::vector<std::uint64_t> words((counts_ + per_double_ - 1) / per_double_);
-    for (std::size_t i = 0; i < counts_; ++i) {
-      if (one[i]) words[i / per_double_] |= std::uint64_t{1} << (i % per_double_ * bits_);
-    }
-    return {words.begin(), words.end()};
-  }
-  // The counts that are 0 in the sum, in ascending order.
-  std::vector<int> zeroes(std::span<const double> sum) const {
-    const std::uint64_t mask = (std::uint64_t{1} << bits_) - 1;
-    std::vector<int> result;
-    for (std::size_t i = 0; i < counts_; ++i) {
-      const auto word = static_cast<std::uint64_t>(sum[i / per_double_]);
-      if ((word >> (i % per_double_ * bits_) & mask) == 0) result.push_back(static_cast<int>(i));
-    }
-    return result;
-  }
-
- private:
-  std::size_t counts_;
-  std::size_t bits_;        // of a count
-  std::size_t per_double_;  // counts
-};
 
 class GradientNorm {
   using GradientFactor = kernels::GradientFactor;
