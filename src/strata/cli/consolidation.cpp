@@ -1,17 +1,13 @@
-#include "strata/cli/consolidation.h"
-
 #include <fmt/core.h>
 
 #include <algorithm>
-#include <filesystem>
 #include <map>
 #include <span>
 #include <system_error>
 
 #include "strata/base/error.h"
 #include "strata/checkpoint/folder.h"
-#include "strata/checkpoint/reader.h"
-#include "strata/cli/inspection.h"
+#include "strata/cli/commands.h"
 #include "strata/format/safetensors.h"
 #include "strata/format/sharded_writer.h"
 #include "strata/io/folder_calls.h"
