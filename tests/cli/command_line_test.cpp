@@ -1,11 +1,10 @@
 // Tests the help of the command line, and the small parts that commands share.
-#include "strata/cli/command_line.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "cli/command_run.h"
 #include "strata/base/error.h"
+#include "strata/cli/commands.h"
 #include "strata/cli/console.h"
 
 namespace strata::cli {

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "strata/cli/command_line.h"
+#include "strata/cli/commands.h"
 
 namespace strata::cli {
 

@@ -1,7 +1,5 @@
 // `strata check`: its output about a configuration, for people and for programs, and the file that
 // it writes.
-#include "strata/cli/config_check.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -10,6 +8,7 @@
 
 #include "cli/command_run.h"
 #include "io/temporary_folder.h"
+#include "strata/cli/commands.h"
 
 namespace strata::cli {
 namespace {

@@ -1,6 +1,4 @@
 // `strata consolidate`: it writes the trained weights, and on an error it leaves OUT unchanged.
-#include "strata/cli/consolidation.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/stat.h>
@@ -8,6 +6,7 @@
 #include "cli/command_run.h"
 #include "cli/saved_checkpoint.h"
 #include "strata/base/error.h"
+#include "strata/cli/commands.h"
 #include "strata/format/checkpoint_index.h"
 #include "strata/io/pending_range.h"
 #include "strata/kernels/elementwise.h"

@@ -9,7 +9,7 @@
 #include "cli/command_run.h"
 #include "io/temporary_folder.h"
 #include "strata/base/error.h"
-#include "strata/cli/bench_io.h"
+#include "strata/cli/commands.h"
 #include "strata/engine/config/config.h"
 
 namespace strata::cli {

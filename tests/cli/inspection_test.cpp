@@ -1,11 +1,10 @@
 // Tests the output of `strata inspect` for a whole checkpoint, and that it names every defect.
-#include "strata/cli/inspection.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "cli/command_run.h"
 #include "cli/saved_checkpoint.h"
+#include "strata/cli/commands.h"
 
 namespace strata::cli {
 namespace {

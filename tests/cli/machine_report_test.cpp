@@ -1,7 +1,5 @@
 // `strata doctor`'s part without Python: facts of this machine, and problems of machines that a
 // folder stands for.
-#include "strata/cli/machine_report.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/statvfs.h>
@@ -10,6 +8,7 @@
 
 #include "cli/command_run.h"
 #include "cli/saved_checkpoint.h"
+#include "strata/cli/commands.h"
 #include "strata/device/cpu_device.h"
 #include "strata/device/cuda_device.h"
 

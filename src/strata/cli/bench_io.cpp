@@ -1,15 +1,11 @@
-#include "strata/cli/bench_io.h"
-
 #include <fmt/core.h>
 
 #include <algorithm>
-#include <filesystem>
 #include <limits>
-#include <optional>
 #include <utility>
 
 #include "strata/base/error.h"
-#include "strata/checkpoint/pipeline.h"
+#include "strata/cli/commands.h"
 #include "strata/format/safetensors.h"
 #include "strata/io/folder_calls.h"
 #include "strata/memory/host_buffer.h"

@@ -1,5 +1,3 @@
-#include "strata/cli/command_line.h"
-
 #include <fcntl.h>
 #include <fmt/core.h>
 #include <sys/auxv.h>
@@ -9,21 +7,10 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdlib>
-#include <filesystem>
-#include <functional>
-#include <memory>
-#include <optional>
 #include <system_error>
 
 #include "strata/base/error.h"
-#include "strata/cli/bench_io.h"
-#include "strata/cli/comparison.h"
-#include "strata/cli/config_check.h"
-#include "strata/cli/consolidation.h"
-#include "strata/cli/inspection.h"
-#include "strata/cli/machine_report.h"
-#include "strata/cli/memory_plan.h"
-#include "strata/io/io_engine.h"
+#include "strata/cli/commands.h"
 
 namespace strata::cli {
 namespace {

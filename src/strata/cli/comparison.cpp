@@ -11,6 +11,7 @@
 
 #include "strata/base/error.h"
 #include "strata/checkpoint/pipeline.h"
+#include "strata/cli/commands.h"
 #include "strata/cli/tensor_source.h"
 #include "strata/format/safetensors.h"
 #include "strata/io/striping.h"

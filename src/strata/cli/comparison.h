@@ -1,34 +1,16 @@
-// The differences of two checkpoints of either kind, as `strata diff` shows them: names, shapes,
-// dtypes, and by how much values do. Where one is a training checkpoint and the other is not, the
-// fp32 masters of the one are rounded to the dtype that the other has, which says nothing of
-// dtypes then: so a checkpoint equals what was consolidated from it.
-//
-// Threads: one, beside those that read. Memory: a ring, and two pieces in fp64. Errors: of
-// TensorSource; UsageError where optimizer states are asked for that one of them cannot have.
+// How far the elements of two tensors are apart, as `strata diff` measures it. Values; a meter is
+// of one thread.
 #pragma once
 
 #include <cstddef>
-#include <memory>
 #include <optional>
 #include <span>
-#include <string>
 #include <vector>
 
 #include "strata/base/dtype.h"
-#include "strata/cli/console.h"
-#include "strata/memory/ledger.h"
+#include "strata/base/units.h"
 
 namespace strata::cli {
-
-struct ComparisonRequest {
-  std::string a;
-  std::string b;
-  std::size_t top = 20;  // the most tensors that are listed
-  bool kinds = false;    // also what optimizers keep
-};
-
-Report compare(const ComparisonRequest& request, const std::shared_ptr<memory::Ledger>& ledger,
-               Console& console);
 
 // How far the elements of two tensors are apart. A NaN equals a NaN, and is infinitely far from a
 // number. Numbers are compared as numbers: floating ones in fp64, which holds each of them exactly;

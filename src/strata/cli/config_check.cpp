@@ -1,5 +1,3 @@
-#include "strata/cli/config_check.h"
-
 #include <fmt/core.h>
 
 #include <algorithm>
@@ -7,6 +5,7 @@
 #include <string_view>
 
 #include "strata/base/error.h"
+#include "strata/cli/commands.h"
 #include "strata/engine/config/config_review.h"
 
 namespace strata::cli {

@@ -1,24 +1,20 @@
-#include "strata/cli/consolidation.h"
-
 #include <fmt/core.h>
 
 #include <algorithm>
-#include <filesystem>
 #include <map>
 #include <span>
 #include <system_error>
 
 #include "strata/base/error.h"
 #include "strata/checkpoint/folder.h"
-#include "strata/checkpoint/reader.h"
-#include "strata/cli/inspection.h"
+#include "strata/cli/commands.h"
 #include "strata/format/safetensors.h"
 #include "strata/format/sharded_writer.h"
 #include "strata/io/folder_calls.h"
 #include "strata/io/pending_range.h"
 #include "strata/io/thread_engine.h"
 #include "strata/kernels/elementwise.h"
-#include "strata/plan/channel_order.h"
+#include "strata/plan/param_spec.h"
 
 namespace strata::cli {
 namespace {

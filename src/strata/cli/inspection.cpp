@@ -1,5 +1,3 @@
-#include "strata/cli/inspection.h"
-
 #include <fmt/core.h>
 #include <fmt/ranges.h>
 
@@ -9,6 +7,7 @@
 
 #include "strata/base/error.h"
 #include "strata/checkpoint/folder.h"
+#include "strata/cli/commands.h"
 #include "strata/format/safetensors.h"
 #include "strata/io/thread_engine.h"
 

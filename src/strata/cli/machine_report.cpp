@@ -1,5 +1,3 @@
-#include "strata/cli/machine_report.h"
-
 #include <fmt/core.h>
 #include <fmt/ranges.h>
 #include <gnu/libc-version.h>
@@ -15,10 +13,10 @@
 #include <utility>
 
 #include "strata/base/error.h"
+#include "strata/cli/commands.h"
 #include "strata/device/cuda_device.h"
 #include "strata/engine/config/config.h"
 #include "strata/io/folder_calls.h"
-#include "strata/io/io_engine.h"
 #include "strata/io/process_memory.h"
 #include "strata/memory/host_buffer.h"
 #include "strata/memory/system_memory.h"

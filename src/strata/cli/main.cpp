@@ -1,10 +1,10 @@
-// The program `strata`. Everything that it does is in command_line.h.
+// The program `strata`. Everything that it does is in commands.h.
 #include <unistd.h>
 
 #include <iostream>
 #include <limits>
 
-#include "strata/cli/command_line.h"
+#include "strata/cli/commands.h"
 #include "strata/io/file.h"
 
 int main(int argc, char** argv) {

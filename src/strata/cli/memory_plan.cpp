@@ -1,11 +1,10 @@
-#include "strata/cli/memory_plan.h"
-
 #include <fmt/core.h>
 
 #include <algorithm>
 #include <array>
 
 #include "strata/base/error.h"
+#include "strata/cli/commands.h"
 #include "strata/cli/plan_text.h"
 #include "strata/engine/config/config.h"
 #include "strata/engine/config/config_review.h"

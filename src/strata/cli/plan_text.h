@@ -3,10 +3,8 @@
 #pragma once
 
 #include <array>
-#include <optional>
-#include <string>
 
-#include "strata/cli/memory_plan.h"
+#include "strata/cli/commands.h"
 
 namespace strata::cli {
 
