@@ -115,11 +115,11 @@ void sum_in_order(benchmark::State& state, DType from, std::size_t world) {
   });
 }
 
-void grad_stats(benchmark::State& state) {
+void sum_of_squares(benchmark::State& state) {
   PageVector gradient(numel(), 1e-3F);
   measure(state, 4.0, [&](ThreadPool& pool) {
-    auto stats = kernels::grad_stats(gradient, &pool);
-    benchmark::DoNotOptimize(stats);
+    auto sum = kernels::sum_of_squares(gradient, &pool);
+    benchmark::DoNotOptimize(sum);
   });
 }
 
@@ -178,7 +178,7 @@ void add_all() {
   add("adam_step/bf16_copy", adam, true, DType::kBFloat16);
   add("adam_step/fp16_copy", adam, true, DType::kFloat16);
   add("adam_step/bf16_remainder", adam_with_remainder);
-  add("grad_stats", grad_stats);
+  add("sum_of_squares", sum_of_squares);
   add("fingerprint", fingerprint);
   add("fingerprint_and_copy", copy, true);
   add("memcpy", copy, false);

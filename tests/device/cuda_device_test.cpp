@@ -78,7 +78,7 @@ TEST(CudaDevice, SumsOfSquaresAreTheHostsToTheLastBit) {
   double got = 0.0;
   device->copy(std::as_writable_bytes(std::span(&got, 1)), sum->bytes(), *stream);
   stream->synchronize();
-  EXPECT_EQ(got, kernels::grad_stats_reference(values).sum_of_squares);
+  EXPECT_EQ(got, kernels::sum_of_squares_reference(values));
 }
 
 // Another library of this process keeps nearly all of a device for reuse.

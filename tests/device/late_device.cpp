@@ -219,16 +219,6 @@ void LateDevice::accumulate(std::byte* target, DType target_dtype, const std::by
   });
 }
 
-void LateDevice::scale(std::span<float> target, std::span<const float> source, float factor,
-                       Stream& stream) {
-  STRATA_ASSERT(target.size() == source.size());
-  if (target.empty()) return;
-  require_reachable(target.data());
-  require_reachable(source.data());
-  late(stream).push(
-      [=](CpuDevice& hands) { hands.scale(target, source, factor, stream_of(hands)); });
-}
-
 void LateDevice::sum_in_order(std::span<float> target, std::span<const std::byte* const> sources,
                               DType dtype, float scale, bool accumulate, Stream& stream) {
   STRATA_ASSERT(sources.size() <= kSourcesMax);

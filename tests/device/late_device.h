@@ -48,8 +48,6 @@ class LateDevice : public CpuDevice {
             Numel numel, Stream& stream) override;
   void accumulate(std::byte* target, DType target_dtype, const std::byte* source,
                   DType source_dtype, Numel numel, Stream& stream) override;
-  void scale(std::span<float> target, std::span<const float> source, float factor,
-             Stream& stream) override;
   void sum_in_order(std::span<float> target, std::span<const std::byte* const> sources, DType dtype,
                     float scale, bool accumulate, Stream& stream) override;
   void store_remainder(const kernels::MasterRemainder& target, Numel first, const std::byte* source,

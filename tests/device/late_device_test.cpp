@@ -103,8 +103,12 @@ TEST(LateDevice, RefusesKernelsOverOrdinaryMemory) {
   std::array<float, 4> here{};
   const auto there = device.allocate(16_B, memory::Kind::kStaging);
   const std::span<float> memory(reinterpret_cast<float*>(there->bytes().data()), 4);
-  EXPECT_THROW(device.scale(here, memory, 1.0F, device.compute_stream()), DeviceError);
-  EXPECT_THROW(device.scale(memory, here, 1.0F, device.compute_stream()), DeviceError);
+  const auto scale = [&](std::span<float> target, std::span<const float> source) {
+    const std::byte* const sources[] = {std::as_bytes(source).data()};
+    device.sum_in_order(target, sources, DType::kFloat32, 1.0F, false, device.compute_stream());
+  };
+  EXPECT_THROW(scale(here, memory), DeviceError);
+  EXPECT_THROW(scale(memory, here), DeviceError);
   EXPECT_FALSE(device.host_accessible(there->bytes().data()));
 }
 

@@ -76,7 +76,7 @@ inline void adam_step_reference(const AdamSpans& spans, const AdamScalars& scala
 
 // Chunks of kChunk elements; within one, element i goes to the partial sum i % kLanes; partial sums
 // are added pairwise, chunks in their order.
-inline GradStats grad_stats_reference(std::span<const float> gradients) {
+inline double sum_of_squares_reference(std::span<const float> gradients) {
   constexpr std::size_t kLanes = 32;
   constexpr std::size_t kChunk = 65536;
   double sum = 0.0;
@@ -93,7 +93,7 @@ inline GradStats grad_stats_reference(std::span<const float> gradients) {
     }
     sum += sums[0];
   }
-  return {.sum_of_squares = sum, .finite = std::isfinite(sum)};
+  return sum;
 }
 
 inline void replay_reference(std::span<const RecipeStep> recipe, Numel begin, Numel numel,

@@ -76,13 +76,6 @@ class CpuDevice : public Device {
     const std::lock_guard lock(pool_mutex_);
     kernels::accumulate(target, target_dtype, source, source_dtype, numel, &pool_);
   }
-  void scale(std::span<float> target, std::span<const float> source, float factor,
-             Stream&) override {
-    STRATA_ASSERT(target.size() == source.size());
-    const std::lock_guard lock(pool_mutex_);
-    const std::byte* sources[] = {reinterpret_cast<const std::byte*>(source.data())};
-    kernels::sum_in_order(target, sources, DType::kFloat32, factor, false, &pool_);
-  }
   void sum_in_order(std::span<float> target, std::span<const std::byte* const> sources, DType dtype,
                     float scale, bool accumulate, Stream&) override {
     STRATA_ASSERT(sources.size() <= kSourcesMax);
@@ -129,7 +122,7 @@ class CpuDevice : public Device {
     STRATA_ASSERT(sums.size() == gradients.size());
     const std::lock_guard lock(pool_mutex_);
     for (std::size_t i = 0; i < sums.size(); ++i)
-      sums[i] = kernels::grad_stats(gradients[i], &pool_).sum_of_squares;
+      sums[i] = kernels::sum_of_squares(gradients[i], &pool_);
   }
   void gradient_factor(kernels::GradientFactor& result, std::span<const double> sums,
                        double loss_scale, double clipping, Stream&) override {

@@ -108,7 +108,6 @@ class CudaDevice final : public CudaKernels {
   }
   std::vector<kernels::Fingerprint> fingerprints(std::span<const std::span<const std::byte>> runs,
                                                  Bytes piece, Stream& stream) override {
-    const std::lock_guard lock(scratch_mutex_);
     const auto pieces_of = [piece](std::span<const std::byte> run) {
       return (run.size() + piece.size() - 1) / piece.size();
     };
@@ -117,7 +116,8 @@ class CudaDevice final : public CudaKernels {
     std::vector<kernels::Fingerprint> result(pieces);
     if (result.empty()) return result;
     const std::span<std::byte> host = std::as_writable_bytes(std::span(result));
-    const std::span<std::byte> sums(scratch(Bytes(host.size())), host.size());
+    CudaMemory memory(pool_, Bytes(host.size()), memory::Kind::kWorkspace);
+    const std::span<std::byte> sums = memory.bytes();
     fill_zero(sums, stream);
     std::byte* next = sums.data();
     for (const auto run : runs) {
@@ -175,17 +175,6 @@ class CudaDevice final : public CudaKernels {
   const std::shared_ptr<const CudaContext> context_;
   const CudaPool pool_;
   const std::unique_ptr<CudaStream> compute_stream_;
-  // At least so large; the mutex is held.
-  std::byte* scratch(Bytes bytes) {
-    if (scratch_ == nullptr || Bytes(scratch_->bytes().size()) < bytes) {
-      scratch_.reset();
-      scratch_ = std::make_unique<CudaMemory>(pool_, bytes, memory::Kind::kWorkspace);
-    }
-    return scratch_->bytes().data();
-  }
-
-  std::mutex scratch_mutex_;             // one call that gives numbers at a time
-  std::unique_ptr<CudaMemory> scratch_;  // guarded by scratch_mutex_; null: none yet
   std::mutex chunk_sums_mutex_;
   std::map<CUstream, std::unique_ptr<CudaMemory>> chunk_sums_;  // scratch; guarded
   std::mutex expected_mutex_;

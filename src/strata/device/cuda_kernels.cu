@@ -158,18 +158,6 @@ STRATA_SUM(f32, float)
 STRATA_SUM(f16, Float16)
 STRATA_SUM(bf16, BFloat16)
 
-__global__ void strata_scale(float* target, const float* source, float factor,
-                             std::int64_t numel) {
-  for_elements(
-      numel, packed(target) && packed(source),
-      [&](std::int64_t p) {
-        Pack<float> value = reinterpret_cast<const Pack<float>*>(source)[p];
-        for (int k = 0; k < kPack; ++k) value.at[k] = __fmul_rn(value.at[k], factor);
-        reinterpret_cast<Pack<float>*>(target)[p] = value;
-      },
-      [&](std::int64_t i) { target[i] = __fmul_rn(source[i], factor); });
-}
-
 // Block (p, y) takes its share of piece p: kernels/fingerprint.h. Sums of integers come to the same
 // bits in any order.
 __global__ void strata_fingerprints(unsigned long long* sums, const unsigned char* bytes,

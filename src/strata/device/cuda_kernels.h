@@ -70,7 +70,6 @@ class CudaKernels : public Device {
       adopt_[to] = find("adopt", suffix);
       if (to > 0) sum_in_order_[to] = find("sum", suffix);
     }
-    scale_ = module_.find("strata_scale");
     copy_ = module_.find("strata_copy");
     chunk_sums_ = module_.find("strata_chunk_sums");
     totals_ = module_.find("strata_totals");
@@ -102,14 +101,6 @@ class CudaKernels : public Device {
     module_.launch(accumulate_[kernel_place_of(target_dtype)][kernel_place_of(source_dtype)],
                    numel.value / kPack + kPack, CudaStream::handle_of(stream), target, source,
                    numel.value);
-  }
-  void scale(std::span<float> target, std::span<const float> source, float factor,
-             Stream& stream) override {
-    STRATA_ASSERT(target.size() == source.size());
-    if (target.empty()) return;
-    const std::int64_t count = std::ssize(target);
-    module_.launch(scale_, count / kPack + kPack, CudaStream::handle_of(stream), target.data(),
-                   source.data(), factor, count);
   }
   void sum_in_order(std::span<float> target, std::span<const std::byte* const> sources, DType dtype,
                     float scale, bool accumulate, Stream& stream) override {
@@ -264,7 +255,6 @@ class CudaKernels : public Device {
   std::array<ByType, kKernelTypes> cast_{};
   std::array<ByType, kKernelTypes> accumulate_{};  // null where fp64 takes part
   ByType sum_in_order_{};
-  CUfunction scale_ = nullptr;
   CUfunction copy_ = nullptr;
   CUfunction chunk_sums_ = nullptr;
   CUfunction totals_ = nullptr;

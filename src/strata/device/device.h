@@ -182,11 +182,8 @@ class Device : public Interface {
   // target += source, in fp32, rounded once to the target's type.
   virtual void accumulate(std::byte* target, DType target_dtype, const std::byte* source,
                           DType source_dtype, Numel numel, Stream& stream) = 0;
-  // target = factor * source; equal lengths. The two may be the same span.
-  virtual void scale(std::span<float> target, std::span<const float> source, float factor,
-                     Stream& stream) = 0;
   // target = scale * (s_0 + s_1 + ...), or target += that, in fp32 in the order of `sources`, each
-  // of target.size() elements of `dtype`; at most kSourcesMax.
+  // of target.size() elements of `dtype`; at most kSourcesMax. A single one may be the target.
   virtual void sum_in_order(std::span<float> target, std::span<const std::byte* const> sources,
                             DType dtype, float scale, bool accumulate, Stream& stream) = 0;
   // kernels::store_remainder().

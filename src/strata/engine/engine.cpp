@@ -19,13 +19,6 @@ std::shared_ptr<comm::Collectives> checked(std::shared_ptr<comm::Collectives> co
   return collectives;
 }
 
-// A user's optimizer works on gradients in place, and gradients without one are for scripts.
-EngineOptions fitted(EngineOptions options, UpdateRule rule, int ranks) {
-  if (ranks > 1 || (rule != UpdateRule::kAdam && rule != UpdateRule::kAdamW))
-    options.gradients_in_16 = false;
-  return options;
-}
-
 // The last part of a step: the optimizer updates this rank's shards, and every rank gets the new
 // shards of other ranks that it holds.
 //
@@ -178,7 +171,7 @@ Engine::Engine(std::span<const plan::ParamSpec> params, const plan::ModelPlan& p
                EngineOptions options, UpdateRule optimizer, const std::string& settings,
                std::shared_ptr<comm::Collectives> collectives,
                std::shared_ptr<device::Device> device, Stores stores, ParameterViews& views)
-    : options_(fitted(std::move(options), optimizer, collectives->world_size())),
+    : options_(std::move(options)),
       collectives_(checked(std::move(collectives), params, plan, settings)),
       device_(std::move(device)),
       stores_(std::move(stores)),

@@ -42,7 +42,7 @@ EngineOptions engine_options_from(const Config& config, DType weights) {
   if (options.states.tier != memory::Tier::kDevice) options.gradient_tier = memory::Tier::kHost;
   options.gradients_in_16 =
       config.managed_accumulation && config.batch.accumulation_steps.value_or(1) == 1;
-  options.lanes.which = static_cast<UpdateLanes::Which>(config.strata.update);
+  options.lanes.which = config.strata.update;
   options.rounds_masters = config.precision.rounds_masters;
   options.moment_dtype = config.precision.moment_dtype;
   options.max_live =

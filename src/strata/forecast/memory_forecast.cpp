@@ -42,7 +42,6 @@ class DryDevice final : public device::CpuDevice {
   void fill_zero(std::span<std::byte>, device::Stream&) override {}
   void cast(std::byte*, DType, const std::byte*, DType, Numel, device::Stream&) override {}
   void accumulate(std::byte*, DType, const std::byte*, DType, Numel, device::Stream&) override {}
-  void scale(std::span<float>, std::span<const float>, float, device::Stream&) override {}
   void sum_in_order(std::span<float>, std::span<const std::byte* const>, DType, float, bool,
                     device::Stream&) override {}
   void store_remainder(const kernels::MasterRemainder&, Numel, const std::byte*, DType, Numel,

@@ -190,15 +190,11 @@ constexpr std::int64_t kWidened = 4096;
 
 using WidenedPiece = std::array<float, kWidened>;
 
-bool is_narrow(DType dtype) {
-  return dtype != DType::kFloat32;
-}
-
 // Elements of an array as fp32: its own, or copies of them in `room`.
 template <typename Byte>
 auto in_fp32(Byte* array, DType dtype, Numel numel, WidenedPiece& room) {
   using Float = std::conditional_t<std::is_const_v<Byte>, const float, float>;
-  if (!is_narrow(dtype)) return std::span(reinterpret_cast<Float*>(array), numel.size());
+  if (dtype == DType::kFloat32) return std::span(reinterpret_cast<Float*>(array), numel.size());
   cast(reinterpret_cast<std::byte*>(room.data()), DType::kFloat32, array, dtype, numel, nullptr);
   return std::span<Float>(room.data(), numel.size());
 }
@@ -373,12 +369,12 @@ void update_piece(const AdamTensor& tensor, const AdamScalars& scalars, std::int
                   .exp_avg_sq = in_fp32(exp_avg_sq, moment, numel, second),
                   .gradient = in_fp32(from_element(tensor.gradient, tensor.gradient_dtype, begin),
                                       tensor.gradient_dtype, numel, gradients)};
-  if (is_narrow(tensor.weight_dtype)) {
+  if (tensor.weight_dtype != DType::kFloat32) {
     spans.weight16 = weight;
     spans.weight16_dtype = tensor.weight_dtype;
   }
   adam_step(spans, scalars, nullptr);
-  if (!is_narrow(moment)) return;
+  if (moment == DType::kFloat32) return;
   const auto* const new_first = reinterpret_cast<const std::byte*>(first.data());
   const auto* const new_second = reinterpret_cast<const std::byte*>(second.data());
   cast(exp_avg, moment, new_first, DType::kFloat32, numel, nullptr);
@@ -388,8 +384,9 @@ void update_piece(const AdamTensor& tensor, const AdamScalars& scalars, std::int
 void update_chunk(const AdamTensor& tensor, AdamScalars scalars, std::int64_t begin) {
   scalars.step = tensor.step;
   const std::int64_t end = std::min(begin + kGrain, tensor.numel.value);
-  const bool widens = is_narrow(tensor.weight_dtype) || is_narrow(tensor.moment_dtype) ||
-                      is_narrow(tensor.gradient_dtype);
+  const bool widens = tensor.weight_dtype != DType::kFloat32 ||
+                      tensor.moment_dtype != DType::kFloat32 ||
+                      tensor.gradient_dtype != DType::kFloat32;
   const std::int64_t piece = widens ? kWidened : kGrain;
   for (std::int64_t i = begin; i < end; i += piece)
     update_piece(tensor, scalars, i, std::min(i + piece, end));

@@ -4,6 +4,7 @@
 #include <array>
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <vector>
 
 #include "strata/base/thread_pool.h"
@@ -85,7 +86,7 @@ namespace strata::kernels {
 
 HWY_EXPORT(chunk_sum);
 
-GradStats grad_stats(std::span<const float> gradients, ThreadPool* pool) {
+double sum_of_squares(std::span<const float> gradients, ThreadPool* pool) {
   std::vector<double> partial((gradients.size() + kChunk - 1) / kChunk);
   for_chunks(pool, static_cast<std::int64_t>(gradients.size()), kChunk,
              [&](std::int64_t begin, std::int64_t end) {
@@ -93,11 +94,8 @@ GradStats grad_stats(std::span<const float> gradients, ThreadPool* pool) {
                const auto numel = static_cast<std::size_t>(end - begin);
                partial[at / kChunk] = HWY_DYNAMIC_DISPATCH(chunk_sum)(gradients.subspan(at, numel));
              });
-  double sum = 0.0;
-  for (const double value : partial) sum += value;
-  // The squares are too small to overflow fp64, and they cannot cancel: the sum is finite if and
-  // only if every gradient is.
-  return {.sum_of_squares = sum, .finite = std::isfinite(sum)};
+  // The squares are too small to overflow fp64, and they cannot cancel.
+  return std::accumulate(partial.begin(), partial.end(), 0.0);
 }
 
 double norm_of(double sum_of_squares, double loss_scale) {

@@ -1,7 +1,6 @@
-// A step needs two facts about gradients before it may use them: the sum of squares for the global
-// norm, and whether all are finite. One pass finds both. The factor of clipping and of the loss
-// scale follows from them.
-// Threads: pure functions of their span; grad_stats splits the work over `pool` when one is given.
+// The sum of squares of gradients, for the global norm: it is finite if and only if all gradients
+// are. The factor of clipping and of the loss scale follows from it. Threads: pure functions of
+// their span; sum_of_squares() splits the work over `pool` when one is given.
 #pragma once
 
 #include <span>
@@ -12,12 +11,8 @@ class ThreadPool;
 
 namespace strata::kernels {
 
-struct GradStats {
-  double sum_of_squares = 0.0;  // accumulated in fp64, in an order that depends on numel alone
-  bool finite = true;           // no NaN and no infinity
-};
-
-GradStats grad_stats(std::span<const float> gradients, ThreadPool* pool);
+// In fp64, in an order that depends on numel alone.
+double sum_of_squares(std::span<const float> gradients, ThreadPool* pool);
 
 // The factor by which an update multiplies its gradients.
 struct GradientFactor {

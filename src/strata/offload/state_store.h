@@ -99,8 +99,6 @@ class LinkWatch : public Interface {
   virtual void copy(Link /*link*/, Bytes /*bytes*/, device::Stream& /*stream*/, const Call& queue) {
     queue();
   }
-  // Another thread will queue such copies in this step; their times are not recorded.
-  virtual void count_copies(Link /*link*/, Bytes /*bytes*/) {}
   // Calls `wait`, which makes the compute stream wait for such copies.
   virtual void await_copies(const Call& wait) { wait(); }
   // A drive has completed a transfer.

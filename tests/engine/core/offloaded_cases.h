@@ -45,8 +45,8 @@ inline void expect_bits_whichever_lane_updates(int stage) {
   lanes.threads = 2;
   lanes.part = Numel(1 << 15);
   std::vector<UpdateLanes> all(4, lanes);
-  all[0].which = UpdateLanes::Which::kDevice;
-  all[1].which = UpdateLanes::Which::kHost;
+  all[0].which = UpdateWhere::kDevice;
+  all[1].which = UpdateWhere::kHost;
   all[2].seed = 5;
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
     const FakeModel model(uneven_builder(dtype));
@@ -62,8 +62,11 @@ inline void expect_bits_whichever_lane_updates(int stage) {
         c.options.engine.late_norm = dtype != DType::kFloat16;
         c.options.engine.states = {memory::Tier::kHost, {}, {}, kTightStaging, {}};
         c.options.engine.gradient_tier = memory::Tier::kHost;
-        // Peers gather no weights that rest on the host.
-        if (stage == 3 && i > 0 && world == 1) c.options.engine.weights = c.options.engine.states;
+        if (stage == 3 && i > 0) {
+          c.options.engine.weights = c.options.engine.states;
+          c.ahead = world > 1;  // peers gather no weights that rest on the host
+          if (c.ahead) c.over = Over::kJoint;
+        }
         expect_bits_of_reference(model, c, plain_script(model));
       }
     }

@@ -14,6 +14,7 @@
 #include "comm/late_ranks.h"
 #include "comm/split_ranks.h"
 #include "engine/core/fake_model.h"
+#include "engine/core/faulty_device.h"
 #include "engine/core/reference_step.h"
 #include "strata/comm/combined/combined_collectives.h"
 #include "strata/comm/peer/peer_collectives.h"
@@ -71,6 +72,7 @@ struct Case {
   RankOptions options;
   double loss_scale = 1.0;
   Over over = Over::kThreads;
+  bool ahead = false;  // on devices that run ahead, but whose streams are in order
   // Runs on each rank before its first pass.
   std::function<void(FakeRank& rank)> begins = nullptr;
   // Runs on each rank between its passes: after each one, and after each step.
@@ -127,6 +129,7 @@ inline void expect_bits_of_reference(const FakeModel& model, const Case& c, cons
     ReferenceStep reference(model, c.world, plain);
     RankOptions options = c.options;
     if (c.over == Over::kLatePeers) options.device = comm::conformance::late_device(r);
+    if (c.ahead) options.device = std::make_shared<FaultyDevice>();
     if (script.runs)
       options.runs = [&script, r](const plan::ScopeSpec& scope) { return script.runs(scope, r); };
     FakeRank rank(model, options, joined(std::move(collectives), c.over, options.device));

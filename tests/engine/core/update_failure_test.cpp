@@ -117,10 +117,10 @@ TEST(UpdateFailure, OfTheHostsProcessorsIsThrownByTheNextCallOfEveryRank) {
       const auto device = std::make_shared<FaultyDevice>();
       RankOptions options;
       options.device = device;
-      options.engine.lanes.which = UpdateLanes::Which::kHost;
-      options.engine.states.tier = memory::Tier::kHost;
+      options.engine.lanes.which = UpdateWhere::kHost;
+      options.engine.states.tier = options.engine.weights.tier = memory::Tier::kHost;
       options.engine.gradient_tier = memory::Tier::kHost;
-      FakeRank rank(model, options, joined(std::move(ranks), Over::kLatePeers, device));
+      FakeRank rank(model, options, joined(std::move(ranks), Over::kJoint, device));
       for (int i = 0; i < 2; ++i) {
         if (i == 1 && r == world - 1) device->adam_steps.arm(1);
         train_one_pass(rank);

@@ -158,9 +158,9 @@ strata section | Strata's own settings
 .refresh_at choice(auto|step|forward) = "auto" | when whole weights are all-gathered after an update
     (stages 0 to 2): in step(), or lazily, beside the next forward; a read of a parameter waits for
     it; auto: forward on GPUs, unless overlap_comm is false
-.update choice(auto|device|host) = "auto" | which processors update states that rest in host memory,
-    where the model trains on a GPU: the GPU (device), the rank's cores (host), or both, each as
-    much as its speed in the last steps allows (auto); the results have the same bits
+.update choice(auto|device|host) = "auto" | where the model trains on a GPU, and weights and states
+    rest in host memory: the processors that update them: the GPU (device), the rank's cores (host),
+    or both, each by its speed in the last steps (auto); the results have the same bits
 .device choice(auto|cpu|cuda) = "auto" | where the model trains; auto: on its current device, and
     models on the host move to the rank's GPU
 .cuda_graphs flag = false | replay compiled blocks as CUDA graphs: engine.compile() makes them, and

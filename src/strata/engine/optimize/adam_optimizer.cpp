@@ -30,8 +30,6 @@ AdamOptimizer::AdamOptimizer(OptimizerShards& shards, device::Device& device,
   }
 }
 
-AdamOptimizer::~AdamOptimizer() = default;
-
 void AdamOptimizer::add(int unit, bool is_new) {
   if (!is_new) return;  // its states are there, and each step has left its parameter out
   const Unit& of = nth(shards_.weights().units(), unit);
@@ -51,8 +49,8 @@ AdamOptimizer::Remote AdamOptimizer::remote_of(const Unit& unit) const {
 
 bool AdamOptimizer::host_can_update(const Unit& unit) const {
   const bool weights_near =
-      !unit.offloaded || shards_.weights().shards().tier_of(unit) == memory::Tier::kHost;
-  return lanes_.threads > 0 && lanes_.which != UpdateLanes::Which::kDevice && weights_near &&
+      unit.offloaded && shards_.weights().shards().tier_of(unit) == memory::Tier::kHost;
+  return lanes_.threads > 0 && lanes_.which != UpdateWhere::kDevice && weights_near &&
          shards_.states_on_host(unit) && shards_.gradients().on_host(unit.id) &&
          unit.layout.dtype() != DType::kFloat64 && !unit.spec.tile();
 }
@@ -61,7 +59,6 @@ bool AdamOptimizer::host_can_update(const Unit& unit) const {
 void AdamOptimizer::make_lanes() {
   if (!device_.runs_ahead()) return;
   Bytes largest;
-  Bytes brought;
   bool helps = false;
   bool widens = false;
   for (const OptimizerShards::UnitShard& shard : shards_.units()) {
@@ -74,14 +71,11 @@ void AdamOptimizer::make_lanes() {
     largest = std::max(largest, bytes);
     if (remote.gradient && shards_.gradients().resting_dtype(unit.id) != DType::kFloat32)
       widens = true;
-    if (!host_can_update(unit)) continue;
-    helps = true;
-    const Numel part = std::min(lanes_.part, unit.layout.shard());
-    if (!unit.offloaded) brought = std::max(brought, bytes_of(part, unit.layout.dtype()));
+    helps = helps || host_can_update(unit);
   }
   if (largest > Bytes()) stage_ = std::make_unique<offload::DeviceStage>(device_, largest, watch_);
   if (widens) widened_ = device_.allocate(stage_->share(), memory::Kind::kStaging);
-  if (helps) host_ = std::make_unique<HostLane>(device_, watch_, lanes_, brought);
+  if (helps) host_ = std::make_unique<HostLane>(device_, watch_, lanes_);
 }
 
 void AdamOptimizer::drop_lanes() {
@@ -194,22 +188,17 @@ void AdamOptimizer::update_on_host(const Part& part, const Step& step) {
   const GradientShards::Resting gradient = shards_.gradients().resting(unit.id);
   const auto update_range = [&](const StateRange& range) {
     const auto update_piece = [&](const WeightShards::Piece& piece) {
-      WeightShards::Piece here = piece;
-      std::vector<offload::Lease*> leases;
+      std::vector<offload::Lease*> leases = {piece.lease};
       for (const auto& lease : range.leases) leases.push_back(lease.get());
-      if (unit.offloaded)
-        leases.push_back(piece.lease);
-      else
-        here.bytes = host_->room_for(piece.bytes);
       std::vector<HostLane::Run> runs;
       states_.for_each_run(
           unit, all_runs,
-          {range, here, gradient.values.data() + bytes_of(piece.begin, gradient.dtype).size(),
+          {range, piece, gradient.values.data() + bytes_of(piece.begin, gradient.dtype).size(),
            gradient.dtype},
           step.groups, [&](const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars) {
             runs.push_back({spans, scalars});
           });
-      host_->update(std::move(runs), unit.offloaded ? std::span<std::byte>() : piece.bytes, leases);
+      host_->update(std::move(runs), leases);
     };
     shards_.weights().shards().for_each(unit.id, range.low, range.high, offload::Access::kReadWrite,
                                         update_piece);

@@ -27,7 +27,6 @@ class AdamOptimizer final : public ShardedOptimizer {
   // notifies `watch` of its copies.
   AdamOptimizer(OptimizerShards& shards, device::Device& device, offload::StateStore& states,
                 bool decoupled, const EngineOptions& options, offload::LinkWatch& watch);
-  ~AdamOptimizer() override;
 
   void prepare() override {
     if (states_.prepared()) return;

@@ -28,7 +28,9 @@ ExternalOptimizer::ExternalOptimizer(OptimizerShards& shards, device::Device& de
       wide_(
           shards.weights().units(), device, memory::Kind::kGradientShards, DType::kFloat32,
           [&shards](const Unit& unit) { return shards.states_on_host(unit); },
-          [this](const Unit& unit) { return gradient_moves(unit); }) {}
+          [this](const Unit& unit) { return gradient_moves(unit); }) {
+  shards.gradients().keep_in_32();  // it works on them in place
+}
 
 std::span<float> ExternalOptimizer::masters_of(const Unit& unit) {
   if (shards_.states_on_drive(unit)) return shard_in(*master_stage_, unit);
@@ -103,13 +105,12 @@ std::span<float> ExternalOptimizer::scaled_gradient(const Unit& unit, float scal
   if (!gradients.filled(unit.id)) return {};
   const std::span<float> values = gradients.values(unit.id);
   const Bytes bytes(is_far(unit) ? values.size_bytes() : 0);
-  device::Stream& stream = device_.compute_stream();
   if (!gradient_moves(unit)) {
-    if (scale != 1.0F) move(bytes, bytes, [&] { device_.scale(values, values, scale, stream); });
+    if (scale != 1.0F) move(bytes, bytes, [&] { multiply(values, values, scale); });
     return values;
   }
   const std::span<float> wide = wide_.floats_of(unit);
-  move(Bytes(), bytes, [&] { device_.scale(wide, values, scale, stream); });
+  move(Bytes(), bytes, [&] { multiply(wide, values, scale); });
   return wide;
 }
 
@@ -150,7 +151,7 @@ void ExternalOptimizer::update_on_drive(const OptimizerShards::UnitShard& shard,
   const std::span<float> values = from.values(unit.id);
   const std::span<float> scaled = shard_in(*gradient_stage_, unit);
   const Bytes bytes(from.on_host(unit.id) ? 0 : values.size_bytes());
-  move(Bytes(), bytes, [&] { device_.scale(scaled, values, scale, device_.compute_stream()); });
+  move(Bytes(), bytes, [&] { multiply(scaled, values, scale); });
   move_masters(unit, offload::Access::kRead);
   device_.compute_stream().synchronize();
   std::vector<std::span<float>> gradients(first_segment);

@@ -95,6 +95,12 @@ class ExternalOptimizer final : public ShardedOptimizer {
                 [&] { watch_.copy(offload::Link::kDown, down, stream, queue); });
   }
   void move_copy(const Unit& unit, std::span<float> values, offload::Access access);
+  // target = factor * source, which may be the same span.
+  void multiply(std::span<float> target, std::span<const float> source, float factor) {
+    const std::byte* const sources[] = {std::as_bytes(source).data()};
+    device_.sum_in_order(target, sources, DType::kFloat32, factor, /*accumulate=*/false,
+                         device_.compute_stream());
+  }
   std::span<float> scaled_gradient(const Unit& unit, float scale);
   void lend_gradients(const OptimizerShards::UnitShard& shard, std::span<float> all,
                       std::vector<std::span<float>>& gradients);

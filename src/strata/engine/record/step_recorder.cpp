@@ -143,7 +143,7 @@ void StepRecorder::copy(offload::Link link, Bytes bytes, device::Stream& stream,
                         const Call& queue) {
   if (!device_.runs_ahead() || bytes == Bytes()) return queue();
   const bool up = link == offload::Link::kUp;
-  count_copies(link, bytes);
+  (up ? counts_.uploaded : counts_.downloaded) += bytes;
   Recording recording;
   {
     const std::lock_guard lock(mutex_);
@@ -153,10 +153,6 @@ void StepRecorder::copy(offload::Link link, Bytes bytes, device::Stream& stream,
   if (recording == nullptr) return;
   const std::lock_guard lock(mutex_);
   recording->end = stream.record_timed();
-}
-
-void StepRecorder::count_copies(offload::Link link, Bytes bytes) {
-  (link == offload::Link::kUp ? counts_.uploaded : counts_.downloaded) += bytes;
 }
 
 void StepRecorder::await_copies(const Call& wait) {

@@ -88,7 +88,6 @@ class StepRecorder final : public offload::LinkWatch {
 
   // --- links --- counted within steps; copies where host and device are apart
   void copy(offload::Link link, Bytes bytes, device::Stream& stream, const Call& queue) override;
-  void count_copies(offload::Link link, Bytes bytes) override;
   void await_copies(const Call& wait) override;
   void record_transfer(offload::Link link, Bytes bytes, const io::TransferTimes& times) override;
 

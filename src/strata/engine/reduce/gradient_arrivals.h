@@ -68,9 +68,8 @@ class GradientRecord {
   bool got(int param) const { return nth(got_, param); }
   // A parameter whose gradient was missing on this rank when its unit was reduced; -1: none.
   int unused() const { return unused_; }
-  // 0: nothing that was reduced; at most kDroppedMost.
+  // 0: nothing that was reduced.
   std::uint32_t dropped() const { return dropped_; }
-  static constexpr std::uint32_t kDroppedMost = (1U << 20) - 1;
 
  private:
   void clear() {
@@ -82,7 +81,7 @@ class GradientRecord {
     constexpr std::uint32_t kOdd = 0x9E3779B1U;
     if (reduced_passes_ == 0) return;
     const std::uint32_t number = (what * kOdd >> 12U) + (reduced_passes_ * kOdd >> 16U);
-    dropped_ = (dropped_ + std::max(number & kDroppedMost, 1U)) & kDroppedMost;
+    dropped_ = std::max(dropped_ + number, 1U);
   }
 
   std::vector<bool> got_;  // by parameter

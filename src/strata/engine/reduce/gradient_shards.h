@@ -69,7 +69,8 @@ class GradientShards {
     return nth(units_, unit).gradient_tier(tier_) == memory::Tier::kHost;
   }
   std::size_t count() const { return shards_.size(); }  // units
-  void clear();  // forgets all values and what is left out; the memory stays
+  void keep_in_32();  // from now on shards rest in dtype(); waits for the device
+  void clear();       // forgets all values and what is left out; the memory stays
   // Between passes: moves values on the device to the host, and frees all their device memory.
   // Until reload_states() only filled(), on_host() and clear() may be called. Both calls may throw
   // OutOfMemoryError, and be called again: offload_states() has done nothing then, reload_states()
@@ -89,7 +90,6 @@ class GradientShards {
   bool rests_in_16(const Unit& unit) const {
     return in_16_ && on_host(unit.id) && size_of(unit.layout.dtype()) == 2_B;
   }
-  void keep_in_32();
   void send_16(const Unit& unit, device::Stream& stream);
   void fold_in(int unit, device::Stream& stream);
   // Calls `read`, which queues a kernel that reads these shards; notifies the watch if it must.

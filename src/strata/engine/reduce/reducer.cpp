@@ -83,7 +83,7 @@ Reducer::Reducer(std::vector<Unit>& units, comm::Collectives& collectives, devic
                 options.accumulation_dtype == DType::kFloat32),
       buffers_(make_gradient_buffers(options.name, collectives, device.ledger())),
       shards_(units, device, options.accumulation_dtype, options.gradient_tier,
-              options.gradients_in_16, recorder),
+              options.gradients_in_16 && collectives.world_size() == 1, recorder),
       writes_(units, collectives, device, buffers_, options, max_reducing_, largest_scope_),
       arrivals_(units, collectives, writes_.largest() + max_reducing_),
       in_flight_(shards_, recorder),

@@ -12,6 +12,7 @@
 #include "strata/base/dtype.h"
 #include "strata/base/error.h"
 #include "strata/base/units.h"
+#include "strata/engine/config/config.h"
 #include "strata/memory/ledger.h"
 #include "strata/offload/make_store.h"
 #include "strata/plan/unit_plan.h"
@@ -20,11 +21,10 @@ namespace strata::engine {
 
 // The processors that update states which rest in host memory, where the device runs ahead.
 struct UpdateLanes {
-  enum class Which : std::uint8_t { kAuto, kDevice, kHost };
-  Which which = Which::kAuto;  // auto: both, by their speeds
-  int threads = 1;             // of this rank, on the host
-  std::vector<int> cores;      // of these threads; empty: any
-  Numel part{8 << 20};         // elements that one lane takes at once; a multiple of 2^15
+  UpdateWhere which = UpdateWhere::kAuto;  // auto: both, by their speeds
+  int threads = 1;                         // of this rank, on the host
+  std::vector<int> cores;                  // of these threads; empty: any
+  Numel part{8 << 20};  // elements that one lane takes at once; a multiple of 2^15
   // Tests: parts are dealt by random numbers.
   std::optional<std::uint64_t> seed;
 };
