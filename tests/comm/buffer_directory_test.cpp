@@ -1,9 +1,9 @@
-#include "strata/comm/host/buffer_directory.h"
-
 #include <gtest/gtest.h>
 
 #include <memory>
 #include <thread>
+
+#include "strata/comm/host/control_block.h"
 
 namespace strata::comm {
 namespace {

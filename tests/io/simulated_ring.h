@@ -19,7 +19,7 @@
 
 #include "strata/base/error.h"
 #include "strata/io/pending_range.h"
-#include "strata/io/request_ring.h"
+#include "strata/io/uring_engine.h"
 
 namespace strata::testing {
 

@@ -12,7 +12,6 @@
 #include "io/direct_transfers.h"
 #include "io/io_engine_conformance.h"
 #include "strata/io/io_engine.h"
-#include "strata/io/request_ring.h"
 #include "strata/io/uring_engine.h"
 
 namespace strata::testing {

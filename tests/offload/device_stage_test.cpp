@@ -9,7 +9,7 @@
 #include "device/late_device.h"
 #include "device/losable_device.h"
 #include "strata/base/error.h"
-#include "strata/offload/memory_store.h"
+#include "strata/offload/make_store.h"
 
 namespace strata::offload {
 namespace {

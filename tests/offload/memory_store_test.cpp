@@ -1,7 +1,6 @@
-#include "strata/offload/memory_store.h"
-
 #include "offload/parking_conformance.h"
 #include "offload/store_harness.h"
+#include "strata/offload/make_store.h"
 
 namespace strata::offload {
 namespace {

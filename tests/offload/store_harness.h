@@ -16,7 +16,7 @@
 #include "strata/device/cpu_device.h"
 #include "strata/io/thread_engine.h"
 #include "strata/offload/block_file.h"
-#include "strata/offload/memory_store.h"
+#include "strata/offload/make_store.h"
 #include "strata/offload/nvme_store.h"
 
 namespace strata::offload {

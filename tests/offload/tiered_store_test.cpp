@@ -4,7 +4,6 @@
 #include "offload/store_harness.h"
 #include "strata/base/error.h"
 #include "strata/offload/make_store.h"
-#include "strata/offload/memory_store.h"
 
 namespace strata::offload {
 namespace {

@@ -15,7 +15,7 @@
 #include "device/limited_device.h"
 #include "strata/base/error.h"
 #include "strata/device/cpu_device.h"
-#include "strata/offload/memory_store.h"
+#include "strata/offload/make_store.h"
 #include "strata/torch/start/adoption.h"
 #include "strata/torch/start/host_transfer.h"
 #include "strata/torch/start/lending.h"

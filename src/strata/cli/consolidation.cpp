@@ -14,7 +14,7 @@
 #include "strata/io/pending_range.h"
 #include "strata/io/thread_engine.h"
 #include "strata/kernels/elementwise.h"
-#include "strata/plan/channel_order.h"
+#include "strata/plan/param_spec.h"
 
 namespace strata::cli {
 namespace {

@@ -25,7 +25,7 @@
 #include "strata/format/manifest.h"
 #include "strata/format/safetensors.h"
 #include "strata/io/thread_engine.h"
-#include "strata/plan/channel_order.h"
+#include "strata/plan/param_spec.h"
 
 namespace strata::cli {
 

@@ -88,7 +88,7 @@ struct ManifestTensor {
   DType dtype = DType::kFloat32;  // that the model computes in; what files hold may be wider
   bool trainable = false;
   std::vector<std::string> aliases;  // other names of the same parameter (tied weights)
-  // Extents count [N, C, spatial dimensions] with C innermost (plan/channel_order.h).
+  // Extents count [N, C, spatial dimensions] with C innermost (plan/param_spec.h).
   bool channels_last = false;
   bool operator==(const ManifestTensor&) const = default;
 };

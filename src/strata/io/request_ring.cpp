@@ -1,5 +1,3 @@
-#include "strata/io/request_ring.h"
-
 #include <liburing.h>
 #include <sys/eventfd.h>
 #include <sys/uio.h>
@@ -11,6 +9,7 @@
 
 #include "strata/base/error.h"
 #include "strata/base/file_descriptor.h"
+#include "strata/io/uring_engine.h"
 
 namespace strata::io {
 namespace {

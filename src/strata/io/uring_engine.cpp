@@ -7,7 +7,6 @@
 #include <condition_variable>
 #include <deque>
 #include <exception>
-#include <functional>
 #include <future>
 #include <iterator>
 #include <map>
@@ -15,10 +14,8 @@
 #include <optional>
 #include <thread>
 #include <utility>
-#include <vector>
 
 #include "strata/base/error.h"
-#include "strata/base/interface.h"
 #include "strata/io/pending_range.h"
 #include "strata/io/thread_engine.h"
 

@@ -6,7 +6,6 @@
 #include "strata/base/error.h"
 #include "strata/io/striping.h"
 #include "strata/offload/block_file.h"
-#include "strata/offload/memory_store.h"
 #include "strata/offload/nvme_store.h"
 
 namespace strata::offload {

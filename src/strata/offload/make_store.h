@@ -1,5 +1,6 @@
-// Makes the StateStores of a rank, each for a placement. Threads: one. Ownership: the device
-// outlives the stores. Errors: IoError for an unusable folder; OutOfMemoryError.
+// Makes StateStores: those of a rank, each for a placement, and those that one tier needs. Threads:
+// one. Ownership: the device outlives the stores. Errors: IoError for an unusable folder;
+// OutOfMemoryError.
 #pragma once
 
 #include <algorithm>
@@ -40,6 +41,18 @@ struct MadeStores {
 // room that the other does not need.
 MadeStores make_stores(const StatePlacement& states, const StatePlacement& weights,
                        device::Device& device, int rank);
+
+// StateStore in memory: a lease is the part of the block itself. Blocks that one add_all() added
+// lie in one buffer, each at a multiple of 64 bytes; the buffer is charged. One class serves the
+// device and the host tier; only the allocation differs. A device's host memory is pinned, so that
+// its kernels read and write a lease in place, over the link, in the order of their stream.
+// Ownership: the store owns the buffers; a lease keeps its own alive. Errors: OutOfMemoryError from
+// add_all(), also if the system does not let host memory be pinned; UsageError for a part that does
+// not exist, is leased already or is offloaded.
+//
+// `tier`: that of the device or the host. `device` outlives the store and its leases. Its kernels
+// work on leases, and its ledger is charged.
+std::unique_ptr<StateStore> make_memory_store(memory::Tier tier, device::Device& device);
 
 // A StateStore over several tiers: each block rests in the tier that it names (BlockSpec::tier), or
 // else in the first. Parts of several tiers may be fetched together; the rules about room apply to

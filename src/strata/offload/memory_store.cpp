@@ -1,5 +1,3 @@
-#include "strata/offload/memory_store.h"
-
 #include <fmt/core.h>
 
 #include <map>
@@ -10,6 +8,7 @@
 #include "strata/memory/host_buffer.h"
 #include "strata/memory/ledger.h"
 #include "strata/offload/host_memory.h"
+#include "strata/offload/make_store.h"
 
 namespace strata::offload {
 namespace {

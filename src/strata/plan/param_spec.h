@@ -1,18 +1,30 @@
-// A parameter for planning: everything but its values. Immutable value.
+// A parameter for planning: everything but its values; and the two orders in which its elements may
+// lie. Immutable values, pure functions. Threads: any. Errors: none.
 #pragma once
 
 #include <compare>
+#include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "strata/base/dtype.h"
 #include "strata/base/units.h"
 #include "strata/memory/ledger.h"
-#include "strata/plan/channel_order.h"
 
 namespace strata::plan {
+
+// The two orders of the elements of a convolution's weight [N, C, spatial dimensions]: that of its
+// dimensions, and channels_last, in which C is the innermost. Files of weights have the first;
+// the slot of a parameter with ParamSpec::channels_last has the second. Whether the two differ for
+// a tensor of this shape.
+bool orders_differ(std::span<const std::int64_t> shape);
+
+// Brings a whole tensor to the one order or the other, in place. `element`: 1, 2, 4 or 8.
+void reorder(std::span<std::byte> values, std::span<const std::int64_t> shape, Bytes element,
+             bool channels_last);
 
 // The tiers of a parameter's bytes between their uses; absent: those of the job.
 struct Placement {

@@ -21,7 +21,7 @@
 #include "strata/format/sharded_writer.h"
 #include "strata/format/weight_map.h"
 #include "strata/io/thread_engine.h"
-#include "strata/offload/memory_store.h"
+#include "strata/offload/make_store.h"
 
 namespace strata::testing {
 

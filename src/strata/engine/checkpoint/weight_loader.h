@@ -63,7 +63,7 @@ struct LoadSource {
 };
 
 // A parameter of the engine that is loaded. If `reordered`, its elements come in the other order
-// than its slot's (plan/channel_order.h). Neighbours in one order are far apart in the other, so
+// than its slot's (plan/param_spec.h). Neighbours in one order are far apart in the other, so
 // the loader keeps the elements on the host until all are there; weights of convolutions are small.
 // UsageError where its pieces differ in dtype.
 struct LoadedParam {

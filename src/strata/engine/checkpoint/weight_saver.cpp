@@ -5,7 +5,7 @@
 
 #include "strata/base/error.h"
 #include "strata/engine/unit/agreement.h"
-#include "strata/plan/channel_order.h"
+#include "strata/plan/param_spec.h"
 
 namespace strata::engine {
 namespace {

@@ -1,4 +1,4 @@
-#include "strata/plan/channel_order.h"
+#include "strata/plan/param_spec.h"
 
 #include <cstring>
 #include <vector>
