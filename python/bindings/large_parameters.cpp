@@ -9,7 +9,7 @@
 #include "bindings.h"
 #include "strata/engine/checkpoint/weight_loader.h"
 #include "strata/kernels/recipe.h"
-#include "strata/plan/tile_plan.h"
+#include "strata/plan/param_spec.h"
 #include "strata/torch/base/placement.h"
 #include "strata/torch/base/tensors.h"
 

@@ -1,5 +1,3 @@
-#include "strata/memory/system_memory.h"
-
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -12,6 +10,8 @@
 #include <fstream>
 #include <limits>
 #include <string>
+
+#include "strata/memory/host_buffer.h"
 
 namespace strata::memory {
 namespace {

@@ -1,5 +1,3 @@
-#include "strata/plan/tile_plan.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -7,6 +5,7 @@
 
 #include "plan/model_builder.h"
 #include "strata/base/error.h"
+#include "strata/plan/param_spec.h"
 #include "strata/plan/unit_plan.h"
 
 namespace strata::plan {

@@ -19,7 +19,6 @@
 #include "strata/io/folder_calls.h"
 #include "strata/io/process_memory.h"
 #include "strata/memory/host_buffer.h"
-#include "strata/memory/system_memory.h"
 #include "strata/offload/block_file.h"
 
 namespace strata::cli {

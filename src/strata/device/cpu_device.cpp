@@ -9,7 +9,6 @@
 #include <utility>
 
 #include "strata/memory/host_buffer.h"
-#include "strata/memory/system_memory.h"
 
 namespace strata::device {
 namespace {

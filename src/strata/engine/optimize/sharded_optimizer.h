@@ -67,7 +67,7 @@ struct GradientScale {
   // If not null: device memory with the factor, which the update reads when it runs, instead of
   // `value`. NaN leaves the shards unchanged. Only where takes_late_scale().
   const float* late = nullptr;
-  // If not null: waits for that factor and returns it, in any thread.
+  // If not null: that factor, in any thread, once the compute stream has come as far as now.
   std::function<float()> on_host = {};
 };
 

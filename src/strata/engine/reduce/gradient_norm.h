@@ -8,14 +8,12 @@
 #pragma once
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <cstddef>
 #include <cstring>
 #include <functional>
 #include <memory>
 #include <span>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -68,11 +66,9 @@ class GradientNorm {
                  std::as_bytes(std::span(v.result, 1)), stream);
     computed_ = stream.record();
   }
-  // For other threads: waits for the factor of the last begin() and returns it.
+  // For other threads: the factor, once the compute stream has done what it held after begin().
   std::function<float()> factor_on_host() const {
-    return [computed = computed_, result = host_->bytes().data()] {
-      // The driver's own wait would keep a core busy.
-      while (!computed->done()) std::this_thread::sleep_for(std::chrono::microseconds(20));
+    return [result = host_->bytes().data()] {
       GradientFactor found;
       std::memcpy(&found, result, sizeof(found));
       return found.factor;
@@ -125,7 +121,7 @@ class GradientNorm {
   std::unique_ptr<device::Memory> memory_;    // null: none yet
   std::unique_ptr<device::HostMemory> host_;  // the result; null: none yet
   double loss_scale_ = 1.0;
-  std::shared_ptr<device::Event> computed_;  // null: nothing is begun
+  std::unique_ptr<device::Event> computed_;  // null: nothing is begun
 };
 
 // The reduced gradients of a step, whole: gathers all ranks' shards of each unit, one after the

@@ -13,7 +13,7 @@
 #include <utility>
 
 #include "strata/base/error.h"
-#include "strata/memory/system_memory.h"
+#include "strata/memory/host_buffer.h"
 
 namespace strata::torch {
 namespace {

@@ -13,7 +13,7 @@
 #include "strata/engine/checkpoint/weight_loader.h"
 #include "strata/io/process_memory.h"
 #include "strata/io/thread_engine.h"
-#include "strata/memory/system_memory.h"
+#include "strata/memory/host_buffer.h"
 #include "strata/torch/base/placement.h"
 #include "strata/torch/base/tensors.h"
 #include "strata/torch/model/value_access.h"

@@ -11,7 +11,7 @@
 #include "strata/base/error.h"
 #include "strata/engine/unit/agreement.h"
 #include "strata/engine/unit/engine_options.h"
-#include "strata/memory/system_memory.h"
+#include "strata/memory/host_buffer.h"
 #include "strata/plan/param_spec.h"
 #include "strata/torch/base/placement.h"
 #include "strata/torch/start/adoption.h"
