@@ -100,7 +100,8 @@ TEST(MachineReport, LooksAtDrivesThatAreNamedAndThoseOfAConfiguration) {
 class LazyDevice final : public device::CpuDevice {
  public:
   using CpuDevice::CpuDevice;
-  void scale(std::span<float>, std::span<const float>, float, device::Stream&) override {}
+  void sum_in_order(std::span<float>, std::span<const std::byte* const>, DType, float, bool,
+                    device::Stream&) override {}
 };
 
 TEST(MachineReport, RunsAKernelAndLooksAtItsValues) {

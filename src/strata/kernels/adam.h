@@ -51,8 +51,6 @@ struct AdamSpans {
   std::span<float> exp_avg;  // empty where moments16 are there
   std::span<float> exp_avg_sq;
   std::span<const float> gradient;
-  Gradients16 gradient16 = {};  // on the host they may be there instead of `gradient`
-  std::size_t numel() const { return gradient.size() + gradient16.numel; }
   std::byte* weight16 = nullptr;            // [numel()] elements of weight16_dtype, or null
   DType weight16_dtype = DType::kBFloat16;  // bf16 or fp16
   // weight16 comes with the rounded masters. If it holds another number than its rounded master,
@@ -67,6 +65,8 @@ struct AdamSpans {
   // after it.
   Moments16 moments16 = {};
   bool has_moments16() const { return moments16.exp_avg != nullptr; }
+  Gradients16 gradient16 = {};  // on the host they may be there instead of `gradient`
+  std::size_t numel() const { return gradient.size() + gradient16.numel; }
 };
 
 struct AdamScalars {

@@ -276,14 +276,12 @@ TEST(GradientEdits, ARankThatReadsIsServedByThoseThatStep) {
             }
             std::map<int, Values> seen;
             for (int times = 0; times < 2 && r < readers; ++times) {
-              rank.engine().gradient_check().read(
-                  0, false, rank.engine().optimizer()->takes_late_scale(),
-                  [&](const Unit& unit, const float* flat) {
-                    rank.settle();
-                    for (const plan::Slot& slot : unit.layout.slots()) {
-                      seen[slot.param].assign(flat + slot.offset.value, flat + slot.end().value);
-                    }
-                  });
+              rank.engine().gradient_check().read(0, [&](const Unit& unit, const float* flat) {
+                rank.settle();
+                for (const plan::Slot& slot : unit.layout.slots()) {
+                  seen[slot.param].assign(flat + slot.offset.value, flat + slot.end().value);
+                }
+              });
             }
             rank.engine().step(groups_of(0), 1.0, false);
             if (way.kept_in != DType::kFloat32) return;
