@@ -54,7 +54,14 @@ py::dict offload_dict(const engine::LinkReport& report, const offload::StoreCoun
   py::list drives;
   for (const offload::DriveWrites& each : report.drive_writes)
     drives.append(py::dict("folder"_a = each.folder, "written_bytes"_a = each.written.value));
-  return py::dict("links"_a = links, "fetch_wait_seconds"_a = stores.seconds_waited,
+  const auto lanes = [&](engine::LaneTime engine::LaneTimes::*lane) -> py::object {
+    if (!report.lanes) return py::none();
+    const engine::LaneTime time = *report.lanes.*lane;
+    return py::dict("elements"_a = time.numel.value, "seconds"_a = time.seconds);
+  };
+  return py::dict("links"_a = links, "device_lane"_a = lanes(&engine::LaneTimes::device),
+                  "host_lane"_a = lanes(&engine::LaneTimes::host),
+                  "fetch_wait_seconds"_a = stores.seconds_waited,
                   "copy_wait_seconds"_a = report.copy_wait, "parts"_a = stores.parts,
                   "parts_ready"_a = stores.parts_ready, "drives"_a = drives);
 }

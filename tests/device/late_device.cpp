@@ -263,7 +263,7 @@ void LateDevice::adopt_written(std::span<float> masters, const std::byte* weight
 
 void LateDevice::adam_step(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
                            Stream& stream) {
-  if (spans.gradient.empty()) return;
+  if (spans.numel() == 0) return;
   require_reachable(spans.weight.data());
   require_reachable(spans.weight16);
   require_reachable(spans.remainder.low);
@@ -272,6 +272,7 @@ void LateDevice::adam_step(const kernels::AdamSpans& spans, const kernels::AdamS
   require_reachable(spans.moments16.exp_avg);
   require_reachable(spans.moments16.exp_avg_sq);
   require_reachable(spans.gradient.data());
+  require_reachable(spans.gradient16.values);
   require_reachable(scalars.late_scale);
   late(stream).push([=](CpuDevice& hands) { hands.adam_step(spans, scalars, stream_of(hands)); });
 }

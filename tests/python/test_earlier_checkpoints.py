@@ -13,7 +13,8 @@ from tiny_models import full_parameters, rank_and_world
 from training_states import snapshot
 
 
-NEW_KEYS = {"strata.cuda_graphs", "strata.update"}  # of the configuration, which a manifest names, since then
+# Keys of the configuration that are newer than these checkpoints; a manifest names them.
+NEW_KEYS = {"strata.cuda_graphs", "strata.staging", "strata.update"}
 
 
 def _without_new_keys(manifest):

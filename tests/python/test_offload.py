@@ -198,6 +198,12 @@ def _default_buffers(folder):
     assert STAGING < on_drive < staged < kept + STAGING, (staged, on_drive)
     assert engine.step_report()["offload"]["links"]["read"]["bytes"] == 0
     engine.destroy()
+    # One budget for both, in place of the buffers.
+    engine, *_ = strata.initialize(model=make_model(), config=config | {"strata": {"staging": "7MiB"}})
+    train_steps(engine, 2)
+    staged = engine.memory_report()["host", "staging"][0]
+    assert staged == engine.memory_forecast("host")["staging"] - RING and 0 <= staged - 7 * 2**20 < 4096
+    engine.destroy()
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -136,6 +136,11 @@ def _offload_notes(offload):
     notes = [f"waited for: {', '.join(waits)}"] if waits else []
     if offload["drives"]:
         notes.append(f"parts of what is offloaded: {offload['parts']} lent, {offload['parts_ready']} of them ready")
+    lanes = {"the device": offload["device_lane"], "the host": offload["host_lane"]}
+    if all(lanes.values()) and any(lane["elements"] for lane in lanes.values()):
+        total = sum(lane["elements"] for lane in lanes.values())
+        parts = (f"{lane['elements'] / total:.0%} by {name} in {_ms(lane['seconds'])}" for name, lane in lanes.items())
+        notes.append(f"updated: {', '.join(parts)}")
     written = ((_gb(drive["written_bytes"]), drive["folder"]) for drive in offload["drives"])
     return [*notes, *(f"written since the start: {size} GB to {folder}" for size, folder in written)]
 

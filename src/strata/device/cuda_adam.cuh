@@ -36,22 +36,44 @@ __device__ void adam_element(const AdamConstants& c, float& weight, float& m, fl
                      __fdiv_rn(__fmul_rn(c.negative_step_size, m), denominator));
 }
 
+// Gradients in fp32 or, if `narrow` is not null, in the 16 bits of the weights.
+template <typename Narrow>
+struct Gradients {
+  const float* wide;
+  const Narrow* narrow;
+
+  __device__ float at(std::int64_t i) const { return narrow ? widen(narrow[i]) : wide[i]; }
+  // Those of the place p of an array of such packs.
+  template <template <typename> class Several>
+  __device__ Several<float> several(std::int64_t p) const {
+    if (narrow == nullptr) return reinterpret_cast<const Several<float>*>(wide)[p];
+    const Several<Narrow> values = reinterpret_cast<const Several<Narrow>*>(narrow)[p];
+    Several<float> result;
+    for (int k = 0; k < sizeof(values.at) / sizeof(Narrow); ++k) result.at[k] = widen(values.at[k]);
+    return result;
+  }
+  __device__ bool aligned() const {
+    return (reinterpret_cast<std::uintptr_t>(wide) | reinterpret_cast<std::uintptr_t>(narrow)) % 16 == 0;
+  }
+};
+
 template <typename Copy, bool kCopies>
-__device__ void adam(float* weights, float* exp_avgs, float* exp_avg_sqs, const float* gradients,
-                     Copy* copies, std::int64_t numel, AdamConstants c) {
+__device__ void adam(float* weights, float* exp_avgs, float* exp_avg_sqs,
+                     Gradients<Copy> gradients, Copy* copies, std::int64_t numel,
+                     AdamConstants c) {
   if (c.late_scale != nullptr) {
     c.gradient_scale = *c.late_scale;
     if (isnan(c.gradient_scale)) return;
   }
   const bool packs = packed(weights) && packed(exp_avgs) && packed(exp_avg_sqs) &&
-                     packed(gradients) && (!kCopies || packed(copies));
+                     gradients.aligned() && (!kCopies || packed(copies));
   for_elements(
       numel, packs,
       [&](std::int64_t p) {
         Pack<float> w = reinterpret_cast<Pack<float>*>(weights)[p];
         Pack<float> m = reinterpret_cast<Pack<float>*>(exp_avgs)[p];
         Pack<float> v = reinterpret_cast<Pack<float>*>(exp_avg_sqs)[p];
-        const Pack<float> g = reinterpret_cast<const Pack<float>*>(gradients)[p];
+        const Pack<float> g = gradients.template several<Pack>(p);
         Pack<Copy> copy;
         if (kCopies && c.follows_copies) copy = reinterpret_cast<Pack<Copy>*>(copies)[p];
         for (int k = 0; k < kPack; ++k) {
@@ -66,7 +88,7 @@ __device__ void adam(float* weights, float* exp_avgs, float* exp_avg_sqs, const 
       },
       [&](std::int64_t i) {
         if (kCopies && c.follows_copies) weights[i] = followed(weights[i], copies[i]);
-        adam_element(c, weights[i], exp_avgs[i], exp_avg_sqs[i], gradients[i]);
+        adam_element(c, weights[i], exp_avgs[i], exp_avg_sqs[i], gradients.at(i));
         if (kCopies) narrow(weights[i], copies[i]);
       });
 }
@@ -85,20 +107,20 @@ __device__ void adam_rounded_element(const AdamConstants& c, BFloat16& weight, M
 
 template <typename Moment>
 __device__ void adam_rounded(BFloat16* weights, Moment* exp_avgs, Moment* exp_avg_sqs,
-                             const float* gradients, std::int64_t numel, AdamConstants c) {
+                             Gradients<BFloat16> gradients, std::int64_t numel, AdamConstants c) {
   if (c.late_scale != nullptr) {
     c.gradient_scale = *c.late_scale;
     if (isnan(c.gradient_scale)) return;
   }
   const bool packs =
-      packed(weights) && packed(exp_avgs) && packed(exp_avg_sqs) && packed(gradients);
+      packed(weights) && packed(exp_avgs) && packed(exp_avg_sqs) && gradients.aligned();
   for_elements(
       numel, packs,
       [&](std::int64_t p) {
         Pack<BFloat16> w = reinterpret_cast<Pack<BFloat16>*>(weights)[p];
         Pack<Moment> m = reinterpret_cast<Pack<Moment>*>(exp_avgs)[p];
         Pack<Moment> v = reinterpret_cast<Pack<Moment>*>(exp_avg_sqs)[p];
-        const Pack<float> g = reinterpret_cast<const Pack<float>*>(gradients)[p];
+        const Pack<float> g = gradients.template several<Pack>(p);
         for (int k = 0; k < kPack; ++k)
           adam_rounded_element(c, w.at[k], m.at[k], v.at[k], g.at[k]);
         reinterpret_cast<Pack<BFloat16>*>(weights)[p] = w;
@@ -106,7 +128,7 @@ __device__ void adam_rounded(BFloat16* weights, Moment* exp_avgs, Moment* exp_av
         reinterpret_cast<Pack<Moment>*>(exp_avg_sqs)[p] = v;
       },
       [&](std::int64_t i) {
-        adam_rounded_element(c, weights[i], exp_avgs[i], exp_avg_sqs[i], gradients[i]);
+        adam_rounded_element(c, weights[i], exp_avgs[i], exp_avg_sqs[i], gradients.at(i));
       });
 }
 
@@ -138,15 +160,15 @@ __device__ bool split(float master, BFloat16& weight, std::uint16_t& low) {
 }
 
 __device__ void adam_with_remainder(BFloat16* weights, const Remainder& remainder, float* exp_avgs,
-                                    float* exp_avg_sqs, const float* gradients, std::int64_t numel,
-                                    AdamConstants c) {
+                                    float* exp_avg_sqs, Gradients<BFloat16> gradients,
+                                    std::int64_t numel, AdamConstants c) {
   if (c.late_scale != nullptr) {
     c.gradient_scale = *c.late_scale;
     if (isnan(c.gradient_scale)) return;
   }
   const auto aligned = [](const void* at) { return reinterpret_cast<std::uintptr_t>(at) % 16 == 0; };
   const bool eights = aligned(weights) && aligned(remainder.low) && aligned(exp_avgs) &&
-                      aligned(exp_avg_sqs) && aligned(gradients);
+                      aligned(exp_avg_sqs) && gradients.aligned();
   const std::int64_t bytes = (numel + kByte - 1) / kByte;
   for (std::int64_t p = first_index(); p < bytes; p += index_stride()) {
     const unsigned before = remainder.halves_up[p];
@@ -157,7 +179,7 @@ __device__ void adam_with_remainder(BFloat16* weights, const Remainder& remainde
       Eight<std::uint16_t> low = reinterpret_cast<Eight<std::uint16_t>*>(remainder.low)[p];
       Eight<float> m = reinterpret_cast<Eight<float>*>(exp_avgs)[p];
       Eight<float> v = reinterpret_cast<Eight<float>*>(exp_avg_sqs)[p];
-      const Eight<float> g = reinterpret_cast<const Eight<float>*>(gradients)[p];
+      const Eight<float> g = gradients.several<Eight>(p);
 #pragma unroll
       for (int k = 0; k < kByte; ++k) {
         float master = join(w.at[k], low.at[k], (before >> k & 1U) != 0);
@@ -174,7 +196,7 @@ __device__ void adam_with_remainder(BFloat16* weights, const Remainder& remainde
       for (int k = 0; k < here; ++k) {
         const std::int64_t i = p * kByte + k;
         float master = join(weights[i], remainder.low[i], (before >> k & 1U) != 0);
-        adam_element(c, master, exp_avgs[i], exp_avg_sqs[i], gradients[i]);
+        adam_element(c, master, exp_avgs[i], exp_avg_sqs[i], gradients.at(i));
         if (split(master, weights[i], remainder.low[i])) after |= 1U << k;
       }
     }
@@ -230,8 +252,8 @@ extern "C" {
 
 #define STRATA_ADAM(name, Copy, copies_too)                                                      \
   __global__ void strata_adam_##name(float* weights, float* exp_avgs, float* exp_avg_sqs,        \
-                                     const float* gradients, void* copies, std::int64_t numel,   \
-                                     AdamConstants constants) {                                  \
+                                     Gradients<Copy> gradients, void* copies,                    \
+                                     std::int64_t numel, AdamConstants constants) {              \
     adam<Copy, copies_too>(weights, exp_avgs, exp_avg_sqs, gradients, static_cast<Copy*>(copies), \
                            numel, constants);                                                    \
   }
@@ -240,7 +262,7 @@ STRATA_ADAM(f16, Float16, true)
 STRATA_ADAM(bf16, BFloat16, true)
 
 __global__ void strata_adam_remainder(void* weights, Remainder remainder, float* exp_avgs,
-                                      float* exp_avg_sqs, const float* gradients,
+                                      float* exp_avg_sqs, Gradients<BFloat16> gradients,
                                       std::int64_t numel, AdamConstants constants) {
   adam_with_remainder(static_cast<BFloat16*>(weights), remainder, exp_avgs, exp_avg_sqs, gradients,
                       numel, constants);
@@ -256,7 +278,7 @@ __global__ void strata_join_masters(float* masters, const void* weights, Remaind
 }
 #define STRATA_ADAM_ROUNDED(name, Moment)                                                         \
   __global__ void strata_adam_rounded_##name(void* weights, void* exp_avgs, void* exp_avg_sqs,   \
-                                             const float* gradients, std::int64_t numel,         \
+                                             Gradients<BFloat16> gradients, std::int64_t numel,  \
                                              AdamConstants constants) {                          \
     adam_rounded(static_cast<BFloat16*>(weights), static_cast<Moment*>(exp_avgs),                \
                  static_cast<Moment*>(exp_avg_sqs), gradients, numel, constants);                \

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 #include <memory>
 #include <span>
 #include <utility>
@@ -19,6 +20,8 @@ namespace strata::device {
 
 inline constexpr unsigned kSumBlocks = 192;
 inline constexpr unsigned kCopyBlocks = 264;
+// Blocks of an update over a link: so few keep it busy, and more of them make it slower.
+inline constexpr unsigned kFarBlocks = 24;
 inline constexpr std::int64_t kPack = 4;       // elements that a thread takes at once
 inline constexpr std::int64_t kByte = 8;       // the same, where a byte holds a bit of each
 inline constexpr std::int64_t kChunk = 65536;  // of a sum: strata/kernels/grad_stats.cpp
@@ -51,6 +54,11 @@ struct AdamArguments {
   const float* late_scale;
 };
 static_assert(sizeof(kernels::AdamConstants) == 40 && sizeof(AdamArguments) == 56);
+
+struct GradientArguments {
+  const float* wide;
+  const std::byte* narrow;
+};
 
 class CudaKernels : public Device {
  public:
@@ -128,28 +136,35 @@ class CudaKernels : public Device {
                  Stream& on) override {
     CUstream const stream = CudaStream::handle_of(on);
     kernels::check_adam(spans, scalars);
-    const std::int64_t count = std::ssize(spans.gradient);
+    const auto count = static_cast<std::int64_t>(spans.numel());
     if (count == 0) return;
+    const GradientArguments gradient{spans.gradient.data(), spans.gradient16.values};
+    if (gradient.narrow != nullptr && spans.gradient16.dtype != spans.weight16_dtype)
+      throw UsageError(
+          "16-bit gradients must have the dtype of the weights; gradients in {}, weights in {}",
+          name_of(spans.gradient16.dtype), name_of(spans.weight16_dtype));
+    const unsigned blocks = spans.far ? kFarBlocks : std::numeric_limits<unsigned>::max();
     const AdamArguments constants{kernels::AdamConstants(scalars), spans.follows_weight16 ? 1 : 0,
                                   scalars.late_scale};
     const std::int64_t threads = count / kPack + kPack;
     float* const exp_avg = spans.exp_avg.data();
     float* const exp_avg_sq = spans.exp_avg_sq.data();
-    const float* const gradient = spans.gradient.data();
     std::byte* const copy = spans.weight16;
     if (spans.has_remainder()) {
-      module_.launch(adam_remainder_, count / kByte + 1, stream, copy, spans.remainder, exp_avg,
-                     exp_avg_sq, gradient, count, constants);
+      module_.launch_at_most(blocks, adam_remainder_, count / kByte + 1, stream, copy,
+                             spans.remainder, exp_avg, exp_avg_sq, gradient, count, constants);
     } else if (spans.has_moments16()) {
-      module_.launch(adam_rounded16_, threads, stream, copy, spans.moments16.exp_avg,
-                     spans.moments16.exp_avg_sq, gradient, count, constants);
+      module_.launch_at_most(blocks, adam_rounded16_, threads, stream, copy,
+                             spans.moments16.exp_avg, spans.moments16.exp_avg_sq, gradient, count,
+                             constants);
     } else if (spans.rounds_weight16) {
-      module_.launch(adam_rounded_, threads, stream, copy, exp_avg, exp_avg_sq, gradient, count,
-                     constants);
+      module_.launch_at_most(blocks, adam_rounded_, threads, stream, copy, exp_avg, exp_avg_sq,
+                             gradient, count, constants);
     } else {
       const DType dtype = copy == nullptr ? DType::kFloat32 : spans.weight16_dtype;
-      module_.launch(adam_[kernel_place_of(dtype)], threads, stream, spans.weight.data(), exp_avg,
-                     exp_avg_sq, gradient, copy, count, constants);
+      module_.launch_at_most(blocks, adam_[kernel_place_of(dtype)], threads, stream,
+                             spans.weight.data(), exp_avg, exp_avg_sq, gradient, copy, count,
+                             constants);
     }
   }
   void store_remainder(const kernels::MasterRemainder& target, Numel first, const std::byte* source,

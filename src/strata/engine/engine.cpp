@@ -113,15 +113,20 @@ class WeightUpdate {
     std::size_t round = 0;
     std::size_t updated = 0;  // of this round
     try {
-      StepRecorder::Recording recording = engine_.recorder().begin(Activity::kOptimizer, -1);
-      engine_.optimizer()->step(groups, scale, first, [&](int unit) {
-        engine_.recorder().end(recording, unit);
+      ShardedOptimizer& optimizer = *engine_.optimizer();
+      const auto begin = [&] {
+        return engine_.recorder().begin(Activity::kOptimizer, -1, {}, &optimizer.stream());
+      };
+      StepRecorder::Recording recording = begin();
+      optimizer.step(groups, scale, first, [&](int unit, auto ended) {
+        engine_.recorder().end(recording, unit, &optimizer.stream());
+        hand_over(nth(engine_.weights().units(), unit), std::move(ended));
         if (round < rounds.size() && ++updated == rounds[round].size()) {
           updated = 0;
           engine_.collectives().group_barrier();
           engine_.gatherer().fetch_first(rounds[round++]);
         }
-        recording = engine_.recorder().begin(Activity::kOptimizer, -1);
+        recording = begin();
       });
     } catch (const CommError&) {
       throw;  // the others know already
@@ -135,6 +140,20 @@ class WeightUpdate {
       return error;
     }
     return nullptr;
+  }
+
+  // Lets work that needs the unit wait for its update: if the rank is alone, work that is queued
+  // later and needs it; otherwise the compute stream, in which peers learn that it is new.
+  void hand_over(Unit& unit, std::vector<std::shared_ptr<device::Event>> ended) {
+    if (ended.empty()) return;
+    unit.updating = std::move(ended);
+    Gatherer& gatherer = engine_.gatherer();
+    if (gatherer.alone()) {
+      if (unit.whole) gatherer.to_complete(unit.id);
+      return;
+    }
+    engine_.recorder().await_copies([&] { unit.await_update(engine_.device().compute_stream()); });
+    unit.updating.clear();
   }
 
   void agree_on(const std::exception_ptr& mine) {
@@ -258,6 +277,7 @@ void Engine::begin_backward(bool boundary, bool synchronise) {
   state_offload_.require_for_backward("backward()");
   pass_.require_backward_may_begin();
   recorder_.begin_phase(Activity::kBackwardPass);
+  await_updates();  // gradients of the last step have been read then
   const bool reduces = synchronise && !options_.reduce_at_boundary;
   const BackwardPass between = reduces ? BackwardPass::kReduces : BackwardPass::kKeeps;
   reducer_.begin_backward(boundary ? BackwardPass::kLast : between, gatherer_.order().first_uses());
@@ -307,6 +327,14 @@ StepResult Engine::step(std::span<const GroupScalars> groups, double loss_scale,
   return {found.applies, found.norm, check_.take_warning()};
 }
 
+std::optional<StepReport> Engine::step_report(bool wait) {
+  auto report =
+      make_step_report(recorder_, wait, collectives_->shard_position().held_count(), &links_);
+  if (report && report->links && optimizer_ != nullptr)
+    report->links->lanes = optimizer_->lane_times();
+  return report;
+}
+
 void Engine::update_weights(std::span<const GroupScalars> groups, const GradientScale& scale) {
   try {
     WeightUpdate(*this).run(groups, scale);
@@ -314,6 +342,13 @@ void Engine::update_weights(std::span<const GroupScalars> groups, const Gradient
     pass_.fail_update(error.what());
     static_cast<void>(reducer_.abandon_backward());  // its error would hide the cause
     throw;
+  }
+}
+
+void Engine::await_updates() {
+  for (Unit& unit : weights_.units()) {
+    unit.await_update(device_->compute_stream());
+    unit.updating.clear();
   }
 }
 
@@ -333,6 +368,7 @@ void Engine::require_updated(bool waits) {
 
 void Engine::finish_step() {
   require_updated(/*waits=*/true);
+  await_updates();
   if (!check_.failed_late()) return;
   optimizer_->forget_step();
   try {

@@ -135,9 +135,7 @@ class Engine {
   // The report of the last step that the device has finished; nullopt before the first one. With
   // `wait` the host waits for the last step and, if something is offloaded, measures the limits of
   // the links in the first call.
-  std::optional<StepReport> step_report(bool wait = true) {
-    return make_step_report(recorder_, wait, collectives_->shard_position().held_count(), &links_);
-  }
+  std::optional<StepReport> step_report(bool wait = true);
   const StepTrace& trace() const { return trace_; }
   void end_trace() noexcept { trace_.end(recorder_, *collectives_); }
 
@@ -149,6 +147,7 @@ class Engine {
 
  private:
   void require_updated(bool waits);
+  void await_updates();
   void require_usable() {
     require_updated(/*waits=*/false);
     pass_.require_intact_weights();

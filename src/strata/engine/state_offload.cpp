@@ -54,6 +54,7 @@ bool StateOffload::offload_states(const StateSet& states, bool pinned) {
   require_no_pass();
   comm::Collectives& collectives = engine_.collectives();
   agree_on_text(collectives, "offload_states()", states.text());
+  engine_.finish_step();
   StateSet moving = states.without(away_);
   double can = engine_.weights().can_offload() ? 1.0 : 0.0;
   collectives.all_reduce({&can, 1}, comm::ReduceOp::kMin);

@@ -33,7 +33,9 @@ EngineOptions engine_options_from(const Config& config, DType weights) {
                     offload.staging};
   options.weights = {offload.param, offload.param_tiers(), offload.param_folders,
                      bytes_of(offload.param_staging, dtype)};
+  options.staging = offload.staging_in_all;
   for (offload::StatePlacement* const place : {&options.states, &options.weights}) {
+    if (options.staging) place->budget = *options.staging;
     place->asked = place->budget;
     place->budget = std::max(kLeastStaging, place->budget);
     place->io = offload.io;

@@ -63,7 +63,6 @@ class DryDevice final : public device::CpuDevice {
                        device::Stream&) override {}
   void gradient_factor(kernels::GradientFactor&, std::span<const double>, double, double,
                        device::Stream&) override {}
-  void write_flag(device::Flag&, std::uint32_t, device::Stream&) override {}
   void wait_flag(const device::Flag&, std::uint32_t, device::Stream&) override {}
 
  private:

@@ -65,7 +65,9 @@ struct AdamSpans {
   // after it.
   Moments16 moments16 = {};
   bool has_moments16() const { return moments16.exp_avg != nullptr; }
-  Gradients16 gradient16 = {};  // on the host they may be there instead of `gradient`
+  Gradients16 gradient16 = {};  // instead of `gradient`; for a device in the dtype of weight16
+  // Device::adam_step() reaches some spans over a link: few processors keep up with it.
+  bool far = false;
   std::size_t numel() const { return gradient.size() + gradient16.numel; }
 };
 

@@ -57,6 +57,7 @@ inline void expect_bits_whichever_lane_updates(int stage) {
         c.over = Over::kLatePeers;
         c.options.engine.stage = stage;
         c.options.engine.lanes = all[i];
+        c.options.can_await = i % 2 == 1;
         c.options.engine.gradients_in_16 = once;
         c.options.engine.gradient_clipping = i == 3 ? 0.0 : 0.25;
         c.options.engine.late_norm = dtype != DType::kFloat16;

@@ -85,7 +85,7 @@ TEST(LaneDealer, SharesBySpeedOfTheLastSteps) {
     const auto time = [](std::int64_t numel, double speed) {
       return LaneTime{Numel(numel), static_cast<double>(numel) / speed};
     };
-    dealer.learn(time(host, 3e9), time(kParts - host, 1e9));
+    dealer.learn({.device = time(kParts - host, 1e9), .host = time(host, 3e9)});
   }
   EXPECT_NEAR(static_cast<double>(host), 0.75 * kParts, 0.05 * kParts);
 }

@@ -52,7 +52,8 @@ void ShardStates::enqueue_read(int unit, std::string_view kind, Numel first, Num
   device::Device& device = engine_.device();
   if (kind == kValue && dtype == of.layout.dtype()) {
     weights.shards().for_each(
-        unit, first, first + numel, offload::Access::kRead, [&](const WeightShards::Piece& piece) {
+        unit, first, first + numel, offload::Access::kRead, device.compute_stream(),
+        [&](const WeightShards::Piece& piece) {
           device.copy(
               target.subspan(bytes_of(piece.begin - first, dtype).size(), piece.bytes.size()),
               piece.bytes, device.compute_stream());
@@ -109,7 +110,7 @@ void ShardStates::read_masters(const Unit& unit, Numel first, Numel numel,
                           low - piece.begin, stream);
     };
     weights.shards().for_each(unit.id, begin - Numel(at.value % 8), end, offload::Access::kRead,
-                              join_piece);
+                              device.compute_stream(), join_piece);
   };
   weights.masters().for_each(
       unit.id, first, first + numel, offload::Access::kRead, [&](const StateRange& range) {

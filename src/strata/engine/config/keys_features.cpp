@@ -215,6 +215,9 @@ strata section | Strata's own settings
     ranks, so nothing is offloaded
 .host_budget bytes(> 0) | bytes of host memory that a rank may use for offloaded state and staging;
     null or "auto": its share of three quarters of the available memory at the start
+.staging bytes(> 0) | bytes of host memory through which a rank stages what rests on drives, instead
+    of the sum of offload_optimizer's and offload_param's buffers; what it does not need to stage
+    keeps what was used last. At most one and a half times the bytes on drives are taken
 .verify_drives flag = false | keep a checksum of each page written to a drive under offload (8 bytes
     for 4 KiB), and compare it when the page is read; a difference is an error
 .tiles section | parameters that are gathered, used and reduced in tiles of rows (stage 3)

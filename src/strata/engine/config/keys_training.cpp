@@ -233,7 +233,8 @@ zero_optimization.offload_optimizer section | where optimizer states rest betwee
     at the start
 .ratio number(0..1) = 1.0 | share of the elements whose state is offloaded; the state of the first
     parameters stays on the device
-.super_offload flag = false, refused | superchip offload | write false or remove the key
+.super_offload flag = false, hint | superchip offload | the device and the host's cores always update
+    side by side, beside the next forward and with the same bits
 .cpuadam_cores_perc number(0..1) = 0.8, hint | share of cores for the host step | strata.threads
     sets the threads of host kernels
 aio section | how drives are read and written; `strata bench-io` measures good values for a drive

@@ -233,6 +233,7 @@ OffloadConfig read_offload(const Settings& settings, int stage, ConfigFindings* 
   settings.read(join_path(kOptimizer, "ratio"), config.ratio);
   config.io = io_options(settings);
   settings.read("strata.verify_drives", config.verify);
+  settings.read("strata.staging", config.staging_in_all);
   settings.read("strata.device_budget", config.device_budget);
   settings.read("strata.host_budget", config.host_budget);
   config.param_staging = staging_of(settings, kParam) +

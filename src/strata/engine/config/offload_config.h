@@ -43,6 +43,9 @@ struct OffloadConfig {
   // fp32, at least kLeastStaging.
   Bytes staging;
 
+  // Instead of `staging` and `param_staging`: of both together.
+  std::optional<Bytes> staging_in_all;
+
   double ratio = 1.0;  // of the elements whose states are offloaded
 
   // The tier of weights that are sharded and not persistent.

@@ -54,25 +54,26 @@ class GatheredMemory final : public device::Memory {
   std::unique_ptr<device::Memory> memory_;
 };
 
-// For a single rank: the upload of its own shard is the whole gather.
-class UploadWork final : public comm::Work {
+// For a single rank: the upload of its own shard, or its update, is the whole gather.
+class EventWork final : public comm::Work {
  public:
-  UploadWork(std::unique_ptr<device::Event> uploaded, device::Device& device)
-      : uploaded_(std::move(uploaded)), device_(device) {}
-  ~UploadWork() override {
+  using Events = std::vector<std::shared_ptr<device::Event>>;
+  EventWork(Events events, device::Device& device) : events_(std::move(events)), device_(device) {}
+  ~EventWork() override {
     try {
-      UploadWork::wait();
+      EventWork::wait();
     } catch (...) {  // the device has failed: each wait for its work throws that error
     }
   }
-  bool done() override { return uploaded_ == nullptr || uploaded_->done(); }
+  bool done() override {
+    return std::ranges::all_of(events_, [](const auto& event) { return event->done(); });
+  }
   void wait() override {
-    if (const auto uploaded = std::exchange(uploaded_, nullptr))
-      device_.compute_stream().wait_for(*uploaded);
+    for (const auto& event : std::exchange(events_, {})) device_.compute_stream().wait_for(*event);
   }
 
  private:
-  std::unique_ptr<device::Event> uploaded_;  // null: the compute stream waits for it already
+  Events events_;  // empty: the compute stream waits for them already
   device::Device& device_;
 };
 
@@ -198,7 +199,8 @@ class ShardGather {
           fmt::format("its shard of '{}' cannot be read: {}", unit.name(), error.what()));
       throw;
     }
-    if (place.count == 1) return std::make_unique<UploadWork>(uploads_->record(), device_);
+    if (place.count == 1)
+      return std::make_unique<EventWork>(EventWork::Events{uploads_->record()}, device_);
     comm::SliceMap slices = unit.slices;
     slices.writer = uploads_.get();
     return collectives_.all_gather(slices, flat, unit.name());
@@ -207,7 +209,7 @@ class ShardGather {
  private:
   // Copies the shard to its offset in the flat buffer.
   void upload(const Unit& unit, std::span<std::byte> own) {
-    shards_.for_each(unit.id, Numel(), unit.layout.shard(), offload::Access::kRead,
+    shards_.for_each(unit.id, Numel(), unit.layout.shard(), offload::Access::kRead, *uploads_,
                      [&](const WeightShards::Piece& piece) {
                        const std::span<std::byte> target = own.subspan(
                            bytes_of(piece.begin, unit.layout.dtype()).size(), piece.bytes.size());

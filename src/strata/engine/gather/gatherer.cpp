@@ -8,9 +8,11 @@
 
 namespace strata::engine {
 WholeUnits::WholeUnits(const std::vector<Unit>& units, comm::Collectives& collectives,
-                       ParameterViews& views, StepRecorder& recorder)
+                       device::Device& device, ParameterViews& views, StepRecorder& recorder)
     : units_(units),
       collectives_(collectives),
+      device_(device),
+      alone_(collectives.shard_position().held_count() == 1),
       views_(views),
       recorder_(recorder),
       slots_(units.size()) {
@@ -39,13 +41,17 @@ void WholeUnits::start(int index) {
   const std::lock_guard lock(mutex_);
   Slot& s = of(index);
   STRATA_ASSERT(u.whole && s.work == nullptr);
+  started_.push_back(index);
+  if (alone_) {
+    s.work = std::make_unique<EventWork>(u.updating, device_);
+    return;
+  }
   const Bytes bytes(u.resident.size());
   s.recording = recorder_.begin_transfer(Activity::kLazyGather, index, bytes);
   s.work = collectives_.all_gather(u.slices, u.resident, u.name());
   recorder_.started(s.recording, *s.work);
   ++recorder_.counts().refreshes;
   recorder_.counts().refreshed += bytes;
-  started_.push_back(index);
 }
 
 void WholeUnits::end(bool late) {
@@ -60,7 +66,7 @@ void WholeUnits::end(bool late) {
     finish(index, s);
     all_awaited = false;
   }
-  if (started.empty()) return;  // on all ranks
+  if (started.empty() || alone_) return;  // on all ranks
   auto readers = collectives_.finish_gathers();
   {
     const std::lock_guard lock(mutex_);
@@ -137,7 +143,7 @@ Gatherer::Gatherer(std::vector<Unit>& units, const WeightShards& shards,
       gathers_lazily_(options.gather_lazily.value_or(device.runs_ahead())),
       order_(static_cast<int>(units.size())),
       gathered_(units, shards, collectives, device, views, recorder, order_, options, least_ahead_),
-      whole_(units, collectives, views, recorder),
+      whole_(units, collectives, device, views, recorder),
       prefetches_(options.prefetch.value > 0 &&
                   std::ranges::any_of(units, [](const Unit& u) { return !u.whole; })) {
   for (const Unit& u : units) {
@@ -228,9 +234,10 @@ std::vector<int> Gatherer::whole_units(Changed changed) const {
 }
 
 void Gatherer::gather_whole(Changed changed, bool late) {
-  if (collectives_.shard_position().held_count() == 1) return;
-  for (const int index : whole_units(changed)) {
-    if (!whole_.started(index)) whole_.start(index);
+  if (!alone()) {
+    for (const int index : whole_units(changed)) {
+      if (!whole_.started(index)) whole_.start(index);
+    }
   }
   whole_.end(late && gathers_lazily_);
 }
@@ -261,7 +268,7 @@ std::vector<int> Gatherer::first_needed() const {
 }
 
 void Gatherer::fetch_first(std::span<const int> units) {
-  if (collectives_.shard_position().held_count() == 1) return;
+  if (alone()) return;
   for (const int index : units) {
     if (unit(index).whole) {
       whole_.start(index);

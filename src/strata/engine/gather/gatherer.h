@@ -32,10 +32,11 @@
 namespace strata::engine {
 
 // The units that every rank holds whole: a lazy all-gather copies every rank's new shards into each
-// rank's flat buffers after they have changed. It may continue after the step, beside the next
-// forward. Then this class asks the parameters' readers to wait (ParameterViews::await()), and code
-// that needs the unit calls complete(). Peers may still read this rank's slices then, so code that
-// lets a script write weights calls wait_for_readers() first.
+// rank's flat buffers after they have changed; a rank that is alone only waits for the update. It
+// may continue after the step, beside the next forward. Then this class asks the parameters'
+// readers to wait (ParameterViews::await()), and code that needs the unit calls complete(). Peers
+// may still read this rank's slices then, so code that lets a script write weights calls
+// wait_for_readers() first.
 //
 // Threads: any thread may call complete(), complete_all(), wait_for_readers() and is_complete(),
 // beside all other calls, such as a thread that averages weights while another one trains. One
@@ -45,8 +46,8 @@ namespace strata::engine {
 // the error again.
 class WholeUnits : NonCopyable {
  public:
-  WholeUnits(const std::vector<Unit>& units, comm::Collectives& collectives, ParameterViews& views,
-             StepRecorder& recorder);
+  WholeUnits(const std::vector<Unit>& units, comm::Collectives& collectives, device::Device& device,
+             ParameterViews& views, StepRecorder& recorder);
   ~WholeUnits();
 
   bool is_complete(int unit) const {
@@ -67,7 +68,8 @@ class WholeUnits : NonCopyable {
   // rank's slices. Waits at most once for each end().
   void wait_for_readers();
 
-  // Starts to gather a complete unit again; where gathers are collectives, with all ranks.
+  // Starts to gather a complete unit again; where gathers are collectives, with all ranks. If the
+  // rank is alone, the unit is complete after Unit::updating.
   void start(int unit);
   // Whether start() came for it since the last end() or abandon().
   bool started(int index) const { return std::ranges::find(started_, index) != started_.end(); }
@@ -95,6 +97,8 @@ class WholeUnits : NonCopyable {
 
   const std::vector<Unit>& units_;
   comm::Collectives& collectives_;
+  device::Device& device_;
+  const bool alone_;
   ParameterViews& views_;
   StepRecorder& recorder_;
   mutable std::mutex mutex_;  // guards slots_, readers_, and the views of these units
@@ -163,6 +167,10 @@ class Gatherer {
   // Collective: copies all ranks' changed shards into the whole units. They are complete when this
   // returns; with `late`, and if the options allow it, some may still be under way.
   void gather_whole(Changed changed, bool late);
+  // Whether this rank alone has the whole of each unit. Then whole units are complete after their
+  // updates: to_complete(), before gather_whole().
+  bool alone() const { return collectives_.shard_position().held_count() == 1; }
+  void to_complete(int whole_unit) { whole_.start(whole_unit); }
   // Trainable units that this rank's next pass uses before anything else, in their order.
   std::vector<int> first_needed() const;
   // Starts to gather these units for the next pass; their shards are new on every rank by now.

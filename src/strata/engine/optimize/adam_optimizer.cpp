@@ -1,19 +1,11 @@
 #include "strata/engine/optimize/adam_optimizer.h"
 
 #include <algorithm>
-#include <map>
 #include <utility>
 
 #include "strata/base/error.h"
 
 namespace strata::engine {
-namespace {
-
-// Parts that the host's lane has before it, at most: each takes a few places in queues of a driver.
-constexpr std::uint32_t kQueued = 128;
-
-}  // namespace
-
 AdamOptimizer::AdamOptimizer(OptimizerShards& shards, device::Device& device,
                              offload::StateStore& states, bool decoupled,
                              const EngineOptions& options, offload::LinkWatch& watch)
@@ -30,27 +22,32 @@ AdamOptimizer::AdamOptimizer(OptimizerShards& shards, device::Device& device,
   }
 }
 
+AdamOptimizer::~AdamOptimizer() {
+  FirstError lost;  // a failed device runs nothing, and a destructor cannot report it
+  lost.attempt([this] { drop_lanes(); });
+}
+
 void AdamOptimizer::add(int unit, bool is_new) {
   if (!is_new) return;  // its states are there, and each step has left its parameter out
   const Unit& of = nth(shards_.weights().units(), unit);
   if (of.layout.dtype() == DType::kFloat64) has_wide_weights_ = true;
   for (const int param : of.spec.params) states_.add_param(param);
   if (states_.prepared()) states_.add({&shards_.units()[shards_.index_of(unit)], 1});
-  if (stage_ == nullptr) return;
   drop_lanes();
   make_lanes();
 }
 
-AdamOptimizer::Remote AdamOptimizer::remote_of(const Unit& unit) const {
+AdamOptimizer::Far AdamOptimizer::far_of(const Unit& unit) const {
+  if (!device_.runs_ahead()) return {};
   return {.states = unit.spec.place.states.value_or(store_.tier()) != memory::Tier::kDevice,
           .gradient = shards_.gradients().on_host(unit.id),
           .weights = unit.offloaded};
 }
 
 bool AdamOptimizer::host_can_update(const Unit& unit) const {
-  const bool weights_near =
-      unit.offloaded && shards_.weights().shards().tier_of(unit) == memory::Tier::kHost;
-  return lanes_.threads > 0 && lanes_.which != UpdateWhere::kDevice && weights_near &&
+  const bool on_drive =
+      unit.offloaded && shards_.weights().shards().tier_of(unit) != memory::Tier::kHost;
+  return lanes_.threads > 0 && lanes_.which != UpdateWhere::kDevice && !on_drive &&
          shards_.states_on_host(unit) && shards_.gradients().on_host(unit.id) &&
          unit.layout.dtype() != DType::kFloat64 && !unit.spec.tile();
 }
@@ -58,42 +55,29 @@ bool AdamOptimizer::host_can_update(const Unit& unit) const {
 // A device that does not run ahead works on the host's memory as on its own.
 void AdamOptimizer::make_lanes() {
   if (!device_.runs_ahead()) return;
-  Bytes largest;
+  bool far = false;
   bool helps = false;
-  bool widens = false;
+  HostLane::Weights weights;
   for (const OptimizerShards::UnitShard& shard : shards_.units()) {
     const Unit& unit = nth(shards_.weights().units(), shard.unit);
-    const Remote remote = remote_of(unit);
-    Bytes bytes;
-    if (remote.states) bytes += states_.bytes_of_unit(unit);
-    if (remote.gradient) bytes += bytes_of(unit.layout.shard(), DType::kFloat32);
-    if (remote.weights) bytes += unit.layout.shard_bytes();
-    largest = std::max(largest, bytes);
-    if (remote.gradient && shards_.gradients().resting_dtype(unit.id) != DType::kFloat32)
-      widens = true;
-    helps = helps || host_can_update(unit);
+    far = far || far_of(unit).any();
+    if (!host_can_update(unit)) continue;
+    helps = true;
+    if (unit.offloaded) continue;
+    const Numel part = std::min(lanes_.part, unit.layout.shard());
+    weights.largest = std::max(weights.largest, bytes_of(part, unit.layout.dtype()));
+    weights.parts += unit.layout.shard().value / std::max(part.value, std::int64_t{1}) + 1;
   }
-  if (largest > Bytes()) stage_ = std::make_unique<offload::DeviceStage>(device_, largest, watch_);
-  if (widens) widened_ = device_.allocate(stage_->share(), memory::Kind::kStaging);
-  if (helps) host_ = std::make_unique<HostLane>(device_, watch_, lanes_);
+  // Weights in fp64 are rounded in the compute stream.
+  if (far && !has_wide_weights_) update_ = device_.create_stream();
+  if (helps) host_ = std::make_unique<HostLane>(device_, watch_, lanes_, weights);
 }
 
 void AdamOptimizer::drop_lanes() {
+  if (update_ != nullptr) update_->synchronize();
   device_.compute_stream().synchronize();
   host_.reset();
-  stage_.reset();
-  widened_.reset();
-}
-
-// The states' part of what the stage has room for, beside gradient and weights.
-Bytes AdamOptimizer::range_limit(const Unit& unit, std::span<const StateBlock> blocks,
-                                 Remote remote) const {
-  if (!remote.any()) return kNoRangeLimit;
-  std::int64_t states = 0;
-  for (const StateBlock& block : blocks) states += block.bits;
-  const std::int64_t gradient = remote.gradient ? 32 : 0;
-  const std::int64_t weights = remote.weights ? size_of(unit.layout.dtype()).value * 8 : 0;
-  return stage_->share() / (states + gradient + weights) * states;
+  update_.reset();
 }
 
 void AdamOptimizer::step(std::span<const GroupScalars> groups, const GradientScale& scale,
@@ -102,57 +86,38 @@ void AdamOptimizer::step(std::span<const GroupScalars> groups, const GradientSca
   states_.begin_step();
   dealer_.begin_step();
   on_device_ = Numel();
-  const Step step{groups, scale};
-  const std::vector<int> units = order(first);
-  std::vector<Part> parts;
-  for (const int unit : units) {
-    if (shards_.gradients().filled(unit)) deal(shards_.units()[shards_.index_of(unit)], parts);
-  }
-  if (stage_ != nullptr) stage_->begin();
+  if (update_ != nullptr) update_->wait_for(*device_.compute_stream().record());
   if (host_ != nullptr) {
-    began_ = device_.compute_stream().record_timed();
+    began_ = stream().record_timed();
     const float known = scale.value;
     host_->begin(scale.on_host ? scale.on_host : [known] { return known; });
   }
-  // The host's parts are queued ahead of the device's, whose copies fill the driver's queues.
-  auto next = parts.begin();                            // of those that the host may get
-  std::map<int, std::unique_ptr<device::Event>> ended;  // by unit, of those that peers wait for
-  const auto queue_on_host = [&](std::vector<Part>::iterator until) {
-    for (; next < until; ++next) {
-      if (!next->on_host) continue;
-      update_on_host(*next, step);
-      if (!first.empty()) ended[next->shard.unit] = host_->ended();
+  for (const int unit : order(first)) {
+    const OptimizerShards::UnitShard& shard = shards_.units()[shards_.index_of(unit)];
+    const bool changes = shards_.gradients().filled(unit);
+    if (changes) {
+      for (const Part& part : deal(shard)) update(part, {groups, scale});
+      round_wide_weights(shard);
     }
-  };
-  auto part = parts.begin();
-  for (const int unit : units) {
-    for (; part != parts.end() && part->shard.unit == unit; ++part) {
-      while (host_ != nullptr && next < parts.end() && host_->pending() < kQueued)
-        queue_on_host(next + 1);
-      if (!part->on_host) update_on_device(*part, step);
-    }
-    if (shards_.gradients().filled(unit))
-      round_wide_weights(shards_.units()[shards_.index_of(unit)]);
-    if (!first.empty()) {  // peers gather those of `first` while the others are updated
-      queue_on_host(part);
-      if (stage_ != nullptr) stage_->join();
-      if (ended.contains(unit)) device_.compute_stream().wait_for(*ended[unit]);
-    }
-    updated(unit);
+    updated(unit, changes ? ended() : std::vector<std::shared_ptr<device::Event>>());
   }
-  queue_on_host(parts.end());
-  if (stage_ != nullptr) stage_->join();
-  if (host_ != nullptr) {
-    ended_ = device_.compute_stream().record_timed();
-    host_->join();
-  }
+  if (host_ != nullptr) ended_ = stream().record_timed();
   store_.advance();  // writes what was updated last
 }
 
+// The ends of the work that was queued so far in other streams than the compute stream.
+std::vector<std::shared_ptr<device::Event>> AdamOptimizer::ended() {
+  std::vector<std::shared_ptr<device::Event>> events;
+  if (update_ != nullptr) events.push_back(update_->record());
+  if (host_ != nullptr) events.push_back(host_->stream().record());
+  return events;
+}
+
 // In parts that begin where those of other steps do, so that lanes share no page.
-void AdamOptimizer::deal(const OptimizerShards::UnitShard& shard, std::vector<Part>& parts) {
+std::vector<AdamOptimizer::Part> AdamOptimizer::deal(const OptimizerShards::UnitShard& shard) {
+  std::vector<Part> parts;
   const std::vector<AdamStates::Run> runs = states_.runs_of(shard);
-  if (runs.empty()) return;
+  if (runs.empty()) return parts;
   const Numel last = runs.back().end;
   const bool both = host_ != nullptr && host_can_update(nth(shards_.weights().units(), shard.unit));
   for (Numel begin = runs.front().begin; begin < last;) {
@@ -162,13 +127,15 @@ void AdamOptimizer::deal(const OptimizerShards::UnitShard& shard, std::vector<Pa
     if (both && !parts.back().on_host) on_device_ += end - begin;
     begin = end;
   }
+  return parts;
 }
 
 void AdamOptimizer::throw_failure(bool waits) {
   if (host_ == nullptr) return;
   host_->throw_failure(waits);
   if (!waits || ended_ == nullptr || !ended_->done()) return;
-  dealer_.learn(host_->time(), {on_device_, ended_->seconds_since(*began_)});
+  times_ = {{on_device_, ended_->seconds_since(*began_)}, host_->time()};
+  dealer_.learn(*times_);
   ended_.reset();
 }
 
@@ -177,91 +144,76 @@ void AdamOptimizer::round_wide_weights(const OptimizerShards::UnitShard& shard) 
   Weights& weights = shards_.weights();
   const Unit& unit = nth(weights.units(), shard.unit);
   if (unit.layout.dtype() != DType::kFloat64) return;
-  if (stage_ != nullptr) stage_->join();
   for (const AdamStates::Run& run : states_.runs_of(shard))
     weights.masters().round(shard.unit, run.begin, run.end);
 }
 
-void AdamOptimizer::update_on_host(const Part& part, const Step& step) {
-  const Unit& unit = unit_of(part);
-  const std::vector<AdamStates::Run> all_runs = states_.runs_of(part.shard);
-  const GradientShards::Resting gradient = shards_.gradients().resting(unit.id);
+// As it rests, where the kernels know the dtype. Otherwise the compute stream widens it, unit by
+// unit in the same memory.
+GradientShards::Resting AdamOptimizer::gradient_of(const Unit& unit, bool on_host) {
+  const GradientShards::Resting resting = shards_.gradients().resting(unit.id);
+  const bool known = resting.dtype == DType::kFloat32 || resting.dtype == unit.layout.dtype();
+  if (on_host || known) return resting;
+  device_.compute_stream().wait_for(*stream().record());
+  const std::span<float> wide = shards_.gradients().values(unit.id);
+  stream().wait_for(*device_.compute_stream().record());
+  return {std::as_bytes(wide)};
+}
+
+void AdamOptimizer::update(const Part& part, const Step& step) {
+  const Unit& unit = nth(shards_.weights().units(), part.shard.unit);
+  const std::vector<AdamStates::Run> runs = states_.runs_of(part.shard);
+  const GradientShards::Resting gradient = gradient_of(unit, part.on_host);
+  const Far far = far_of(unit);
+  const bool adopts = unit.whole && unit.layout.dtype() == DType::kFloat64;
+  device::Stream& stream = part.on_host ? host_->stream() : this->stream();
+  const auto update_piece = [&](const StateRange& range, const WeightShards::Piece& piece) {
+    WeightShards::Piece here = piece;
+    if (part.on_host && !unit.offloaded) here.bytes = host_->bring(piece.bytes);
+    if (adopts) {
+      auto* const masters = reinterpret_cast<float*>(range.bytes(0).data());
+      device_.adopt_written(
+          {masters + (piece.begin - range.first).size(), (piece.end - piece.begin).size()},
+          here.bytes.data(), unit.layout.dtype(), stream);
+    }
+    std::vector<HostLane::Run> on_host;
+    const std::byte* const from =
+        gradient.values.data() + bytes_of(piece.begin, gradient.dtype).size();
+    states_.for_each_run(unit, runs, {range, here, from, gradient.dtype}, step.groups,
+                         [&](kernels::AdamSpans spans, kernels::AdamScalars scalars) {
+                           if (part.on_host) {
+                             on_host.push_back({spans, scalars});
+                             return;
+                           }
+                           spans.far = far.any();
+                           scalars.gradient_scale = step.scale.value;
+                           scalars.late_scale = step.scale.late;
+                           device_.adam_step(spans, scalars, stream);
+                         });
+    if (part.on_host) host_->update(std::move(on_host));
+    if (piece.lease != nullptr) piece.lease->used_in(stream);
+  };
   const auto update_range = [&](const StateRange& range) {
-    const auto update_piece = [&](const WeightShards::Piece& piece) {
-      std::vector<offload::Lease*> leases = {piece.lease};
-      for (const auto& lease : range.leases) leases.push_back(lease.get());
-      std::vector<HostLane::Run> runs;
-      states_.for_each_run(
-          unit, all_runs,
-          {range, piece, gradient.values.data() + bytes_of(piece.begin, gradient.dtype).size(),
-           gradient.dtype},
-          step.groups, [&](const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars) {
-            runs.push_back({spans, scalars});
-          });
-      host_->update(std::move(runs), leases);
+    const auto update_pieces = [&] {
+      shards_.weights().shards().for_each(
+          unit.id, range.low, range.high, offload::Access::kReadWrite, stream,
+          [&](const WeightShards::Piece& piece) { update_piece(range, piece); });
     };
-    shards_.weights().shards().for_each(unit.id, range.low, range.high, offload::Access::kReadWrite,
-                                        update_piece);
+    const Numel numel = range.high - range.low;
+    Bytes both;  // that go over the link in both directions
+    if (far.weights) both += bytes_of(numel, unit.layout.dtype());
+    for (const auto& lease : range.leases) both += Bytes(far.states ? lease->bytes().size() : 0);
+    const Bytes up = both + (far.gradient ? bytes_of(numel, gradient.dtype) : Bytes());
+    if (part.on_host) {
+      update_pieces();
+    } else {
+      watch_.copy(offload::Link::kUp, up, stream,
+                  [&] { watch_.copy(offload::Link::kDown, both, stream, update_pieces); });
+    }
+    for (const auto& lease : range.leases) lease->used_in(stream);
   };
   for_each_range(store_, states_.blocks(unit.id), unit.layout.shard(), part.begin, part.end,
                  offload::Access::kReadWrite, update_range);
-}
-
-void AdamOptimizer::update_on_device(const Part& part, const Step& step) {
-  const Unit& unit = unit_of(part);
-  const std::vector<AdamStates::Run> runs = states_.runs_of(part.shard);
-  const std::vector<StateBlock> blocks = states_.blocks(unit.id);
-  const Remote remote = stage_ != nullptr ? remote_of(unit) : Remote();
-  GradientShards& gradients = shards_.gradients();
-  const GradientShards::Resting gradient =
-      remote.gradient ? gradients.resting(unit.id)
-                      : GradientShards::Resting{std::as_bytes(gradients.values(unit.id))};
-  const bool adopts = unit.whole && unit.layout.dtype() == DType::kFloat64;
-  device::Stream& stream = device_.compute_stream();
-  const auto update_range = [&](const StateRange& range) {
-    std::vector<std::unique_ptr<offload::Lease>> copies;
-    StateRange near = range;
-    if (remote.states) {
-      for (const auto& lease : range.leases)
-        copies.push_back(stage_->bring(*lease, lease->bytes(), offload::Access::kReadWrite));
-      near.leases = copies;
-    }
-    const Numel numel = range.high - range.low;
-    std::span<const std::byte> of_range = gradient.values.subspan(
-        bytes_of(range.low, gradient.dtype).size(), bytes_of(numel, gradient.dtype).size());
-    const auto gradient_copy = remote.gradient ? stage_->bring(of_range) : nullptr;
-    if (gradient_copy != nullptr) of_range = gradient_copy->bytes();
-    if (gradient.dtype != DType::kFloat32) {
-      const Bytes wide = bytes_of(numel, DType::kFloat32);
-      device_.cast(widened_->bytes().data(), DType::kFloat32, of_range.data(), gradient.dtype,
-                   numel, stream);
-      of_range = widened_->bytes().first(wide.size());
-    }
-    const auto update_piece = [&](const WeightShards::Piece& piece) {
-      WeightShards::Piece here = piece;
-      const auto weight_copy =
-          remote.weights ? stage_->bring(*piece.lease, piece.bytes, offload::Access::kReadWrite)
-                         : nullptr;
-      if (weight_copy != nullptr) here.bytes = weight_copy->bytes();
-      if (adopts) {
-        auto* const masters = reinterpret_cast<float*>(near.bytes(0).data());
-        device_.adopt_written(
-            {masters + (piece.begin - range.first).size(), (piece.end - piece.begin).size()},
-            here.bytes.data(), unit.layout.dtype(), stream);
-      }
-      const std::size_t from = bytes_of(piece.begin - range.low, DType::kFloat32).size();
-      states_.for_each_run(unit, runs, {near, here, of_range.data() + from}, step.groups,
-                           [&](const kernels::AdamSpans& spans, kernels::AdamScalars scalars) {
-                             scalars.gradient_scale = step.scale.value;
-                             scalars.late_scale = step.scale.late;
-                             device_.adam_step(spans, scalars, stream);
-                           });
-    };
-    shards_.weights().shards().for_each(unit.id, range.low, range.high, offload::Access::kReadWrite,
-                                        update_piece);
-  };
-  for_each_range(store_, blocks, unit.layout.shard(), part.begin, part.end,
-                 offload::Access::kReadWrite, update_range, range_limit(unit, blocks, remote));
 }
 
 }  // namespace strata::engine

@@ -1,21 +1,21 @@
 // Adam and AdamW over this rank's shards: one pass for each run of parameters whose update has the
 // same scalars; it also writes the 16-bit weight. States are in the StateStore. On a device that
-// runs ahead, units whose states rest in host memory are updated in two lanes: parts of them are
-// copied to the device for their update and back (offload/device_stage.h), and the processors of
-// the host update the other parts there (host_lane.h). As in torch, each parameter counts the steps
-// in which it took part. Threads: one thread at a time. Errors: those of the StateStore; a step
-// that fails half-way leaves later units at their old values, so the caller must not go on.
-// throw_failure() throws those of the host's lane.
+// runs ahead, values that rest in host memory are updated in two lanes, in streams of their own:
+// kernels of the device reach them over the link, and the processors of the host update other parts
+// of them (host_lane.h). As in torch, each parameter counts the steps in which it took part.
+// Threads: one thread at a time. Errors: those of the StateStore; a step that fails half-way leaves
+// later units at their old values, so the caller must not go on. throw_failure() throws those of
+// the host's lane.
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "strata/device/device.h"
 #include "strata/engine/optimize/adam_states.h"
 #include "strata/engine/optimize/host_lane.h"
 #include "strata/engine/optimize/sharded_optimizer.h"
-#include "strata/offload/device_stage.h"
 #include "strata/offload/state_store.h"
 
 namespace strata::engine {
@@ -27,6 +27,7 @@ class AdamOptimizer final : public ShardedOptimizer {
   // notifies `watch` of its copies.
   AdamOptimizer(OptimizerShards& shards, device::Device& device, offload::StateStore& states,
                 bool decoupled, const EngineOptions& options, offload::LinkWatch& watch);
+  ~AdamOptimizer() override;
 
   void prepare() override {
     if (states_.prepared()) return;
@@ -38,27 +39,31 @@ class AdamOptimizer final : public ShardedOptimizer {
   void step(std::span<const GroupScalars> groups, const GradientScale& scale,
             std::span<const int> first, const Updated& updated) override;
   void throw_failure(bool waits) override;
+  std::optional<LaneTimes> lane_times() const override { return times_; }
+  device::Stream& stream() override {
+    return update_ != nullptr ? *update_ : device_.compute_stream();
+  }
   // Not with fp64 weights, which are rounded from their masters by a pass that knows no scale.
   bool takes_late_scale() const override { return !has_wide_weights_; }
   void forget_step() override { states_.forget_step(); }
   std::int64_t steps() const override { return states_.steps(); }
   void offload_states(bool /*masters*/) override { drop_lanes(); }
   void reload_states() override {
-    if (states_.prepared() && stage_ == nullptr) make_lanes();
+    if (states_.prepared() && update_ == nullptr) make_lanes();
   }
   // For checkpoints. Writing moments counts.
   AdamStates& states() { return states_; }
   const AdamStates& states() const { return states_; }
 
  private:
-  // The parts of a unit that the update would otherwise reach over the link.
-  struct Remote {
+  // The parts of a unit that kernels of the device reach over the link.
+  struct Far {
     bool states = false;
     bool gradient = false;
     bool weights = false;
     bool any() const { return states || gradient || weights; }
   };
-  Remote remote_of(const Unit& unit) const;
+  Far far_of(const Unit& unit) const;
   bool host_can_update(const Unit& unit) const;
   void make_lanes();
   void drop_lanes();
@@ -74,13 +79,10 @@ class AdamOptimizer final : public ShardedOptimizer {
     std::span<const GroupScalars> groups;
     const GradientScale& scale;
   };
-  const Unit& unit_of(const Part& part) const {
-    return nth(shards_.weights().units(), part.shard.unit);
-  }
-  void deal(const OptimizerShards::UnitShard& shard, std::vector<Part>& parts);
-  void update_on_host(const Part& part, const Step& step);
-  void update_on_device(const Part& part, const Step& step);
-  Bytes range_limit(const Unit& unit, std::span<const StateBlock> blocks, Remote remote) const;
+  std::vector<Part> deal(const OptimizerShards::UnitShard& shard);
+  void update(const Part& part, const Step& step);
+  GradientShards::Resting gradient_of(const Unit& unit, bool on_host);
+  std::vector<std::shared_ptr<device::Event>> ended();
   void round_wide_weights(const OptimizerShards::UnitShard& shard);
 
   OptimizerShards& shards_;
@@ -90,13 +92,13 @@ class AdamOptimizer final : public ShardedOptimizer {
   UpdateLanes lanes_;
   AdamStates states_;
   bool has_wide_weights_ = false;
-  std::unique_ptr<offload::DeviceStage> stage_;  // null: everything is where kernels work on it
-  std::unique_ptr<device::Memory> widened_;      // gradients of a range; null: none come in 16 bits
-  std::unique_ptr<HostLane> host_;               // null: there is nothing for it
+  std::unique_ptr<device::Stream> update_;  // the device's lane; null: the compute stream
+  std::unique_ptr<HostLane> host_;          // null: there is nothing for it
   LaneDealer dealer_;
   Numel on_device_;  // elements of the last step that the device's lane updated
   std::unique_ptr<device::TimedEvent> began_;
   std::unique_ptr<device::TimedEvent> ended_;
+  std::optional<LaneTimes> times_;
 };
 
 }  // namespace strata::engine

@@ -95,7 +95,8 @@ void ExternalOptimizer::move_copy(const Unit& unit, std::span<float> values,
   const Bytes bytes(crosses ? copy.size() : 0);
   const bool up = reads == unit.offloaded;
   move(up ? bytes : Bytes(), up ? Bytes() : bytes, [&] {
-    shards_.weights().shards().for_each(unit.id, Numel(), unit.layout.shard(), access, move_piece);
+    shards_.weights().shards().for_each(unit.id, Numel(), unit.layout.shard(), access,
+                                        device_.compute_stream(), move_piece);
   });
 }
 
@@ -202,7 +203,7 @@ void ExternalOptimizer::step(std::span<const GroupScalars> /*groups*/, const Gra
     else
       take_back(shard);
     first_segment += shard.segments.size();
-    updated(shard.unit);
+    updated(shard.unit, {});
   }
 }
 

@@ -60,6 +60,7 @@ class ExternalOptimizer final : public ShardedOptimizer {
   }
   void step(std::span<const GroupScalars> groups, const GradientScale& scale,
             std::span<const int> first, const Updated& updated) override;
+  device::Stream& stream() override { return device_.compute_stream(); }
   std::int64_t steps() const override { return steps_; }
   // From then on the segments are others: segments() returns them, after reload_states().
   void offload_states(bool masters) override;

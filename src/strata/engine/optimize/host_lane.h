@@ -1,15 +1,18 @@
-// The part of a step's update that a rank's processors do, where states and weights rest in host
-// memory, beside the device and without a wait of the engine. Bits do not depend on it: the kernels
-// of host and device agree. Jobs run in the order in which they come.
+// The part of a step's update that a rank's processors do, where states rest in host memory, beside
+// the device and without a wait of the engine. Weights of the device come to a ring of pinned
+// memory for it, and go back. Bits do not depend on it: the kernels of host and device agree. Jobs
+// run in the order in which they come.
 //
-// Threads: one of its own, with a pool; the calls come from one thread at a time. Streams wait for
-// a count of ended jobs in pinned memory. Ownership: borrows the device and the watch; the memory
-// of a job stays until it has ended. Errors: OutOfMemoryError from the constructor. After an error
-// no later job does anything, but each still ends, so that nothing waits for ever; throw_failure()
-// throws the error.
+// Threads: one of its own, with a pool, which never calls the driver: the device's streams and this
+// thread wait for each other by counts in pinned memory. So a call of the driver that waits for the
+// device does not keep the thread from its work. The calls come from one thread at a time.
+// Ownership: borrows the device and the watch; the memory of a job stays until it has ended.
+// Errors: OutOfMemoryError from the constructor. After an error no later job does anything, but
+// each still ends, so that nothing waits for ever; throw_failure() throws the error.
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -26,39 +29,40 @@
 #include "strata/base/interface.h"
 #include "strata/base/thread_pool.h"
 #include "strata/device/device.h"
+#include "strata/engine/record/step_report.h"
 #include "strata/engine/unit/engine_options.h"
 #include "strata/kernels/adam.h"
 #include "strata/offload/state_store.h"
 
 namespace strata::engine {
 
-// Elements that a lane has updated, and its seconds for them.
-struct LaneTime {
-  Numel numel;
-  double seconds = 0.0;
-};
-
 class HostLane : NonCopyable {
  public:
-  HostLane(device::Device& device, offload::LinkWatch& watch, const UpdateLanes& lanes);
+  // Weights that rest on the device, of which it may update parts: the bytes of the largest part,
+  // and the number of parts.
+  struct Weights {
+    Bytes largest;
+    std::int64_t parts = 0;
+  };
+  HostLane(device::Device& device, offload::LinkWatch& watch, const UpdateLanes& lanes,
+           const Weights& weights);
   ~HostLane();
 
   // A step begins. Its jobs run after what the compute stream holds now, and with the factor of
   // gradients that `factor` gives then, in the lane's thread. NaN: they change nothing.
   void begin(std::function<float()> factor);
+  // Copies weights of the device for the next job, which works on the result instead. They go back
+  // when it has ended.
+  std::span<std::byte> bring(std::span<std::byte> weights);
   struct Run {
     kernels::AdamSpans spans;
     kernels::AdamScalars scalars;
   };
-  // Queues a job. The leases may be returned then.
-  void update(std::vector<Run> runs, std::span<offload::Lease* const> leases);
-  // Jobs that have not ended.
-  std::uint32_t pending() const { return pushed_ - flag_.load(std::memory_order_relaxed); }
-  // When the jobs of now have ended.
-  std::unique_ptr<device::Event> ended() { return gate_->record(); }
-  // Work that the compute stream gets from here on finds all jobs done.
-  void join();
-  // Throws the first error of a job, once; with `waits` after all have ended.
+  // Queues a job.
+  void update(std::vector<Run> runs);
+  // Work in this stream waits for all jobs of now.
+  device::Stream& stream() { return *gate_; }
+  // Throws the first error of a job, or of a lost device, once; with `waits` after all have ended.
   void throw_failure(bool waits);
   // The last finished step's.
   LaneTime time() const { return time_; }
@@ -66,21 +70,36 @@ class HostLane : NonCopyable {
  private:
   // A step's beginning, or a job.
   struct Work {
-    std::function<void()> begin;  // null: a job
+    std::function<float()> factor;  // null: a job
     std::vector<Run> runs;
-    bool last = false;  // the thread ends
+    std::uint32_t after = 0;  // value of arrived_
+    bool last = false;        // the thread ends
+  };
+  // A part of the ring.
+  struct Place {
+    std::span<std::byte> bytes;
+    std::span<std::byte> from;                 // on the device
+    std::unique_ptr<device::Event> free = {};  // null: not used yet
   };
   void push(Work work);
   void run();
-  void do_job(Work& job);
+  void do_work(Work& work);
 
   device::Device& device_;
   offload::LinkWatch& watch_;
   const UpdateLanes lanes_;
-  std::unique_ptr<device::HostMemory> memory_;  // the flag
-  device::Flag& flag_;                          // ended jobs
-  std::unique_ptr<device::Stream> gate_;        // waits for them
-  std::uint32_t pushed_ = 0;                    // jobs
+  std::unique_ptr<device::HostMemory> memory_;  // the counts
+  std::unique_ptr<device::HostMemory> ring_;    // null: no weights come
+  device::Flag& ended_;                         // jobs
+  device::Flag& arrived_;                       // of what jobs wait for; the device counts it
+  std::unique_ptr<device::Stream> gate_;        // waits for jobs, and brings weights back
+  std::unique_ptr<device::Stream> coming_;      // counts, and brings weights
+  std::atomic<bool> device_lost_ = false;
+  std::uint32_t pushed_ = 0;        // jobs
+  std::uint32_t coming_count_ = 0;  // the value of arrived_ when all has arrived
+  std::vector<Place> places_;
+  std::size_t next_ = 0;
+  Place* brought_ = nullptr;  // for the next job
 
   std::mutex mutex_;
   std::condition_variable changed_;
@@ -115,8 +134,8 @@ class LaneDealer {
     return chosen == kHost;
   }
   // The times of the last step.
-  void learn(LaneTime host, LaneTime device) {
-    const std::array<LaneTime, 2> times = {device, host};
+  void learn(const LaneTimes& of) {
+    const std::array<LaneTime, 2> times = {of.device, of.host};
     for (std::size_t lane = 0; lane < 2; ++lane) {
       if (times[lane].numel.value == 0 || times[lane].seconds <= 0.0) continue;
       const double seen = static_cast<double>(times[lane].numel.value) / times[lane].seconds;

@@ -5,6 +5,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -80,8 +81,9 @@ class ShardedOptimizer : public Interface {
   // OptimizerShards::add() was called for this unit. `is_new`: its parameters have taken part in no
   // step. Between steps.
   virtual void add(int unit, bool is_new) = 0;
-  // Called when the update of a unit has been queued on the compute stream.
-  using Updated = std::function<void(int unit)>;
+  // Called when the update of a unit has been queued. `ended`: when its work has ended that is not
+  // in the compute stream; it also reads the unit's gradient.
+  using Updated = std::function<void(int unit, std::vector<std::shared_ptr<device::Event>> ended)>;
   // The trainable units in the order in which step() updates them: `first` before the others, in
   // their order, where the optimizer has a choice.
   virtual std::vector<int> order(std::span<const int> first) const = 0;
@@ -92,6 +94,10 @@ class ShardedOptimizer : public Interface {
   // Work of step() may go on beside the caller. This throws the first error of it, once, and with
   // `waits` returns when all of it is done.
   virtual void throw_failure(bool /*waits*/) {}
+  // The lanes of the last step that is over; absent: it had no two.
+  virtual std::optional<LaneTimes> lane_times() const { return std::nullopt; }
+  // In which a unit's kernels run.
+  virtual device::Stream& stream() = 0;
   virtual bool takes_late_scale() const { return false; }
   // The late scale of the last step() was NaN, so that step did not count.
   virtual void forget_step() { STRATA_ASSERT(false); }

@@ -89,9 +89,10 @@ void StepRecorder::record_idle() {
   step_.idle_epoch = epoch_now();
 }
 
-StepRecorder::Recording StepRecorder::begin(Activity activity, int label, Bytes bytes) {
+StepRecorder::Recording StepRecorder::begin(Activity activity, int label, Bytes bytes,
+                                            device::Stream* stream) {
   const std::lock_guard lock(mutex_);
-  return open_span(activity, label, bytes, device_.compute_stream());
+  return open_span(activity, label, bytes, stream ? *stream : device_.compute_stream());
 }
 
 StepRecorder::Recording StepRecorder::open_span(Activity activity, int label, Bytes bytes,
@@ -101,16 +102,17 @@ StepRecorder::Recording StepRecorder::open_span(Activity activity, int label, By
       std::make_shared<Open>(Open{{activity, label, bytes}, stream.record_timed(), nullptr}));
 }
 
-void StepRecorder::close_span(const Recording& recording) {
+void StepRecorder::close_span(const Recording& recording, device::Stream* stream) {
   if (recording == nullptr || recording->end != nullptr) return;
-  recording->end = device_.compute_stream().record_timed();
+  recording->end = (stream ? *stream : device_.compute_stream()).record_timed();
 }
 
-void StepRecorder::end(const Recording& recording, std::optional<int> label) {
+void StepRecorder::end(const Recording& recording, std::optional<int> label,
+                       device::Stream* stream) {
   if (recording == nullptr) return;
   const std::lock_guard lock(mutex_);
   if (label) recording->span.label = *label;
-  close_span(recording);
+  close_span(recording, stream);
 }
 
 StepRecorder::Recording StepRecorder::begin_transfer(Activity activity, int label, Bytes bytes) {

@@ -71,10 +71,11 @@ class StepRecorder final : public offload::LinkWatch {
   // --- spans ---
   bool timing() const;  // within a step that is timed
   StepCounts& counts() { return counts_; }
-  // The span begins here in the present compute stream; it may end in another one.
-  Recording begin(Activity activity, int label, Bytes bytes = {});
-  // The span ends here in the compute stream, unless its end is known already.
-  void end(const Recording& recording, std::optional<int> label = std::nullopt);
+  // The span begins here in `stream`, or in the present compute stream; it may end in another one.
+  Recording begin(Activity activity, int label, Bytes bytes = {}, device::Stream* stream = nullptr);
+  // The span ends here in that stream, unless its end is known already.
+  void end(const Recording& recording, std::optional<int> label = std::nullopt,
+           device::Stream* stream = nullptr);
   template <typename Call>
   void measure(Activity activity, int label, Call&& call) {
     const Recording recording = begin(activity, label);
@@ -114,7 +115,7 @@ class StepRecorder final : public offload::LinkWatch {
   std::optional<StepRecord> take_finished(bool wait);
   // The mutex is held in all of these.
   Recording open_span(Activity activity, int label, Bytes bytes, device::Stream& stream);
-  void close_span(const Recording& recording);
+  void close_span(const Recording& recording, device::Stream* stream = nullptr);
   offload::StoreCounts store_counts() const {
     return store_counts_ ? store_counts_() : offload::StoreCounts();
   }

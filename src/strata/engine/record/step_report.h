@@ -110,12 +110,23 @@ struct LinkUse {
   }
 };
 
+// Elements that a lane of the update has updated (optimize/adam_optimizer.h), and its seconds.
+struct LaneTime {
+  Numel numel;
+  double seconds = 0.0;
+};
+struct LaneTimes {
+  LaneTime device;
+  LaneTime host;
+};
+
 struct LinkReport {
   std::vector<LinkUse> uses;  // of the existing links
   // The compute stream's wait for copies of states and gradients; absent: not timed. Its wait for
   // weights counts as a wait for a gather.
   std::optional<double> copy_wait;
   std::vector<offload::DriveWrites> drive_writes;  // of each folder, since the start
+  std::optional<LaneTimes> lanes;  // of the last update that is over; absent: it had no two lanes
 };
 
 // Without limits and drive_writes, of a rank that has these links.

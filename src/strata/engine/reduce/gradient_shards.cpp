@@ -110,6 +110,7 @@ void GradientShards::keep_in_32() {
   wait_for_arrived();
   std::vector<const Unit*> narrow;
   for (const Unit& unit : units_) {
+    unit.await_update(device_.compute_stream());
     if (unit.trainable() && rests_in_16(unit) && filled(unit.id)) narrow.push_back(&unit);
   }
   in_16_ = false;
@@ -141,7 +142,7 @@ void GradientShards::wait_for_arrived() {
 }
 
 GradientShards::Resting GradientShards::resting(int unit) {
-  STRATA_ASSERT(filled(unit) && on_host(unit));
+  STRATA_ASSERT(filled(unit));
   return {kept(unit), kept_dtype(nth(units_, unit))};
 }
 
@@ -172,6 +173,7 @@ std::span<std::byte> GradientShards::change(int unit) {
   if (rests_in_16(nth(units_, unit))) keep_in_32();
   const std::span<std::byte> values = kept(unit);
   wait_for_arrived();
+  nth(units_, unit).await_update(device_.compute_stream());
   shard.measured = false;
   if (!std::exchange(shard.filled, true)) device_.fill_zero(values, device_.compute_stream());
   return values;

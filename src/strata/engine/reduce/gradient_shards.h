@@ -46,7 +46,7 @@ class GradientShards {
   bool left_out(int param) const { return std::ranges::binary_search(left_out_, param); }
   // The fp32 values of a filled shard; if it rests in fewer bits, until a call for another unit.
   std::span<float> values(int unit);
-  // A filled shard on the host as it rests there, complete when squares() is.
+  // A filled shard as it rests, complete when squares() is.
   struct Resting {
     std::span<const std::byte> values;
     DType dtype = DType::kFloat32;

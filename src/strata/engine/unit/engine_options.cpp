@@ -81,6 +81,12 @@ void cap_staging(EngineOptions& options, std::span<const plan::ParamSpec> params
   };
   cap(options.states, states);
   cap(options.weights, weights);
+  if (!options.staging || !both) return;
+  Bytes& of_states = options.states.budget;
+  Bytes& of_weights = options.weights.budget;
+  const Bytes all = std::max(*options.staging, kLeastStaging * 2);
+  of_states = std::min(of_states, std::max(all - of_weights, all / 2));
+  of_weights = std::min(of_weights, all - of_states);
 }
 
 }  // namespace strata::engine

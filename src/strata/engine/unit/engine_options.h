@@ -19,7 +19,7 @@
 
 namespace strata::engine {
 
-// The processors that update states which rest in host memory, where the device runs ahead.
+// The processors that update states which rest in host memory, if the device runs ahead.
 struct UpdateLanes {
   UpdateWhere which = UpdateWhere::kAuto;  // auto: both, by their speeds
   int threads = 1;                         // of this rank, on the host
@@ -47,6 +47,7 @@ struct EngineOptions {
   bool gradients_in_16 = false;
   offload::StatePlacement states;   // what the optimizer keeps, and masters
   offload::StatePlacement weights;  // of units that are sharded (stage 3) and not persistent
+  std::optional<Bytes> staging;     // of both; absent: the sum of their budgets
   bool offloads_weights() const { return weights.offloads(); }
   // Whether any state rests elsewhere than on the device.
   bool offloads() const {
@@ -100,12 +101,12 @@ inline plan::Masters masters_for(UpdateRule rule, const EngineOptions& options) 
   return options.rounds_masters ? plan::Masters::kRounded : plan::Masters::kRemainder;
 }
 
-// Lowers the budgets of `options` for the memory through which drives are staged, not below
-// kLeastStaging, to one and a half times the bytes of a rank on drives: that holds all of them, so
-// that nothing is read again. If weights and states both rest on drives, leases at once can also
-// hold the states of any unit whole. Otherwise an update would take such a unit in parts, and
-// gathers, which take weights whole, would read its weights again each time. `shards`: the parts
-// into which a unit is cut (ShardPosition::count).
+// Shares EngineOptions::staging among the budgets of `options` for the memory through which drives
+// are staged. Lowers those, not below kLeastStaging, to one and a half times the bytes of a rank on
+// drives: that holds all of them, so that nothing is read again. If weights and states both rest on
+// drives, leases at once can also hold the states of any unit whole. Otherwise an update would take
+// such a unit in parts, and gathers, which take weights whole, would read its weights again each
+// time. `shards`: the parts into which a unit is cut (ShardPosition::count).
 void cap_staging(EngineOptions& options, std::span<const plan::ParamSpec> params,
                  const plan::ModelPlan& plan, UpdateRule rule, int shards);
 

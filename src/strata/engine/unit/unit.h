@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "strata/comm/collectives.h"
+#include "strata/device/device.h"
 #include "strata/plan/flat_layout.h"
 #include "strata/plan/unit_plan.h"
 
@@ -40,6 +41,13 @@ struct Unit {
   std::span<std::byte> resident;  // the whole flat buffer where `whole`, else empty
   bool away = false;  // `shard` and `resident` have no memory now (Weights::offload_states())
   std::shared_ptr<void> memory = {};  // keeps `shard` and `resident`, also after the engine
+
+  // An update of its shard, and of the states beside it, may still be under way until these have
+  // come. Work that needs what it writes, or writes what it reads, waits for them.
+  std::vector<std::shared_ptr<device::Event>> updating = {};
+  void await_update(device::Stream& stream) const {
+    for (const auto& event : updating) stream.wait_for(*event);
+  }
 
   // The frozen parameters of a trainable unit; others of it were unfrozen.
   std::vector<int> frozen = {};

@@ -74,9 +74,10 @@ void WeightShards::add(std::span<const Unit> units) {
 }
 
 void WeightShards::for_each(int index, Numel begin, Numel end, offload::Access access,
-                            const Work& work) const {
+                            device::Stream& stream, const Work& work) const {
   const Unit& unit = nth(units_, index);
   const DType dtype = unit.layout.dtype();
+  unit.await_update(stream);
   if (unit.away) offload::throw_offloaded(fmt::format("the weights of unit '{}'", unit.name()));
   if (!unit.offloaded) {
     if (begin >= end) return;
@@ -126,7 +127,7 @@ void MasterStates::train(const Unit& unit) {
   add({&unit, 1});
   if (form(unit.id) != plan::MasterForm::kFloat32) return;
   shards_.for_each(unit.id, Numel(), unit.layout.shard(), offload::Access::kRead,
-                   [&](const WeightShards::Piece& piece) {
+                   device_.compute_stream(), [&](const WeightShards::Piece& piece) {
                      make(unit.id, piece.begin, piece.end - piece.begin, piece.bytes.data(),
                           unit.layout.dtype());
                    });
@@ -134,6 +135,7 @@ void MasterStates::train(const Unit& unit) {
 
 void MasterStates::for_each(int unit, Numel begin, Numel end, offload::Access access,
                             const std::function<void(const StateRange&)>& work) {
+  of(unit).await_update(device_.compute_stream());
   const auto held = held_.find(unit);
   const Numel shard = of(unit).layout.shard();
   if (held == held_.end())
@@ -168,7 +170,8 @@ void MasterStates::round(int unit, Numel begin, Numel end) {
       device_.cast(piece.bytes.data(), dtype, range.bytes(0).data() + at, DType::kFloat32,
                    piece.end - piece.begin, device_.compute_stream());
     };
-    shards_.for_each(unit, range.low, range.high, offload::Access::kReadWrite, round_piece);
+    shards_.for_each(unit, range.low, range.high, offload::Access::kReadWrite,
+                     device_.compute_stream(), round_piece);
   });
 }
 
@@ -181,7 +184,8 @@ void MasterStates::adopt_written(int unit) {
           {masters + (piece.begin - range.first).size(), (piece.end - piece.begin).size()},
           piece.bytes.data(), of(unit).layout.dtype(), device_.compute_stream());
     };
-    shards_.for_each(unit, range.low, range.high, offload::Access::kRead, adopt_piece);
+    shards_.for_each(unit, range.low, range.high, offload::Access::kRead, device_.compute_stream(),
+                     adopt_piece);
   };
   for_each(unit, Numel(), of(unit).layout.shard(), offload::Access::kReadWrite, adopt);
 }

@@ -80,10 +80,11 @@ class WeightShards {
     std::span<std::byte> bytes;
     offload::Lease* lease;  // of these bytes; null: they stay where they are
   };
-  // Calls `work` with pieces that cover elements [begin, end). Work that it queues on the compute
-  // stream may still run when this returns.
+  // Calls `work` with pieces that cover elements [begin, end). Work that it queues on `stream`
+  // finds the values of the last update, and may still run when this returns.
   using Work = std::function<void(const Piece&)>;
-  void for_each(int unit, Numel begin, Numel end, offload::Access access, const Work& work) const;
+  void for_each(int unit, Numel begin, Numel end, offload::Access access, device::Stream& stream,
+                const Work& work) const;
 
  private:
   const std::vector<Unit>& units_;

@@ -209,7 +209,7 @@ void Weights::store_piece(const Unit& unit, Numel shard_offset, Numel numel,
       masters_.make(unit.id, piece.begin, piece.end - piece.begin, from, source_dtype);
   };
   shards_.for_each(unit.id, shard_offset, shard_offset + numel, offload::Access::kReadWrite,
-                   store_range);
+                   device_.compute_stream(), store_range);
   if (owes) owed->push_back({unit.id, shard_offset, shard_offset + numel});
 }
 
@@ -217,10 +217,11 @@ void Weights::make_masters(OwedMasters& owed) {
   for (const auto& [index, begin, end] : take_joined(owed)) {
     const Unit& unit = nth(units_, index);
     const DType dtype = unit.layout.dtype();
-    shards_.for_each(
-        index, begin, end, offload::Access::kRead, [&](const WeightShards::Piece& piece) {
-          masters_.make(unit.id, piece.begin, piece.end - piece.begin, piece.bytes.data(), dtype);
-        });
+    shards_.for_each(index, begin, end, offload::Access::kRead, device_.compute_stream(),
+                     [&](const WeightShards::Piece& piece) {
+                       masters_.make(unit.id, piece.begin, piece.end - piece.begin,
+                                     piece.bytes.data(), dtype);
+                     });
   }
 }
 

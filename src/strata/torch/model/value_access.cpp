@@ -44,7 +44,7 @@ void read_own(engine::Engine& engine, int param, Numel begin, Numel end, std::by
   const Numel at = offset_in_shard(engine, param, begin);
   device::Device& device = engine.device();
   engine.weights().shards().for_each(
-      unit.id, at, at + (end - begin), offload::Access::kRead,
+      unit.id, at, at + (end - begin), offload::Access::kRead, device.compute_stream(),
       [&](const engine::WeightShards::Piece& piece) {
         device.copy(
             {target + bytes_of(piece.begin - at, unit.layout.dtype()).size(), piece.bytes.size()},
