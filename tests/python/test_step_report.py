@@ -316,7 +316,8 @@ def test_the_table_has_the_links_of_what_is_offloaded():
     report = _account(True)
     links = {"up": _link(123.4, 52.1, 55.0), "down": _link(98.7), "read": _link(987.6, 6.41), "write": _link(0.0)}
     report["offload"] = {
-        "links": links, "fetch_wait_seconds": 1.5, "copy_wait_seconds": 0.25, "parts": 40, "parts_ready": 39,
+        "links": links, "device_lane": {"elements": 10**9, "seconds": 0.25},
+        "host_lane": {"elements": 3 * 10**9, "seconds": 0.375}, "fetch_wait_seconds": 1.5, "copy_wait_seconds": 0.25, "parts": 40, "parts_ready": 39,
         "drives": [{"folder": "/drives/first", "written_bytes": 12_345_600_000_000}],
     }
     out = io.StringIO()
@@ -328,6 +329,7 @@ def test_the_table_has_the_links_of_what_is_offloaded():
         assert ["PCIe", "down", "98.700"] in lines and ["drive", "write", "0.000"] in lines
         assert "waited for: drives 1500.0 ms (host), copies 250.0 ms (device)" in text
         assert "40 lent, 39 of them ready" in text
+        assert "updated: 25% by the device in 250.0 ms, 75% by the host in 375.0 ms" in text
         assert "written since the start: 12345.600 GB to /drives/first" in text
         assert all(len(line) <= 80 for line in text.splitlines()) and "…" not in text
     report["offload"] = {**report["offload"], "links": {}, "drives": [], "copy_wait_seconds": None}
