@@ -49,11 +49,31 @@ void GradientShards::finish(int unit) {
     if (leaves) leaving_->wait_for(*compute.record());  // which the reduction ended in
     device::Stream& stream = leaves ? *leaving_ : compute;
     const auto first = static_cast<std::size_t>(unit);
-    if (!shard.filled && dtype_ == DType::kFloat32) measure_run(first, first + 1, stream);
+    if (leaves && shard.filled && dtype_ == DType::kFloat32) add_sum(nth(units_, unit), stream);
+    if (dtype_ == DType::kFloat32) measure_run(first, first + 1, stream);
     fold_in(unit, stream);
+    if (leaves) shard.left = stream.record();
     scratch_.give_back(std::move(shard.arriving), stream.record());
   }
   shard.filled = true;
+}
+
+// The scratch memory has the host's sum, too, when `stream` comes as far. The sums of other units
+// leave meanwhile.
+void GradientShards::add_sum(const Unit& unit, device::Stream& stream) {
+  const Numel numel = unit.layout.shard();
+  const Bytes bytes = bytes_of(numel, DType::kFloat32);
+  if (coming_ == nullptr) coming_ = device_.create_stream();
+  coming_->wait_for(*device_.compute_stream().record());  // a script may have changed it
+  if (const auto& left = nth(shards_, unit.id).left) coming_->wait_for(*left);
+  auto sum = sums_.take(bytes);
+  const std::span<std::byte> here = sum->bytes().first(bytes.size());
+  watch_.copy(offload::Link::kUp, bytes, *coming_,
+              [&] { device_.copy(here, memory_.of(unit), *coming_); });
+  stream.wait_for(*coming_->record());
+  device_.accumulate(nth(shards_, unit.id).arriving->bytes().data(), DType::kFloat32, here.data(),
+                     DType::kFloat32, numel, stream);
+  sums_.give_back(std::move(sum), stream.record());
 }
 
 void GradientShards::fold_in(int unit, device::Stream& stream) {
@@ -66,7 +86,7 @@ void GradientShards::fold_in(int unit, device::Stream& stream) {
   const auto fold = [&] {
     if (rests_in_16(of))
       send_16(of, stream);
-    else if (shard.filled)
+    else if (shard.filled && dtype_ != DType::kFloat32)
       device_.accumulate(target.data(), dtype_, source, DType::kFloat32, numel, stream);
     else if (dtype_ == DType::kFloat32)
       device_.copy(target, {source, target.size()}, stream);
@@ -75,7 +95,7 @@ void GradientShards::fold_in(int unit, device::Stream& stream) {
   };
   if (!on_host(unit)) return fold();
   watch_.copy(offload::Link::kDown, bytes, stream, [&] {
-    if (!shard.filled) return fold();
+    if (!shard.filled || dtype_ == DType::kFloat32) return fold();
     watch_.copy(offload::Link::kUp, bytes, stream, fold);
   });
 }
@@ -258,6 +278,7 @@ void GradientShards::offload_states(bool pinned) {
   offload::offload_all(device_, memory, memory::Kind::kGradientShards, pinned);
   memory_.free_on_device();
   scratch_.free();
+  sums_.free();
   widened_.reset();
 }
 

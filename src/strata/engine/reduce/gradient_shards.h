@@ -2,7 +2,8 @@
 // micro-steps of a step. Shards have the accumulation dtype; reductions arrive in fp32, and each is
 // rounded once if that dtype is narrower. Shards lie on the device, or in pinned host memory with
 // the same values: then reductions arrive in device memory and leave it unit by unit, beside other
-// work of the device. Their squares are summed before they leave. Sums of one rank's gradients of
+// work of the device. Later micro-steps bring a unit's sum to the device and send it back, both by
+// copies. Its squares are summed before it leaves. Sums of one rank's gradients of
 // 16 bits are numbers of 16 bits, which is what the host keeps of them until something is added to
 // one. Threads: one thread at a time. Memory: taken at the first reduction, and kept. Errors:
 // OutOfMemoryError.
@@ -82,6 +83,7 @@ class GradientShards {
   struct Shard {
     std::unique_ptr<device::Memory> arriving;  // fp32 scratch, between begin() and finish()
     std::unique_ptr<offload::OffloadedCopy> offloaded;
+    std::unique_ptr<device::Event> left;  // when the host has what was sent; null: nothing was
     bool filled = false;
     bool measured = false;  // its place in squares_ is of these values
     bool stale = false;     // its place in squares_ is not 0
@@ -92,6 +94,7 @@ class GradientShards {
   }
   void send_16(const Unit& unit, device::Stream& stream);
   void fold_in(int unit, device::Stream& stream);
+  void add_sum(const Unit& unit, device::Stream& stream);
   // Calls `read`, which queues a kernel that reads these shards; notifies the watch if it must.
   void read_values(std::size_t first, std::size_t end, device::Stream& stream,
                    const offload::LinkWatch::Call& read);
@@ -116,9 +119,11 @@ class GradientShards {
   ShardMemory memory_16_;                     // of shards that rest in 16 bits
   std::unique_ptr<device::Memory> first_16_;  // a piece of a shard that leaves; null: none yet
   std::unique_ptr<device::Stream> leaving_;   // to the host; null: the compute stream
+  std::unique_ptr<device::Stream> coming_;    // from the host; null: nothing came yet
   std::vector<Shard> shards_;
   std::vector<int> left_out_;
   ScratchMemory scratch_{device_};           // of reductions
+  ScratchMemory sums_{device_};              // that come from the host
   std::unique_ptr<device::Memory> squares_;  // a double by unit; null: not asked for yet
   device::Stream* measuring_ = nullptr;      // it may still read shards; null: compute waits for it
   std::unique_ptr<device::Memory> widened_;  // values() returns it where the dtype is narrow
