@@ -1,13 +1,20 @@
 """A step whose optimizer states rest on the host or on a drive: Strata and DeepSpeed, beside one that offloads nothing.
 
     python bench/bench_offload.py [--config MODEL_DIR] [--stage 3] [--steps 6] [--tokens 2048] [--drive DIR] \
-        [--engines "strata none" "strata cpu" "strata nvme" "deepspeed cpu" "deepspeed nvme"] [--rounds 2] [--json FILE]
+        [--micro 1] [--clipping 1.0] [--rounds 2] [--json FILE] \
+        [--engines "strata none" "strata cpu" "strata nvme" "deepspeed cpu" "deepspeed nvme" "deepspeed cpu super"]
 
 One rank, in fresh processes, in turns: a causal language model of transformers with random weights in bf16, of the
 shapes that MODEL_DIR/config.json names (without it a small one). *ready*: seconds of initialize alone. *step*: the
-median after two warm ones. *device*: the most that torch and the engine held. *locked*: pinned host memory. Medians
-over rounds. With "params" behind an engine's name ("strata nvme params") its weights are offloaded, too. DeepSpeed
-compiles its host optimizer at first use, before the clock starts.
+mean of --steps steps after four warm ones, timed as one span, since an update may go on beside the next forward.
+*device*: the most that torch and the engine held. *locked*: pinned host memory. Medians over rounds. With "params"
+behind an engine's name ("strata nvme params") its weights are offloaded, too; with "super" DeepSpeed's super_offload
+is on; "ratio=0.5" is offload_optimizer.ratio. DeepSpeed compiles its host optimizer at first use, before the clock
+starts.
+
+On a GPU "strata none" also measures what the machine allows: both ways of the link and the host's memory, all at once.
+*limit*: with that, a step whose states are on the host takes at least its backward, and then the longer one of the next
+forward and the update, with the best share of the update for the GPU and for the cores.
 """
 
 import argparse
@@ -38,13 +45,21 @@ with device:
     model = transformers.AutoModelForCausalLM.from_config(shapes, dtype=torch.bfloat16)
 model.gradient_checkpointing_enable()
 elements = sum(p.numel() for p in model.parameters())
-CONFIG = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "gradient_clipping": 1.0,
+micro = int(os.environ["MICRO"])
+CONFIG = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": micro, "bf16": {"enabled": True},
+          "gradient_clipping": float(os.environ["CLIPPING"]),
           "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
           "zero_optimization": {"stage": stage, "offload_optimizer": {"device": place, "nvme_path": folder,
               "buffer_count": 5, "pin_memory": True, "pipeline_read": True, "pipeline_write": True}}}
 if place == "none":
     del CONFIG["zero_optimization"]["offload_optimizer"]
-if os.environ["PARAMS"]:
+words = os.environ["WORDS"].split()
+for word in words:
+    if word == "super":
+        CONFIG["zero_optimization"]["offload_optimizer"]["super_offload"] = True
+    if word.startswith("ratio="):
+        CONFIG["zero_optimization"]["offload_optimizer"]["ratio"] = float(word[6:])
+if "params" in words:
     CONFIG["zero_optimization"]["offload_param"] = {"device": place, "nvme_path": folder, "buffer_count": 5,
         "buffer_size": int(os.environ["PARAM_BUFFER"]), "pin_memory": True}
 ids = torch.randint(0, shapes.vocab_size, (1, tokens), device=device)
@@ -56,6 +71,29 @@ told = {"elements": elements}
 
 STRATA = """
 import strata
+def machine_speed(seconds=1.0, size=2**28):
+    # GB/s up, down, and of the host's memory, with copies both ways and a kernel on most cores at once.
+    torch.set_num_threads(max(1, (os.cpu_count() or 2) - 2))
+    host = [torch.empty(size, dtype=torch.uint8).pin_memory() for _ in range(2)]
+    there = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
+    values = torch.ones(2**29)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    pieces = [[], []]
+    began = time.perf_counter()
+    kernel = 0
+    def fill(way):
+        while sum(not event.query() for event in pieces[way]) < 4:
+            with torch.cuda.stream(streams[way]):
+                (there[0] if way == 0 else host[1]).copy_(host[0] if way == 0 else there[1], non_blocking=True)
+                pieces[way].append(torch.cuda.Event())
+                pieces[way][-1].record()
+    while time.perf_counter() - began < seconds:
+        fill(0), fill(1)
+        values[kernel % 8 * 2**26:(kernel % 8 + 1) * 2**26].mul_(1.0)
+        kernel += 1
+    lasted = time.perf_counter() - began
+    up, down = (sum(event.query() for event in each) * size / lasted * 1e-9 for each in pieces)
+    return [up, down, up + down + kernel * 2**26 * 8 / lasted * 1e-9]
 CONFIG["zero_optimization"].get("offload_optimizer", {})["buffer_size"] = int(os.environ["BUFFER"])
 started = time.perf_counter()
 engine, *_ = strata.initialize(model=model, config=CONFIG)
@@ -76,19 +114,34 @@ STEPS = """
 if on_gpu:
     torch.cuda.synchronize()
 told["ready"] = time.perf_counter() - started
-times = []
-for step in range(steps + 2):
-    if on_gpu:
-        torch.cuda.synchronize()
-    began = time.perf_counter()
-    loss = engine(input_ids=ids, labels=ids).loss
-    engine.backward(loss)
-    engine.step()
-    if on_gpu:
-        torch.cuda.synchronize()
-    times.append(time.perf_counter() - began)
-told["step"] = sorted(times[2:])[steps // 2]
+WARM = 4
+for step in range(WARM + steps):
+    if step == WARM:
+        if on_gpu:
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+    for _ in range(micro):
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+if on_gpu:
+    torch.cuda.synchronize()
+told["step"] = (time.perf_counter() - began) / steps
 told["loss"] = loss.item()
+if place == "none" and on_gpu and hasattr(engine, "step_report"):
+    seen = []
+    for _ in range(3):
+        parts = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+        parts[0].record()
+        loss = engine(input_ids=ids, labels=ids).loss
+        parts[1].record()
+        engine.backward(loss)
+        parts[2].record()
+        engine.step()
+        torch.cuda.synchronize()
+        seen.append([parts[i].elapsed_time(parts[i + 1]) / 1e3 for i in range(2)])
+    told["forward"], told["backward"] = (min(each[i] for each in seen) for i in range(2))
+    told["machine"] = machine_speed()
 free, total = torch.cuda.mem_get_info() if on_gpu else (0, 0)
 told["device"] = total - free
 told["locked"] = locked()
@@ -104,11 +157,12 @@ os._exit(0)
 
 def run(engine, arguments, drive, port):
     """The report that the process of an engine printed."""
-    name, place, *params = engine.split()
+    name, place, *words = engine.split()
     script = COMMON + (STRATA if name == "strata" else DEEPSPEED) + STEPS
     environment = {
         **os.environ, "PLACE": place, "FOLDER": drive, "STAGE": str(arguments.stage), "MODEL": arguments.config or "",
-        "BUFFER": str(arguments.buffer), "PARAMS": " ".join(params),
+        "BUFFER": str(arguments.buffer), "WORDS": " ".join(words),
+        "MICRO": str(arguments.micro), "CLIPPING": str(arguments.clipping),
         "PARAM_BUFFER": str(arguments.param_buffer), "TOKENS": str(arguments.tokens), "STEPS": str(arguments.steps),
         "PORT": str(port),
     }
@@ -117,6 +171,26 @@ def run(engine, arguments, drive, port):
     if done.returncode:
         raise RuntimeError(f"{engine} failed: {done.stderr[-1500:]}")
     return json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
+
+
+# Bytes of each parameter in an update: both ways over the link, and of the host's memory, in the GPU's lane and in that
+# of the cores; bf16 weights, fp32 moments, a remainder of 17 bits, gradients of 16 bits on the host.
+_STATES = 10.125
+_LANES = {"": ((_STATES + 2, _STATES), (2, 2), 2 * _STATES + 2, 2 * _STATES + 10),
+          "params": ((_STATES + 4, _STATES + 2), (0, 0), 2 * _STATES + 6, 2 * _STATES + 6)}
+
+
+def limit_of(none, params):
+    """The least seconds of a step whose states, or weights too, are on the host, after a run of "strata none"."""
+    up, down, memory = none["machine"]
+    device, cores, of_device, of_cores = _LANES["params" if params else ""]
+    update = min(
+        none["elements"] * 1e-9 * max((share * device[0] + (1 - share) * cores[0]) / up,
+                                      (share * device[1] + (1 - share) * cores[1]) / down,
+                                      (share * of_device + (1 - share) * of_cores) / memory)
+        for share in (part / 100 for part in range(101))
+    )  # fmt: skip
+    return none["backward"] + max(none["forward"], update)
 
 
 def link_rows(engine, report):
@@ -138,6 +212,8 @@ def main():
     parser.add_argument("--stage", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--micro", type=int, default=1)
+    parser.add_argument("--clipping", type=float, default=1.0)
     parser.add_argument("--drive", default=tempfile.gettempdir())
     parser.add_argument("--engines", nargs="+",
                         default=["strata none", "strata cpu", "strata nvme", "deepspeed cpu", "deepspeed nvme"])
@@ -152,18 +228,27 @@ def main():
         for index, engine in enumerate(arguments.engines):
             try:
                 found[engine].append(run(engine, arguments, arguments.drive, 29600 + round_number * 16 + index))
-            except (RuntimeError, subprocess.TimeoutExpired) as error:
+            except RuntimeError as error:
                 print(f"not measured: {engine}: {error}", file=sys.stderr)
+            except subprocess.TimeoutExpired:
+                print(f"not measured: {engine}: took more than {arguments.timeout:.0f} s", file=sys.stderr)
     rows = []
     for engine, runs in found.items():
         if runs:
-            middle = {key: statistics.median(told[key] for told in runs) for key in runs[0] if key != "report"}
+            middle = {key: statistics.median(told[key] for told in runs)
+                      for key in runs[0] if key not in ("report", "machine")}  # fmt: skip
             held = max(middle["locked"], middle.get("pinned", 0))
             rows.append([engine, f"{middle['ready']:.2f}", f"{middle['step']:.3f}", f"{middle['device'] / 1e9:.2f}",
                          f"{held / 1e9:.2f}", f"{middle['loss']:.4f}"])
     show([["engine", "ready, s", "step, s", "device, GB", "locked, GB", "loss"], *rows])
     show([["engine", "link", "GB a step", "GB/s", "limit", "busy, s", "waited, s"],
           *(row for engine, runs in found.items() if runs for row in link_rows(engine, runs[-1].get("report")))])
+    none = next(iter(found.get("strata none", [])), {})
+    if "machine" in none:
+        up, down, memory = none["machine"]
+        print(f"at once: {up:.1f} GB/s up, {down:.1f} down, {memory:.1f} of the host's memory; forward"
+              f" {none['forward']:.3f} s, backward {none['backward']:.3f}; limit of a step with one micro-step:"
+              f" {limit_of(none, False):.3f} s with states on the host, {limit_of(none, True):.3f} with weights, too")
     if arguments.json:
         with open(arguments.json, "w", encoding="utf-8") as file:
             json.dump(found, file, indent=1, default=str)

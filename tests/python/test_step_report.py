@@ -317,7 +317,8 @@ def test_the_table_has_the_links_of_what_is_offloaded():
     links = {"up": _link(123.4, 52.1, 55.0), "down": _link(98.7), "read": _link(987.6, 6.41), "write": _link(0.0)}
     report["offload"] = {
         "links": links, "device_lane": {"elements": 10**9, "seconds": 0.25},
-        "host_lane": {"elements": 3 * 10**9, "seconds": 0.375}, "fetch_wait_seconds": 1.5, "copy_wait_seconds": 0.25, "parts": 40, "parts_ready": 39,
+        "host_lane": {"elements": 3 * 10**9, "seconds": 0.375}, "fetch_wait_seconds": 1.5,
+        "copy_wait_seconds": 0.25, "parts": 40, "parts_ready": 39,
         "drives": [{"folder": "/drives/first", "written_bytes": 12_345_600_000_000}],
     }
     out = io.StringIO()

@@ -147,9 +147,8 @@ class WeightUpdate {
   void hand_over(Unit& unit, std::vector<std::shared_ptr<device::Event>> ended) {
     if (ended.empty()) return;
     unit.updating = std::move(ended);
-    Gatherer& gatherer = engine_.gatherer();
-    if (gatherer.alone()) {
-      if (unit.whole) gatherer.to_complete(unit.id);
+    if (engine_.gatherer().alone()) {
+      if (unit.whole) engine_.gatherer().to_complete(unit.id);
       return;
     }
     engine_.recorder().await_copies([&] { unit.await_update(engine_.device().compute_stream()); });
@@ -211,10 +210,8 @@ Engine::Engine(std::span<const plan::ParamSpec> params, const plan::ModelPlan& p
 
 Engine::~Engine() {
   trace_.end(recorder_, *collectives_);
-  try {
-    device_->compute_stream().synchronize();  // what was queued uses the memory that goes now
-  } catch (...) {
-  }  // the device has failed; it runs nothing
+  // Queued work uses the memory that goes now. A failed device runs nothing.
+  FirstError().attempt([this] { device_->compute_stream().synchronize(); });
 }
 
 void Engine::prepare() {

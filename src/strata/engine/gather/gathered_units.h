@@ -42,10 +42,8 @@ class GatheredMemory final : public device::Memory {
   GatheredMemory(device::Device& device, Bytes bytes)
       : device_(device), memory_(device.allocate(bytes, memory::Kind::kGathered)) {}
   ~GatheredMemory() override {
-    try {
-      device_.compute_stream().synchronize();
-    } catch (...) {  // the device has failed: each wait for its work throws that error
-    }
+    // If the device has failed, each wait for its work throws that error.
+    FirstError().attempt([this] { device_.compute_stream().synchronize(); });
   }
   std::span<std::byte> bytes() override { return memory_->bytes(); }
 
@@ -60,10 +58,7 @@ class EventWork final : public comm::Work {
   using Events = std::vector<std::shared_ptr<device::Event>>;
   EventWork(Events events, device::Device& device) : events_(std::move(events)), device_(device) {}
   ~EventWork() override {
-    try {
-      EventWork::wait();
-    } catch (...) {  // the device has failed: each wait for its work throws that error
-    }
+    FirstError().attempt([this] { EventWork::wait(); });  // a failed device throws in each wait
   }
   bool done() override {
     return std::ranges::all_of(events_, [](const auto& event) { return event->done(); });

@@ -1,6 +1,8 @@
 #include "strata/engine/optimize/adam_optimizer.h"
 
 #include <algorithm>
+#include <chrono>
+#include <thread>
 #include <utility>
 
 #include "strata/base/error.h"
@@ -94,12 +96,11 @@ void AdamOptimizer::step(std::span<const GroupScalars> groups, const GradientSca
   }
   for (const int unit : order(first)) {
     const OptimizerShards::UnitShard& shard = shards_.units()[shards_.index_of(unit)];
-    const bool changes = shards_.gradients().filled(unit);
-    if (changes) {
-      for (const Part& part : deal(shard)) update(part, {groups, scale});
+    if (shards_.gradients().filled(unit)) {
+      for (const Part& part : deal(shard)) update(part, groups, scale);
       round_wide_weights(shard);
     }
-    updated(unit, changes ? ended() : std::vector<std::shared_ptr<device::Event>>());
+    updated(unit, ended());
   }
   if (host_ != nullptr) ended_ = stream().record_timed();
   store_.advance();  // writes what was updated last
@@ -133,7 +134,9 @@ std::vector<AdamOptimizer::Part> AdamOptimizer::deal(const OptimizerShards::Unit
 void AdamOptimizer::throw_failure(bool waits) {
   if (host_ == nullptr) return;
   host_->throw_failure(waits);
-  if (!waits || ended_ == nullptr || !ended_->done()) return;
+  if (!waits || ended_ == nullptr) return;
+  // Not the driver's own wait, which counts as one of the step's.
+  while (!ended_->done()) std::this_thread::sleep_for(std::chrono::microseconds(50));
   times_ = {{on_device_, ended_->seconds_since(*began_)}, host_->time()};
   dealer_.learn(*times_);
   ended_.reset();
@@ -160,7 +163,8 @@ GradientShards::Resting AdamOptimizer::gradient_of(const Unit& unit, bool on_hos
   return {std::as_bytes(wide)};
 }
 
-void AdamOptimizer::update(const Part& part, const Step& step) {
+void AdamOptimizer::update(const Part& part, std::span<const GroupScalars> groups,
+                           const GradientScale& scale) {
   const Unit& unit = nth(shards_.weights().units(), part.shard.unit);
   const std::vector<AdamStates::Run> runs = states_.runs_of(part.shard);
   const GradientShards::Resting gradient = gradient_of(unit, part.on_host);
@@ -179,15 +183,15 @@ void AdamOptimizer::update(const Part& part, const Step& step) {
     std::vector<HostLane::Run> on_host;
     const std::byte* const from =
         gradient.values.data() + bytes_of(piece.begin, gradient.dtype).size();
-    states_.for_each_run(unit, runs, {range, here, from, gradient.dtype}, step.groups,
+    states_.for_each_run(unit, runs, {range, here, from, gradient.dtype}, groups,
                          [&](kernels::AdamSpans spans, kernels::AdamScalars scalars) {
                            if (part.on_host) {
                              on_host.push_back({spans, scalars});
                              return;
                            }
                            spans.far = far.any();
-                           scalars.gradient_scale = step.scale.value;
-                           scalars.late_scale = step.scale.late;
+                           scalars.gradient_scale = scale.value;
+                           scalars.late_scale = scale.late;
                            device_.adam_step(spans, scalars, stream);
                          });
     if (part.on_host) host_->update(std::move(on_host));

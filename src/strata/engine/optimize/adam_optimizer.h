@@ -74,13 +74,8 @@ class AdamOptimizer final : public ShardedOptimizer {
     Numel end;
     bool on_host = false;
   };
-  // The values of a step that all its parts share.
-  struct Step {
-    std::span<const GroupScalars> groups;
-    const GradientScale& scale;
-  };
   std::vector<Part> deal(const OptimizerShards::UnitShard& shard);
-  void update(const Part& part, const Step& step);
+  void update(const Part& part, std::span<const GroupScalars> groups, const GradientScale& scale);
   GradientShards::Resting gradient_of(const Unit& unit, bool on_host);
   std::vector<std::shared_ptr<device::Event>> ended();
   void round_wide_weights(const OptimizerShards::UnitShard& shard);

@@ -139,7 +139,8 @@ class LaneDealer {
     for (std::size_t lane = 0; lane < 2; ++lane) {
       if (times[lane].numel.value == 0 || times[lane].seconds <= 0.0) continue;
       const double seen = static_cast<double>(times[lane].numel.value) / times[lane].seconds;
-      speeds_[lane] = (speeds_[lane] + seen) / 2;
+      // A lane that ends last is faster alone, so it takes some steps until both end together.
+      speeds_[lane] += (seen - speeds_[lane]) * 3 / 4;
     }
   }
 

@@ -85,7 +85,9 @@ void GradientShards::fold_in(int unit, device::Stream& stream) {
   const Bytes bytes(target.size());
   const auto fold = [&] {
     if (rests_in_16(of))
-      send_16(of, stream);
+      device_.copy(target,
+                   narrowing_.narrow(shard.arriving->bytes(), of.layout.dtype(), numel, stream),
+                   stream);
     else if (shard.filled && dtype_ != DType::kFloat32)
       device_.accumulate(target.data(), dtype_, source, DType::kFloat32, numel, stream);
     else if (dtype_ == DType::kFloat32)
@@ -98,31 +100,6 @@ void GradientShards::fold_in(int unit, device::Stream& stream) {
     if (!shard.filled || dtype_ == DType::kFloat32) return fold();
     watch_.copy(offload::Link::kUp, bytes, stream, fold);
   });
-}
-
-// Narrows the scratch in place, since it is whole: each piece goes where the fp32 values of the
-// ones before it were. So pieces double, and the first one goes by other memory.
-void GradientShards::send_16(const Unit& unit, device::Stream& stream) {
-  constexpr Numel kFirst{1 << 20};
-  const DType dtype = unit.layout.dtype();
-  const Numel numel = unit.layout.shard();
-  if (first_16_ == nullptr)
-    first_16_ = device_.allocate(bytes_of(kFirst, dtype), memory::Kind::kGradientShards);
-  const std::span<std::byte> scratch = nth(shards_, unit.id).arriving->bytes();
-  const auto narrow = [&](std::byte* target, Numel begin, Numel end) {
-    const std::byte* const from = scratch.data() + bytes_of(begin, DType::kFloat32).size();
-    device_.cast(target, dtype, from, DType::kFloat32, end - begin, stream);
-  };
-  Numel end = std::min(kFirst, numel);
-  const std::size_t first = bytes_of(end, dtype).size();
-  narrow(first_16_->bytes().data(), Numel(), end);
-  device_.copy(scratch.first(first), first_16_->bytes().first(first), stream);
-  for (Numel begin = end; begin < numel; begin = end) {
-    end = std::min(begin + begin, numel);
-    narrow(scratch.data() + bytes_of(begin, dtype).size(), begin, end);
-  }
-  const std::span<std::byte> target = memory_16_.of(unit);
-  device_.copy(target, scratch.first(target.size()), stream);
 }
 
 // Once something is added to a shard all of them rest in 32 bits, for good: so it goes on.

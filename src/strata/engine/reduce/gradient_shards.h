@@ -92,7 +92,6 @@ class GradientShards {
   bool rests_in_16(const Unit& unit) const {
     return in_16_ && on_host(unit.id) && size_of(unit.layout.dtype()) == 2_B;
   }
-  void send_16(const Unit& unit, device::Stream& stream);
   void fold_in(int unit, device::Stream& stream);
   void add_sum(const Unit& unit, device::Stream& stream);
   // Calls `read`, which queues a kernel that reads these shards; notifies the watch if it must.
@@ -116,14 +115,14 @@ class GradientShards {
   offload::LinkWatch& watch_;
   bool in_16_;
   ShardMemory memory_;
-  ShardMemory memory_16_;                     // of shards that rest in 16 bits
-  std::unique_ptr<device::Memory> first_16_;  // a piece of a shard that leaves; null: none yet
-  std::unique_ptr<device::Stream> leaving_;   // to the host; null: the compute stream
-  std::unique_ptr<device::Stream> coming_;    // from the host; null: nothing came yet
+  ShardMemory memory_16_;                    // of shards that rest in 16 bits
+  std::unique_ptr<device::Stream> leaving_;  // to the host; null: the compute stream
+  std::unique_ptr<device::Stream> coming_;   // from the host; null: nothing came yet
   std::vector<Shard> shards_;
   std::vector<int> left_out_;
-  ScratchMemory scratch_{device_};           // of reductions
-  ScratchMemory sums_{device_};              // that come from the host
+  ScratchMemory scratch_{device_};  // of reductions
+  ScratchMemory sums_{device_};     // that come from the host
+  Narrowing narrowing_{device_};
   std::unique_ptr<device::Memory> squares_;  // a double by unit; null: not asked for yet
   device::Stream* measuring_ = nullptr;      // it may still read shards; null: compute waits for it
   std::unique_ptr<device::Memory> widened_;  // values() returns it where the dtype is narrow

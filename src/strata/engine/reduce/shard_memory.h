@@ -5,6 +5,7 @@
 // OutOfMemoryError.
 #pragma once
 
+#include <algorithm>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -152,6 +153,39 @@ class ScratchMemory {
   device::Device& device_;
   std::deque<Used> used_;  // perhaps by work under way; the oldest first
   std::vector<std::unique_ptr<device::Memory>> spare_;
+};
+
+// Narrows fp32 values in device memory to 16 bits, in place. Threads: one thread at a time, and one
+// stream. Ownership: borrows the device. Errors: OutOfMemoryError.
+class Narrowing {
+ public:
+  explicit Narrowing(device::Device& device) : device_(device) {}
+
+  // Queues it; returns the narrow values. Each piece goes where the fp32 values of the ones before
+  // it were. So pieces double, and the first one goes by other memory.
+  std::span<const std::byte> narrow(std::span<std::byte> values, DType dtype, Numel numel,
+                                    device::Stream& stream) {
+    constexpr Numel kFirst{1 << 20};
+    if (first_ == nullptr)
+      first_ = device_.allocate(bytes_of(kFirst, dtype), memory::Kind::kGradientShards);
+    const auto cast = [&](std::byte* target, Numel begin, Numel end) {
+      const std::byte* const from = values.data() + bytes_of(begin, DType::kFloat32).size();
+      device_.cast(target, dtype, from, DType::kFloat32, end - begin, stream);
+    };
+    Numel end = std::min(kFirst, numel);
+    const std::size_t first = bytes_of(end, dtype).size();
+    cast(first_->bytes().data(), Numel(), end);
+    device_.copy(values.first(first), first_->bytes().first(first), stream);
+    for (Numel begin = end; begin < numel; begin = end) {
+      end = std::min(begin + begin, numel);
+      cast(values.data() + bytes_of(begin, dtype).size(), begin, end);
+    }
+    return values.first(bytes_of(numel, dtype).size());
+  }
+
+ private:
+  device::Device& device_;
+  std::unique_ptr<device::Memory> first_;  // a piece; null: none yet
 };
 
 }  // namespace strata::engine
