@@ -43,9 +43,7 @@ HostLane::HostLane(device::Device& device, offload::LinkWatch& watch, const Upda
 }
 
 HostLane::~HostLane() {
-  Work last;
-  last.last = true;
-  push(std::move(last));
+  push({{}, {}, 0, /*last=*/true});
   FirstError lost;  // a destructor cannot report it
   lost.attempt([this] { coming_->synchronize(); });
   device_lost_ = lost.get() != nullptr;
@@ -85,8 +83,10 @@ void HostLane::throw_failure(bool waits) {
   std::unique_lock lock(mutex_);
   while (waits && !work_.empty()) {
     if (changed_.wait_for(lock, kLookAtDevice) != std::cv_status::timeout) continue;
-    error_.attempt([this] { coming_->record(); });  // throws if the device is lost
-    device_lost_ = error_.get() != nullptr;
+    FirstError lost;  // apart from a job's error, after which the device goes on
+    lost.attempt([this] { coming_->record(); });
+    device_lost_ = lost.get() != nullptr;
+    error_.keep(lost.get());
   }
   error_.rethrow_once();
 }
