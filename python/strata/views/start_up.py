@@ -15,8 +15,6 @@ from .tables import offloads, placement_tables, start_up_tables
 
 _FROZEN_BY_PYTHON = 1000  # the most objects that some Python versions freeze at their start; a program freezes far more
 SHOWN_FROM_S = 1.0  # a shorter start-up draws nothing
-_DRAWN_AFTER_S = 1.0
-_DRAWN_EVERY_S = 0.1
 _OVER_THE_LINK = ("read", "move out", "move in")  # phases whose bytes go between the host and a GPU
 
 
@@ -209,40 +207,32 @@ def _host_peak():
 
 
 class ProgressBar:
-    """One line on the terminal for each phase that lasts over a second, gone when the phase is over.
+    """One line of tqdm on the terminal for each phase that lasts over a second, gone when the phase is over.
 
     Drawn only when the engine calls: there is no thread. After ``close()``, or once the terminal is gone, calls
-    do nothing.
-
-    Args:
-        world_size: number of ranks; bytes are those of one.
-        console: a rich Console; None: standard error.
-        clock: seconds.
+    do nothing. Of several ranks (``world_size``) bytes are those of one.
     """
 
-    def __init__(self, world_size, console=None, clock=time.monotonic):
-        self._unit = "GB" if world_size == 1 else "GB a rank"
-        self._console = console
-        self._clock = clock
-        self._open = True
-        self._phase = None
-        self._began = self._first = self._done = self._drawn = 0
-        self._line = self._task = None
+    def __init__(self, world_size):
+        from tqdm import tqdm  # only where a terminal shows it
+
+        self._new_line = type("Line", (tqdm,), {"monitor_interval": 0})  # tqdm's own class starts a thread
+        self._each = "" if world_size == 1 else " on each rank"
+        self._open, self._phase, self._line = True, None, None
 
     def __call__(self, phase, done, total):
         if not self._open:
             return
-        now = self._clock()
         try:
-            if phase != self._phase or done < self._done:
+            if phase != self._phase or done < self._line.n:
                 self._erase()
-                self._phase, self._began, self._first = phase, now, done
-            self._done = done
+                self._phase = phase
+                self._line = self._new_line(
+                    desc=phase + self._each, initial=done, total=total, unit="B", unit_scale=True, miniters=1, delay=1,
+                    smoothing=0, leave=False, dynamic_ncols=True)
+            self._line.update(done - self._line.n)
             if done >= total:
                 self._erase()
-            elif now - self._began > _DRAWN_AFTER_S and now - self._drawn >= _DRAWN_EVERY_S:
-                self._drawn = now
-                self._draw(done, total, (done - self._first) / (now - self._began))
         except (OSError, ValueError):  # the terminal is gone
             self._open = False
 
@@ -252,27 +242,6 @@ class ProgressBar:
         with suppress(OSError, ValueError):
             self._erase()
 
-    def _draw(self, done, total, rate):
-        whole = f"{total * 1e-9:.1f}"
-        fields = {  # of one width, so that the line does not jump
-            "moved": f"{done * 1e-9:{len(whole)}.1f} of {whole} {self._unit}",
-            "rate": f"{rate * 1e-9:5.1f} GB/s",
-            "left": f"{(total - done) / rate:3.0f} s left" if rate > 0 else "",
-        }
-        if self._line is None:
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress, TextColumn
-
-            columns = [TextColumn("{task.description}", style="bold"), BarColumn(bar_width=None)]
-            columns += [TextColumn("{task.fields[%s]}" % field) for field in fields]
-            console = self._console or Console(stderr=True)
-            self._line = Progress(*columns, console=console, auto_refresh=False, transient=True, expand=True)
-            self._task = self._line.add_task(self._phase, total=total, completed=done, **fields)
-            self._line.start()
-        else:
-            self._line.update(self._task, completed=done, refresh=True, **fields)
-
     def _erase(self):
-        line, self._line = self._line, None
-        if line is not None:
-            line.stop()
+        if self._line is not None:
+            self._line.close()
