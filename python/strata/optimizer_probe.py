@@ -68,9 +68,9 @@ def why_not_in_calls(optimizer):
     if _is_known(optimizer):
         return None
     drawn, everything = _drawn(optimizer)
+    cpu = torch.device("cpu")
     try:
-        at_once = _run(optimizer, drawn, everything, torch.device("cpu"))
-        in_calls = _run(optimizer, drawn, everything, torch.device("cpu"), one_by_one=True)
+        at_once, in_calls = (_run(optimizer, drawn, everything, cpu, one_by_one=each) for each in (False, True))
     except Exception as error:
         return f"its step() failed where only some parameters have gradients: {type(error).__name__}: {error}"
     if any(not torch.equal(at_once[key].view(torch.int32), in_calls[key].view(torch.int32)) for key in at_once):

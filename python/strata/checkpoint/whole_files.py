@@ -15,11 +15,10 @@ from ..views import logger
 def save_whole_file(value, path):
     """``torch.save(value, path)``. The file has a random temporary name until all of it is on disk. Makes the folder.
     IoError where it cannot be written: an earlier file does not change then, and no temporary file is left."""
-    with _saying_where(path):
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        with _C.AtomicFile(path) as whole:
-            _save(value, whole)
-            whole.publish()
+    folder, name = os.path.split(path)
+    with SavedTogether(folder or ".") as files:
+        files.add(value, name)
+        files.publish()
 
 
 class SavedTogether(ExitStack):
@@ -38,7 +37,8 @@ class SavedTogether(ExitStack):
         path = os.path.join(self._folder, name)
         with _saying_where(path):
             self._files.append(self.enter_context(_C.AtomicFile(path)))
-            _save(value, self._files[-1])
+            with open(self._files[-1].fileno(), "wb", closefd=False) as file:
+                torch.save(value, file)
             os.fsync(self._files[-1].fileno())  # a full disk is an error before any file has its name
 
     def publish(self):
@@ -72,11 +72,6 @@ def moved_into(folder, what):
                     shutil.move(os.path.join(path, file), os.path.join(target, file))
     except OSError as error:
         raise _C.IoError(f"{what} could not be written: path={folder}: {error}") from error
-
-
-def _save(value, whole):
-    with open(whole.fileno(), "wb", closefd=False) as file:
-        torch.save(value, file)
 
 
 @contextmanager

@@ -5,7 +5,6 @@ import contextlib
 import copy
 import functools
 import os
-import resource
 
 import torch
 
@@ -113,21 +112,16 @@ def get_accelerator():
     return Accelerator()
 
 
-_GIB = 2**30
-
-
 def see_memory_usage(message, force=False):
     """Logs ``message`` with the device's memory in use and at its peak, in GiB. Does nothing without ``force``.
     ``engine.memory_report()`` has the engine's share."""
     if not force:
         return
+    from ..monitoring.watching import memory_text  # not in every script
+
+    logger.warning("%s: %s", message, memory_text(torch.device(get_accelerator().device_name())))
     if torch.cuda.is_available():
-        now, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
-        logger.warning("%s: %.2f GiB of the device in use, %.2f GiB at the peak", message, now / _GIB, peak / _GIB)
         torch.cuda.reset_peak_memory_stats()
-    else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        logger.warning("%s: %.2f GiB of the host at the peak", message, peak / _GIB)
 
 
 def memory_status(msg, print_rank=-1, reset_max=False):

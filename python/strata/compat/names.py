@@ -233,7 +233,7 @@ strata.compat.engine | . | initialize
 strata.compat.launcher | launcher.runner | DEEPSPEED_ENVIRONMENT_NAME main=run
 strata.compat.script_functions | checkpoint.utils | clone_tensors_for_torch_save get_model_ckpt_name_for_rank
 strata.compat.script_functions | compression.helper utils.module_utils | recursive_getattr recursive_setattr
-strata.compat.script_functions | moe.utils | configure_moe_param_groups has_moe_layers is_moe_param
+strata.compat.script_functions | moe.utils | configure_moe_param_groups=as_it_is has_moe_layers is_moe_param
     is_moe_param_group split_params_into_different_moe_groups_for_optimizer
 strata.compat.script_functions | runtime.utils | copy_to_device=move_to_device move_to_device clip_grad_norm_
     get_global_norm get_grad_norm get_weight_norm ensure_directory_exists set_random_seed

@@ -41,9 +41,9 @@ def set_random_seed(seed):
     torch.manual_seed(seed)
 
 
-def as_it_is(function):
-    """The function itself."""
-    return function
+def as_it_is(value):
+    """The function, or the parameters or param groups, themselves."""
+    return value
 
 
 # --- norms over plain tensors; the engine itself clips by ``gradient_clipping`` ---
@@ -117,11 +117,6 @@ def split_params_into_different_moe_groups_for_optimizer(param_groups, max_group
     if any(is_moe_param(p) for group in groups for p in group["params"] if hasattr(p, "allreduce")):
         raise NotImplementedError("Strata does not offer expert parallelism; models' own experts are trained")
     return groups
-
-
-def configure_moe_param_groups(model_parameters):
-    """The same parameters or param groups."""
-    return model_parameters
 
 
 def set_log_level_from_string(log_level_str, custom_logger=None):

@@ -123,9 +123,9 @@ def profile_text(title, rows, passes, depth, top, detailed):
     if detailed:
         tables.append(_by_module(rows, depth))
     forward, backward = passes
-    note = f"forward {_amount(forward)}FLOP"
+    note = f"forward {amount(forward)}FLOP"
     if backward is not None:
-        note += f", backward {_amount(backward)}FLOP with what it computes again"
+        note += f", backward {amount(backward)}FLOP with what it computes again"
     return Tables(title, tables, [
         note,
         "counted: products of matrices, convolutions and attention; times are longer than in a step without a profile",
@@ -154,9 +154,10 @@ def _by_module(rows, depth):
 
 def _cells(parameters, flops, seconds, total):
     share = f"{flops / total[4]:.1%}" if total[4] else ""
-    return _amount(parameters), f"{_amount(flops)}FLOP", share, f"{seconds * 1e3:.2f} ms"
+    return amount(parameters), f"{amount(flops)}FLOP", share, f"{seconds * 1e3:.2f} ms"
 
 
-def _amount(number):
+def amount(number):
+    """"65.50 k", "1.20 M", "12 ": a number, to stand before its unit."""
     sizes = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-    return next((f"{number / size:.2f} {unit}" for size, unit in sizes if number >= size), f"{number} ")
+    return next((f"{number / size:.2f} {unit}" for size, unit in sizes if number >= size), f"{number:.3g} ")

@@ -14,7 +14,7 @@ from .. import _C
 from ..ranks.departure import engines
 from ..views import logger
 from ..views.tables import TRANSFERS, transfer_tables
-from .flops import PassProfile, profile_text
+from .flops import PassProfile, amount, profile_text
 
 
 class LateValue:
@@ -86,14 +86,6 @@ class Speed:
             self._since = now
             self._samples = self._tokens = self._flops = 0
         return ", ".join(parts)
-
-
-def amount(number):
-    """"65.5 k", "1.2 M", "12 ": a number of three digits, to stand before its unit."""
-    for size, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return f"{number:.0f} " if number >= 100 else f"{number:.3g} "
 
 
 def memory_text(device):
