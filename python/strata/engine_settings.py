@@ -16,15 +16,16 @@ ZERO = {  # settings of ``zero_optimization`` and DeepSpeed's defaults
     "round_robin_gradients": False, "save_muon_momentum_buffer_in_memory": False, "sub_group_size": 1_000_000_000}
 ZERO_PLUS_PLUS = {"zero_hpz_partition_size": 1, "zero_quantized_gradients": False,
                   "zero_quantized_nontrainable_weights": False, "zero_quantized_weights": False}
+ZERO_3 = {  # settings of ``zero_optimization`` that begin with "stage3_"
+    "allgather_sequential": False, "gather_16bit_weights_on_model_save": False, "max_live_parameters": None,
+    "max_reuse_distance": None, "model_persistence_threshold": None, "module_granularity_threshold": 0,
+    "param_persistence_threshold": 100_000, "prefetch_bucket_size": 50_000_000}
 
 # {(start of the method, start of the path): {the rest of both: default}}: the method returns the configuration's value
 # at the path, honoured or a hint, or else the default where the engine has none of its own.
 _VALUES = {
     ("zero_", "zero_optimization."): ZERO,
-    ("zero_", "zero_optimization.stage3_"): {
-        "allgather_sequential": False, "gather_16bit_weights_on_model_save": False, "max_live_parameters": None,
-        "max_reuse_distance": None, "model_persistence_threshold": None, "module_granularity_threshold": 0,
-        "param_persistence_threshold": 100_000, "prefetch_bucket_size": 50_000_000},
+    ("zero_", "zero_optimization.stage3_"): ZERO_3,
     ("", "zero_optimization."): ZERO_PLUS_PLUS,
     ("flops_profiler_", "flops_profiler."): {
         "detailed": True, "enabled": False, "module_depth": -1, "output_file": None, "profile_step": 1,

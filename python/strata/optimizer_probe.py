@@ -54,12 +54,8 @@ def why_not_by_element(optimizer, device):
         pieces = [_run(optimizer, drawn, part, device) for part in (of_rank_0, of_rank_1)]
     except Exception as error:
         return f"its step() failed on {where}: {type(error).__name__}: {error}"
-    for group, tensors in enumerate(drawn):
-        for i in range(len(tensors)):
-            there = [piece[group, i] for piece in pieces if (group, i) in piece]
-            if not torch.equal(whole[group, i].view(torch.int32), torch.cat(there).view(torch.int32)):
-                return "on a small tensor and on two parts of it its steps differ"
-    return None
+    joined = {key: torch.cat([piece[key] for piece in pieces if key in piece]) for key in whole}
+    return None if _same_bits(whole, joined) else "on a small tensor and on two parts of it its steps differ"
 
 
 def why_not_in_calls(optimizer):
@@ -73,9 +69,11 @@ def why_not_in_calls(optimizer):
         at_once, in_calls = (_run(optimizer, drawn, everything, cpu, one_by_one=each) for each in (False, True))
     except Exception as error:
         return f"its step() failed where only some parameters have gradients: {type(error).__name__}: {error}"
-    if any(not torch.equal(at_once[key].view(torch.int32), in_calls[key].view(torch.int32)) for key in at_once):
-        return "its steps differ where step() is called once for each tensor"
-    return None
+    return None if _same_bits(at_once, in_calls) else "its steps differ where step() is called once for each tensor"
+
+
+def _same_bits(one, other):
+    return all(torch.equal(one[key].view(torch.int32), other[key].view(torch.int32)) for key in one)
 
 
 def _is_known(optimizer):

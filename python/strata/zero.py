@@ -13,7 +13,7 @@ from .model.recording import Recording
 from .model.tiles import tiles_of
 from .rank_logging import show_logs
 from .ranks.runtime import init_distributed, rank_and_world_size
-from .tiles.host_copy import end_host_copy, make_whole_on_host
+from .tiles.host_copy import end_host_copy, values_on_host
 
 _ITS_OWN = 0  # stands for memory of the engine
 
@@ -67,7 +67,7 @@ class GatheredParameters:
         try:
             for parameter in self._tiled.values():
                 if parameter.numel() == 0:
-                    make_whole_on_host(parameter)
+                    parameter.data = values_on_host(parameter)
                     self._copies.append(parameter)
             for core, indices in self._by_core.values():
                 indices = sorted(indices)

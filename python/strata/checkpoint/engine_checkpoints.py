@@ -13,8 +13,10 @@ class EngineCheckpoints:
     def checkpoint_saver(self):
         """The core's _C.TrainingSaver of this engine."""
         if self._saver is None:
-            beside = _buffer_bytes(self.module) if self.global_rank == 0 else 0
-            self._saver = _C.TrainingSaver(self.core, beside)
+            from .names import state_names  # not before the first save
+
+            buffers = state_names(self.module)[1].values() if self.global_rank == 0 else ()
+            self._saver = _C.TrainingSaver(self.core, sum(buffer.nbytes for buffer in buffers))
         return self._saver
 
     def wait_for_checkpoint(self):
@@ -80,9 +82,3 @@ class EngineCheckpoints:
                                 "change values within strata.zero.GatheredParameters(parameters, modifier_rank=0)")
         return load_checkpoint(self, os.fspath(load_dir), tag, load_module_strict, load_optimizer_states,
                                load_lr_scheduler_states, load_module_only)
-
-
-def _buffer_bytes(model):
-    """int: the bytes of the buffers that a checkpoint has."""
-    return sum(buffer.nbytes for module in model.modules() for name, buffer in module._buffers.items()
-               if buffer is not None and name not in module._non_persistent_buffers_set)

@@ -44,7 +44,9 @@ def save_checkpoint(engine, folder, tag, client_state, save_latest, exclude_froz
         states = states_of_segments(engine)
         texts = _texts(engine.module) if engine.global_rank == 0 else []
     if training["optimizer"] is not None and "scalars" in training["optimizer"]:
-        training["optimizer"]["scalars"] = of_all_ranks(engine, training["optimizer"]["scalars"])
+        # A rank knows the scalars of parameters of which it owns a part.
+        of_ranks = collectives.all_gather_text(json.dumps(training["optimizer"]["scalars"]))
+        training["optimizer"]["scalars"] = {k: v for text in reversed(of_ranks) for k, v in json.loads(text).items()}
     extras = _of_rank_0(engine, extras) + _extra_buffers(engine, buffers)
     engine.checkpoint_saver().save(folder, str(tag), json.dumps(training), aliases, extras, states, texts,
                                    not exclude_frozen_parameters, save_latest)
@@ -288,12 +290,6 @@ def _scalar(value, name, key):
         raise _C.UsageError(f"the optimizer's state '{key}' of '{name}' has {value.numel()} elements; kept are states "
                             "of one element, and of as many as the parameter has")
     return value
-
-
-def of_all_ranks(engine, mine):
-    """Scalars of every parameter; a rank knows those of which it owns a part."""
-    texts = engine._collectives.all_gather_text(json.dumps(mine))
-    return {name: value for text in reversed(texts) for name, value in json.loads(text).items()}
 
 
 def states_of_segments(engine):

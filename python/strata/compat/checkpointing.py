@@ -75,16 +75,13 @@ def get_optim_files(checkpoint_dir):
 
 
 def _existing(folder, pattern):
-    found = sorted(glob.glob(os.path.join(glob.escape(folder), pattern)), key=_natural)
+    found = sorted(glob.glob(os.path.join(glob.escape(folder), pattern)),
+                   key=lambda path: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path)])
     if not found:
         raise FileNotFoundError(
             f"'{folder}' has no file {pattern} of DeepSpeed. zero_to_fp32.py beside a checkpoint of Strata makes one "
             "file of fp32 weights of it, and `strata consolidate` a Hugging Face folder")
     return found
-
-
-def _natural(path):
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", os.path.basename(path))]
 
 
 # --- classes that checkpoints need to be unpickled: data without behaviour ---

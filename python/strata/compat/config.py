@@ -11,7 +11,7 @@ import torch
 
 from .. import _C
 from ..config_source import document_of, read_config
-from ..engine_settings import VALUE_NAMES, ZERO, ZERO_PLUS_PLUS, EngineSettings
+from ..engine_settings import VALUE_NAMES, ZERO, ZERO_3, ZERO_PLUS_PLUS, EngineSettings
 from ..engine_weights import STATES
 from ..rank_logging import log_dist
 from .names import LEAVES
@@ -159,27 +159,20 @@ class DeepSpeedZeroLeafModuleConfig(_Section):
             self.__dict__[name] = [value] if isinstance(value, str) else list(value)
 
 
-_STAGE3 = ("prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters",
-           "max_reuse_distance", "gather_16bit_weights_on_model_save", "module_granularity_threshold",
-           "use_all_reduce_for_fetch_params", "allgather_sequential")  # fmt: skip
-
-
 class DeepSpeedZeroConfig(_Section):
     """``zero_optimization``: ``stage`` is a ``ZeroStageEnum``, ``offload_param`` and ``offload_optimizer`` are of the
     two classes above, or None."""
 
     DEFAULTS = {
         "stage": 0, **ZERO, **ZERO_PLUS_PLUS, "zeropp_loco_param": None, "use_multi_rank_bucket_allreduce": True,
-        "offload_param": None, "offload_optimizer": None, "zenflow": None, "prefetch_bucket_size": 50_000_000,
-        "param_persistence_threshold": 100_000, "model_persistence_threshold": sys.maxsize,
-        "max_live_parameters": 1_000_000_000, "max_reuse_distance": 1_000_000_000,
-        "gather_16bit_weights_on_model_save": False, "module_granularity_threshold": 0,
-        "use_all_reduce_for_fetch_params": False, "allgather_sequential": False, "mics_shard_size": -1,
+        "offload_param": None, "offload_optimizer": None, "zenflow": None, **ZERO_3,
+        "model_persistence_threshold": sys.maxsize, "max_live_parameters": 1_000_000_000,
+        "max_reuse_distance": 1_000_000_000, "use_all_reduce_for_fetch_params": False, "mics_shard_size": -1,
         "mics_hierarchical_params_gather": False, "memory_efficient_linear": True,
         "pipeline_loading_checkpoint": False, "override_module_apply": True, "enable_sanity_checks": False,
         "leaf_module": None, "stage3_partition_stream_chunk_size": None, "cpu_offload": None,
         "cpu_offload_params": None, "cpu_offload_param": None, "cpu_offload_use_pin_memory": None, "aio": None}
-    SECOND_NAMES = {**{f"stage3_{name}": name for name in _STAGE3},
+    SECOND_NAMES = {**{f"stage3_{name}": name for name in (*ZERO_3, "use_all_reduce_for_fetch_params")},
                     "stage3_gather_fp16_weights_on_model_save": "gather_16bit_weights_on_model_save"}
 
     def __init__(self, strict=False, **settings):

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import pickle
-from collections import ChainMap
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -95,14 +94,11 @@ def plain_values(values, tensors, where):
     kept = {}
     for key, value in values.items():
         try:
-            found = ChainMap({}, tensors)  # new names must differ from those in tensors
-            kept[key] = to_plain(value, found, f"{where}.{key}")
-            tensors.update(found.maps[0])
+            to_plain(value, {}, f"{where}.{key}")
+            kept[key] = value
         except _C.UsageError as error:
             logger.warning("left out: %s", error)
-    if all(isinstance(key, str) for key in kept) and "$" not in kept:
-        return kept
-    return {"$": "dict", "items": [[to_plain(key, {}, f"{where} key"), value] for key, value in kept.items()]}
+    return to_plain(kept, tensors, where)
 
 
 def optimizer_steps(steps):

@@ -69,12 +69,8 @@ def intercept(core, modules):
             continue
         module.__dict__["_parameters"] = _C.ParameterDict(module._parameters)
         _C.attach_parameter_dict(module.__dict__["_parameters"], core)
-        undo.callback(_make_parameters_plain, module)
+        undo.callback(lambda module=module: module.__dict__.update(_parameters=dict(module.__dict__["_parameters"])))
     return undo.close
-
-
-def _make_parameters_plain(module):
-    module.__dict__["_parameters"] = dict(module.__dict__["_parameters"])
 
 
 def _drop_keeper(model, core):

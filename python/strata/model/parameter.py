@@ -102,9 +102,7 @@ class ShardedParameter(torch.nn.Parameter):
         ds_active_sub_modules: an empty set; scopes count their uses themselves.
     """
 
-    @property
-    def ds_active_sub_modules(self):
-        return set()
+    ds_active_sub_modules = property(lambda self: set())
 
     @property
     def ds_persist(self):
@@ -269,13 +267,9 @@ def require_values(named_parameters):
             raise _C.UsageError(
                 f"'{name}' is used in tiles by an engine that lives, from which no other can take it over; end that "
                 "one first, with engine.destroy(keep_values=True) to go on with its values")
-    lost = [name for name, parameter in named_parameters if _is_lost(parameter)]
+    lost = [name for name, parameter in named_parameters if parameter.numel() == 0 and owner_of(parameter)[0] is None
+            and (_DISCARDED in parameter.__dict__ or parameter.__dict__.get("ds_numel", 0) > 0)]
     if lost:
         raise _C.UsageError(f"{len(lost)} parameters of this model are empty: their engine was destroyed, or dropped, "
                             "and the shards went with it. End it with engine.destroy(keep_values=True), or build or "
                             f"load the model again. First: '{lost[0]}'")
-
-
-def _is_lost(parameter):
-    is_discarded = _DISCARDED in parameter.__dict__ or parameter.__dict__.get("ds_numel", 0) > 0
-    return is_discarded and parameter.numel() == 0 and owner_of(parameter)[0] is None

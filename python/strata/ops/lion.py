@@ -8,9 +8,6 @@ from .elementwise import ElementwiseOptimizer, in_fp32, write_back
 class _Lion(ElementwiseOptimizer):
     moments = ("exp_avg",)
 
-    def __init__(self, params, lr, betas, weight_decay, fp32_states):
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, fp32_states)
-
     def update(self, group, parameters, counts):
         """Called by ``step()``: parameters of ``group`` with gradients."""
         kept = [self.state[p]["exp_avg"] for p in parameters]
@@ -41,7 +38,8 @@ class DeepSpeedCPULion(_Lion):
     """
 
     def __init__(self, model_params, lr=1e-3, betas=(0.9, 0.999), weight_decay=0, fp32_optimizer_states=True):
-        super().__init__(model_params, lr, betas, weight_decay, fp32_optimizer_states)
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        super().__init__(model_params, defaults, fp32_optimizer_states)
 
 
 class FusedLion(_Lion):
@@ -50,4 +48,4 @@ class FusedLion(_Lion):
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), weight_decay=0.0, set_grad_none=True):
         self.set_grad_none = set_grad_none
-        super().__init__(params, lr, betas, weight_decay, False)
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, False)

@@ -14,7 +14,7 @@ from ..model.parameter import (ParameterStatus, ShardedParameter, clear_owner, f
                                set_owner, unmark_managed)
 from ..model.tiles import Tiles, tiles_of
 from ..views import logger
-from .host_copy import end_host_copy, make_whole_on_host, values_on_host
+from .host_copy import end_host_copy, values_on_host
 
 _TILE = 256 << 20  # bytes, the default
 
@@ -114,7 +114,7 @@ class TiledParameter(ShardedParameter):
     def all_gather(self, param_list=None, async_op=False, hierarchy=0):
         """Makes it whole on the host until ``partition()``. Collective."""
         if self.numel() == 0:
-            make_whole_on_host(self)
+            self.data = values_on_host(self)
             self._strata_gathered = True
 
     def partition(self, param_list=None, hierarchy=0, has_been_updated=False):

@@ -11,7 +11,8 @@ from ..model.tiles import tiles_of
 
 def values_on_host(parameter, keep=True):
     """A copy on the host, in its dtype and shape, of the values of a parameter. Collective where gathers are. Where
-    it is used in tiles, the device has one at a time. ``keep=False``: take part, and return None."""
+    it is used in tiles, the device has one at a time. ``keep=False``: take part, and return None. UsageError where the
+    host has no room for it."""
     tiles = tiles_of(parameter)
     if tiles is None:
         for _, _, values in iter_pieces(parameter):  # one piece
@@ -29,15 +30,9 @@ def values_on_host(parameter, keep=True):
     return values
 
 
-def make_whole_on_host(parameter):
-    """Gives a parameter that is used in tiles whole values on the host, for reading and changing, until
-    ``end_host_copy()``. UsageError where the host has no room for it."""
-    parameter.data = values_on_host(parameter)
-
-
 def end_host_copy(parameter, modifier_rank):
-    """Makes the parameter empty again. Collective with ``modifier_rank``: every rank gets that rank's values; None:
-    changes are lost."""
+    """Makes a parameter in tiles, whose memory is ``values_on_host()`` now, empty again. Collective with
+    ``modifier_rank``: every rank gets that rank's values; None: changes are lost."""
     values, tiles = parameter.data, tiles_of(parameter)
     try:
         for tile in tiles if modifier_rank is not None else ():

@@ -210,7 +210,7 @@ class ProgressBar:
     """One line of tqdm on the terminal for each phase that lasts over a second, gone when the phase is over.
 
     Drawn only when the engine calls: there is no thread. After ``close()``, or once the terminal is gone, calls
-    do nothing. Of several ranks (``world_size``) bytes are those of one.
+    do nothing. Bytes are those of one rank.
     """
 
     def __init__(self, world_size):
