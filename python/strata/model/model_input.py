@@ -18,13 +18,10 @@ class ModelTree:
 
     The walk does not nest generators as ``named_modules()`` does, which is slow for many thousand modules.
 
-    Attributes:
-        model: a ``torch.nn.Module``.
-        modules: [(path, module, parent or None)], each under its first path, in the order of ``named_modules()``.
-            A wrapper and the module in it have one path.
-        parameters: [(name, parameter)], as ``named_parameters()`` gives them; in place of one that is cut, its tiles.
-        cut: ``strata.tiles.cutting.Cut``, the parameters that are cut; None: there are none.
-    """
+    ``model``: a ``torch.nn.Module``. ``modules``: [(path, module, parent or None)], each under its first path, in the
+    order of ``named_modules()``. A wrapper and the module in it have one path. ``parameters``: [(name, parameter)], as
+    ``named_parameters()`` gives them; in place of one that is cut, its tiles. ``cut``: ``strata.tiles.cutting.Cut``,
+    the parameters that are cut; None: there are none."""
 
     def __init__(self, model):
         self.model, self.cut = model, None

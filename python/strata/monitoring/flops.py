@@ -108,15 +108,10 @@ _HEAD = ("parameters", "forward", "share", "time")
 
 
 def profile_text(title, rows, passes, depth, top, detailed):
-    """The tables as plain text, under the line ``title``.
-
-    Args:
-        rows: [(name, class, depth, parameters, forward FLOP, seconds)] in the model's order; the first is the model.
-        passes: (forward FLOP, backward FLOP or None) of the whole micro-batch.
-        depth: of the deepest modules shown; -1: all.
-        top: the number of classes that are listed at each depth.
-        detailed: whether every module has a row.
-    """
+    """The tables as plain text, under the line ``title``. ``rows``: [(name, class, depth, parameters, forward FLOP,
+    seconds)] in the model's order; the first is the model. ``passes``: (forward FLOP, backward FLOP or None) of the
+    whole micro-batch. ``depth``: of the deepest modules shown; -1: all. ``top``: the number of classes that are listed
+    at each depth. ``detailed``: whether every module has a row."""
     deepest = max(row[2] for row in rows)
     depth = deepest if depth < 0 else min(depth, deepest)
     tables = [_by_depth(rows, depth, top)] if top > 0 else []

@@ -136,16 +136,12 @@ def expected_world_size():
 
 def make_collectives(config, device, waits=None):
     """Chooses and connects the ranks' transports; returns a _C.Collectives. Collective. docs/design/peers.md says which
-    transport moves what.
+    transport moves what. ``config``: a _C.Config; its ``collectives``, ``gather``, ``reduce`` and ``timeout_s`` count
+    (docs/CONFIG.md). ``device``: torch.device of this rank's model. ``waits``: ``host_waits`` of its _C.Runtime, which
+    then counts the waits of the collectives, too; None: no count.
 
-    Args:
-        config: a _C.Config; its ``collectives``, ``gather``, ``reduce`` and ``timeout_s`` count (docs/CONFIG.md).
-        device: torch.device of this rank's model.
-        waits: ``host_waits`` of its _C.Runtime, which then counts the waits of the collectives, too; None: no count.
-
-    Errors: ``CommError`` when ranks cannot reach each other or one failed before; ``ConfigError`` for a kind that
-    does not fit the ranks or the device, and for ranks that share a GPU.
-    """
+    Errors: ``CommError`` when ranks cannot reach each other or one failed before; ``ConfigError`` for a kind that does
+    not fit the ranks or the device, and for ranks that share a GPU."""
     rank, world_size = rank_and_world_size()
     with notifying_ranks():
         facts = _facts(device)

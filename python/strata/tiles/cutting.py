@@ -20,14 +20,10 @@ _TILE = 256 << 20  # bytes, the default
 
 
 class Budget:
-    """The bytes of one parameter that may be gathered at once.
-
-    Attributes:
-        largest: int, bytes; a larger parameter is cut. None: none is.
-        tile: int, bytes of a tile at most.
-        read: int, the most bytes of a cut parameter that may be whole for a read outside its modules; None: any.
-        asked: bool, whether the configuration sets the budget. If not, a parameter that cannot be cut is no error.
-    """
+    """The bytes of one parameter that may be gathered at once. ``largest``: int, bytes; a larger parameter is cut.
+    None: none is. ``tile``: int, bytes of a tile at most. ``read``: int, the most bytes of a cut parameter that may be
+    whole for a read outside its modules; None: any. ``asked``: bool, whether the configuration sets the budget. If not,
+    a parameter that cannot be cut is no error."""
 
     def __init__(self, config, half):
         self.read = half
@@ -165,13 +161,9 @@ class Cut:
     """The parameters of one model that are in tiles. After an error within the constructor the model is unchanged.
     ConfigError where a module with a too large parameter has no rule, one row exceeds the budget, or a rule's tiles do
     not hold every row exactly once. UsageError where a module cannot be used in tiles, or a parameter has hooks.
-
-    Args:
-        tree: the ``ModelTree``; it gets the tiles in place of the parameters that are cut.
-        config, budget: a _C.Config and a ``Budget``.
-        from_files: {id(parameter): full shape} of parameters that are empty until they are loaded, or None; it gets
-            their tiles as well.
-    """
+    ``tree``: the ``ModelTree``; it gets the tiles in place of the parameters that are cut. ``config``, ``budget``: a
+    _C.Config and a ``Budget``. ``from_files``: {id(parameter): full shape} of parameters that are empty until they are
+    loaded, or None; it gets their tiles as well."""
 
     def __init__(self, tree, config, budget, from_files=None):
         from .rules import find_rule  # most models need no rule

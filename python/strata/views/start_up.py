@@ -28,9 +28,7 @@ class StartUpClock:
     scan everything that a program with transformers has loaded, for longer than a small model takes to start. Objects
     made meanwhile count as old afterwards, so that they are not scanned in the first step, either.
 
-    Attributes:
-        core: the engine's _C.ShardedModel, as soon as there is one; the account includes its phases.
-    """
+    ``core``: the engine's _C.ShardedModel, as soon as there is one; the account includes its phases."""
 
     def __init__(self):
         self.core = None

@@ -12,14 +12,9 @@ _LINKS = {"up": "PCIe up", "down": "PCIe down", "read": "drive read", "write": "
 
 
 class Tables(NamedTuple):
-    """A report for people.
-
-    Attributes:
-        title: a line.
-        tables: [[row of cells]], each with its head first.
-        notes: [line], below the tables.
-        ends_in_total: bool, whether a table's last row is set apart from the others on a terminal.
-    """
+    """A report for people. ``title``: a line. ``tables``: [[row of cells]], each with its head first. ``notes``:
+    [line], below the tables. ``ends_in_total``: bool, whether a table's last row is set apart from the others on a
+    terminal."""
 
     title: str
     tables: list
@@ -87,13 +82,8 @@ _RULE = {"parameters": ("parameters", str), "of": ("bytes", size_text)}
 
 
 def _table(first, columns, entries):
-    """The rows of a table.
-
-    Args:
-        first: the head of the first column.
-        columns: {head: (field, its text)}.
-        entries: [(cell of the first column, {field: value})].
-    """
+    """The rows of a table. ``first``: the head of the first column. ``columns``: {head: (field, its text)}.
+    ``entries``: [(cell of the first column, {field: value})]."""
     rows = [(first, *columns)]
     for name, entry in entries:
         cells = ((entry[field], form) for field, form in columns.values())
