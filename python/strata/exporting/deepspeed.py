@@ -297,7 +297,7 @@ class Files:
         """The rank's part of a frozen parameter; all ranks' parts have the same size."""
         part = math.ceil(value.numel() / self._layout.world_size)
         own = value.flatten()[rank * part:(rank + 1) * part]
-        return torch.cat([own, own.new_zeros(part - own.numel())])
+        return torch.nn.functional.pad(own, (0, part - own.numel()))
 
     def _model(self, rank, module, frozen, fragments=None):
         layout = self._layout

@@ -116,7 +116,8 @@ def profile_text(title, rows, passes, depth, top, detailed):
     depth = deepest if depth < 0 else min(depth, deepest)
     tables = [_by_depth(rows, depth, top)] if top > 0 else []
     if detailed:
-        tables.append(_by_module(rows, depth))
+        tables.append([("module", "class", *_HEAD), *((f"{'  ' * at}{name}", kind, *_cells(*sums, rows[0]))
+                                                      for name, kind, at, *sums in rows if at <= depth)])
     forward, backward = passes
     note = f"forward {amount(forward)}FLOP"
     if backward is not None:
@@ -140,11 +141,6 @@ def _by_depth(rows, depth, top):
         most = sorted(classes.items(), key=lambda entry: (-entry[1][2], -entry[1][3]))[:top]
         lines += [(f"{level}  {kind}", str(count), *_cells(*sums, total)) for kind, (count, *sums) in most]
     return lines
-
-
-def _by_module(rows, depth):
-    return [("module", "class", *_HEAD), *((f"{'  ' * at}{name}", kind, *_cells(*sums, rows[0]))
-                                           for name, kind, at, *sums in rows if at <= depth)]
 
 
 def _cells(parameters, flops, seconds, total):

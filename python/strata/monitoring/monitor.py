@@ -7,6 +7,7 @@ samples so far)."""
 import csv
 import json
 import os
+import sys
 from importlib.util import find_spec
 from itertools import groupby
 
@@ -18,17 +19,10 @@ def require_packages(config):
     """Raises ConfigError for the first monitor that a _C.Config switches on and whose package is not installed."""
     for section in enabled_monitors(config):
         package = WRITERS[section].package
-        if package is not None and not _is_there(package):
+        if package is not None and sys.modules.get(package) is None and find_spec(package) is None:
             raise _C.ConfigError(
                 f"{section}.enabled: wanted the package {package}, which writes these metrics and is not installed; "
                 f"install it (pip install {package.replace('_', '-')}), or write false; found true")
-
-
-def _is_there(package):
-    try:
-        return find_spec(package) is not None
-    except ValueError:  # a program has put a module without a spec in its place
-        return True
 
 
 class _Writer:

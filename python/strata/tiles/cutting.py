@@ -139,16 +139,6 @@ def _with_values(item):
     return whole(tiles_of(item))
 
 
-def mark_tiled(parameter, tiles):
-    """Makes ``parameter`` empty, and a TiledParameter in place."""
-    parameter._strata_tiles = tiles
-    if parameter.numel():
-        parameter.data = parameter.data.new_empty(0)
-    mark_managed(parameter, tiles.shape)
-    if type(parameter) is ShardedParameter:
-        parameter.__class__ = TiledParameter
-
-
 def _serves(rule, module, name):
     return rule is not None and name in rule.parameters and "forward" not in module.__dict__
 
@@ -251,7 +241,12 @@ class Cut:
         clear_owner(parameter)
         if id(parameter) in self._from_files:
             self._from_files.update((id(tile.parameter), (tile.rows, *shape[1:])) for tile in tiles)
-        mark_tiled(parameter, tiles)
+        parameter._strata_tiles = tiles
+        if parameter.numel():
+            parameter.data = parameter.data.new_empty(0)
+        mark_managed(parameter, tiles.shape)
+        if type(parameter) is ShardedParameter:
+            parameter.__class__ = TiledParameter
         self.all.append(tiles)
         return tiles
 
