@@ -18,7 +18,7 @@ from soak import also
 
 import strata
 from strata.checkpoint.load_plan import build_model
-from strata.checkpoint.transformers_5_6 import _in_natural_order
+from strata.checkpoint.transformers_5 import _in_natural_order
 
 NO_CONVERSIONS = "this transformers has no conversions that compute tensors"
 

@@ -9,7 +9,7 @@ pytest.importorskip("transformers.conversion_mapping", reason="this transformers
 import torch
 import transformers as hf
 
-from strata.checkpoint import transformers_5_6
+from strata.checkpoint import transformers_5
 from strata.checkpoint.names import model_tensors, saved_tensors, state_names
 from strata.checkpoint.ranges import RangeTensor
 from strata.checkpoint.repeated_blocks import Leaves
@@ -67,17 +67,17 @@ def _answers(model, listed, monkeypatch):
     without."""
     parameters, buffers = state_names(model)
     answers = []
-    for patterns_with_numbers in (transformers_5_6._NUMBER_IN_PATTERN, re.compile("")):
+    for patterns_with_numbers in (transformers_5._NUMBER_IN_PATTERN, re.compile("")):
         asked = []
         with monkeypatch.context() as patches:
-            patches.setattr(transformers_5_6, "_NUMBER_IN_PATTERN", patterns_with_numbers)
-            whole = transformers_5_6._converted
+            patches.setattr(transformers_5, "_NUMBER_IN_PATTERN", patterns_with_numbers)
+            whole = transformers_5._converted
 
             def converted(*arguments):
                 asked.append(len(list(arguments[-1])))
                 return whole(*arguments)
 
-            patches.setattr(transformers_5_6, "_converted", converted)
+            patches.setattr(transformers_5, "_converted", converted)
             found, unused = model_tensors(model, {*parameters, *buffers}, Leaves(listed))
         kept = [type(c).__name__ + str(c.source_patterns) for c in model._weight_conversions]
         answers.append(((_described(found), unused, kept), asked))

@@ -56,8 +56,7 @@ _CONVERSIONS = {
 _NAMES = {"modeling_utils": ("VLMS", "_get_tied_weight_keys", "no_init_weights")}
 GENERATIONS = (  # pyproject.toml says the same
     Generation("transformers_4", (4, 55), (4, 57), _NAMES),
-    Generation("transformers_5_3", (5, 3), (5, 5), _CONVERSIONS),
-    Generation("transformers_5_6", (5, 6), (5, 24), _CONVERSIONS),
+    Generation("transformers_5", (5, 3), (5, 24), _CONVERSIONS),
 )
 
 

@@ -1,4 +1,4 @@
-"""transformers 5.6 to 5.24: a list of conversions makes a model's tensors of a checkpoint's, and reversed a
+"""transformers 5.3 to 5.24: a list of conversions makes a model's tensors of a checkpoint's, and reversed a
 checkpoint's of a model's."""
 
 import dataclasses
@@ -42,10 +42,16 @@ def tied_names(model):
 
 
 def to_model(model, known, tensors):
-    """The model keeps the conversions that were used, as after ``from_pretrained``, for ``to_files``."""
-    mapping = private("get_model_conversion_mapping")(model)
+    """The model keeps the conversions that were used, as after ``from_pretrained``, for ``to_files``. Before 5.6 no
+    conversion says whether it was used. There the model does not keep those of legacy names, which transformers' own
+    ``save_pretrained`` would write."""
+    conversions = private("get_model_conversion_mapping")
+    mapping = conversions(model)
     answer = found_by_conversions(model, mapping, known, tensors)
-    model._weight_conversions = [c for c in mapping if c.was_used()]
+    if all(hasattr(c, "was_used") for c in mapping):
+        model._weight_conversions = [c for c in mapping if c.was_used()]
+    else:
+        model._weight_conversions = conversions(model, add_legacy=False)
     return answer
 
 
