@@ -12,8 +12,6 @@ Importing this package starts nothing: no process group, no device, no threads. 
 one of its names is first asked for, so that ``import strata.compat.deepspeed`` costs nothing before other imports."""
 
 import importlib
-import sys
-import types
 
 __version__ = "0.1.0"
 
@@ -23,7 +21,7 @@ _NAMES = {  # module: the names that it has
     "config_source": "add_config_arguments",
     "engine": "Engine",
     "forecast": "memory_forecast",
-    "initialize": "initialize",
+    "start": "initialize",
     "optimizer": "ShardedOptimizer",
     "pretrained": "load_pretrained load_weights",
     "ranks.runtime": "init_distributed",
@@ -48,15 +46,3 @@ def __getattr__(name):
 
 def __dir__():
     return sorted({*globals(), *__all__})
-
-
-class _Package(types.ModuleType):
-    """A package whose ``initialize`` is the function also when the module of that name is imported first."""
-
-    def __setattr__(self, name, value):
-        if name == "initialize" and isinstance(value, types.ModuleType):
-            value = value.initialize
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

@@ -1,7 +1,7 @@
 """The memory that a training job will need on each device, before it runs: ``strata.memory_forecast``."""
 
 from . import _C
-from .initialize import make_optimizer, parse_config
+from .start import make_optimizer, parse_config
 from .model.model_input import ModelTree, describe_modules, describe_parameters
 from .optimizer import groups_of
 from .tiles.cutting import Budget, cut_parameters

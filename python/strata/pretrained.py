@@ -17,7 +17,7 @@ from .checkpoint.repeated_blocks import Leaves
 from .checkpoint.saving import save_pretrained
 from .checkpoint.supported_transformers import adapter, dtype_name, require_supported
 from .config_source import read_config
-from .initialize import StartUp
+from .start import StartUp
 from .model.model_input import ModelTree, find_device, make_current
 from .rank_logging import logger
 from .ranks.runtime import agree_after, expected_world_size, rank_and_world_size

@@ -26,7 +26,7 @@ from devices import ON_GPU, gpus, prepare_rank, skip_without_gpus
 
 # Modules that most ranks import. Strata's modules start nothing when they are imported.
 PRELOADED = [
-    "torch", "torch.distributed", "transformers.modeling_utils", "pytest", "ranks", "comparison", "strata.initialize",
+    "torch", "torch.distributed", "transformers.modeling_utils", "pytest", "ranks", "comparison", "strata.start",
     "strata.ops.adam", "strata.pretrained", "strata.tiles.cutting", "strata.utils", "strata.views.start_up",
     "strata.views.tables", "strata.zero",
 ]  # fmt: skip

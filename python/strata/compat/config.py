@@ -14,6 +14,7 @@ from ..config_source import document_of, read_config
 from ..engine_settings import VALUE_NAMES, ZERO, ZERO_3, ZERO_PLUS_PLUS, EngineSettings
 from ..engine_weights import STATES
 from ..rank_logging import log_dist
+from ..ranks.runtime import rank_and_world_size
 from .names import LEAVES
 
 
@@ -58,8 +59,6 @@ class DeepSpeedConfig:
         if mpu is not None or mesh_device is not None:
             raise _C.UsageError("DeepSpeedConfig(mpu=..., mesh_device=...): Strata cuts no model between ranks; leave "
                                 "them out")
-        from ..ranks.runtime import rank_and_world_size
-
         self._param_dict = document_of(config)
         parsed = read_config(settings_of(self._param_dict))
         parsed.complete_batch(rank_and_world_size()[1])

@@ -5,7 +5,7 @@ from operator import attrgetter
 from .. import _C
 from ..config_source import document_of
 from ..engine import Engine
-from ..initialize import initialize_as
+from ..start import initialize_as
 from ..model.parameter import owner_of
 from ..rank_logging import log_dist
 from . import VERSION

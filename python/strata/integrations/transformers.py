@@ -15,7 +15,7 @@ from transformers import Trainer
 from .. import _C
 from ..checkpoint.adapters import is_peft_model
 from ..config_source import document_of
-from ..initialize import initialize
+from ..start import initialize
 
 _SCHEDULER = "scheduler.pt"  # Trainer's name for the file
 _ARGUMENTS = "training_args.bin"

@@ -15,7 +15,7 @@ import pytest
 from on_ranks_of_the_host import Report
 
 PRELOADED = ["strata.compat.deepspeed", "absent_names", "torch", "torch.distributed", "pytest", "rank_of_the_cpu",
-             "strata.initialize", "strata.ops.adam"]  # fmt: skip
+             "strata.start", "strata.ops.adam"]  # fmt: skip
 
 
 def pytest_configure(config):
