@@ -1,5 +1,4 @@
-"""The batches of a training: which micro-steps make a step of the engine, when their gradients are reduced, and loaders
-of data."""
+"""Batches: which micro-steps make a step of the engine, when their gradients are reduced, and loaders of data."""
 
 from contextlib import contextmanager
 

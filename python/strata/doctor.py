@@ -66,8 +66,7 @@ class Report:
 
 
 def _require_one(report, package):
-    """Returns the folder of the package that an import takes, without an import; a second one on ``sys.path`` is a
-    problem."""
+    """The folder of the package that an import would take; a second one on ``sys.path`` is a problem."""
     found = {}
     for entry in sys.path:
         init = Path(entry or ".", package, "__init__.py").absolute()

@@ -54,9 +54,8 @@ def read_adapter_config(folder):
 
 
 def attach_adapter(model, config):
-    """The peft.PeftModel of a model with meta parameters; the adapter's are meta, too. Returns it and {name in the
-    adapter's file: parameter or buffer}. UsageError where the adapter computes a buffer from the base model's
-    weights."""
+    """The peft.PeftModel of a model with meta parameters; so are the adapter's. Returns it and {name in its file:
+    parameter or buffer}. UsageError where the adapter computes a buffer from the base model's weights."""
     import peft
 
     with _without_values(config):

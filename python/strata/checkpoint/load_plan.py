@@ -169,8 +169,7 @@ def build_model(model_class, config, dtype, model_arguments):
 
 
 def make_flat(model):
-    """Makes every meta parameter an empty one on the CPU, the same object as before. Returns {id(parameter): full
-    shape}."""
+    """Makes every meta parameter empty on the CPU, the same object as before. Returns {id(parameter): full shape}."""
     shapes = {}
     for parameter in model.parameters():
         shapes[id(parameter)] = torch.Size(parameter.shape)

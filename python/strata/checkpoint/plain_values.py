@@ -29,8 +29,7 @@ def written_by(**others):
 def to_plain(value, tensors, where):
     """JSON for ``value``; its tensors are added to ``tensors`` under names of their own that begin with ``where``.
     UsageError for a value of another kind; it names the value's path. ``tensors``: {name: tensor}; None: the JSON
-    itself has their bytes, which suits tensors of a few elements. ``where``: the value's name in messages,
-    "client_state" say."""
+    itself has their bytes, which suits tensors of a few elements. ``where``: the value's name in messages."""
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, int):

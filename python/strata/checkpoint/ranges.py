@@ -16,8 +16,7 @@ _RUNS_MAX = 1 << 16  # more runs than this in one tensor: computing it is cheape
 
 class RangeTensor(torch.Tensor):
     """A meta tensor with provenance. ``source``: a leaf's source, which it is the whole of; else None. ``runs``:
-    [(source, first element, number of elements)], in its own row-major order; None where its elements are not runs of
-    its sources."""
+    [(source, first element, number of elements)], in its own row-major order; None where it has no such runs."""
 
     @staticmethod
     def leaf(source, shape, dtype, alike=None):

@@ -1,5 +1,4 @@
-"""transformers 5.3 to 5.24: a list of conversions makes a model's tensors of a checkpoint's, and reversed a
-checkpoint's of a model's."""
+"""transformers 5.3 to 5.24: a list of conversions makes a model's tensors of a checkpoint's, and the reverse."""
 
 import dataclasses
 import re

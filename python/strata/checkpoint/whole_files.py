@@ -48,8 +48,7 @@ class SavedTogether(ExitStack):
 
 
 def file_bytes(size):
-    """int: bytes of one file at most, from a number, or a text such as "5GB" or "512MiB". UsageError where ``size`` is
-    neither."""
+    """int: bytes of one file at most, from a number, or a text such as "5GB" or "512MiB". UsageError for others."""
     size_bytes = size if isinstance(size, int) else _C.parse_size(size)
     if size_bytes is None:
         raise _C.UsageError(f"max_shard_size must be a number of bytes or like '5GB' or '512MiB'; got {size!r}")
@@ -59,8 +58,7 @@ def file_bytes(size):
 @contextmanager
 def moved_into(folder, what):
     """Context that gives an empty folder. When it ends without an exception, its files replace those of ``folder`` one
-    by one; else ``folder`` does not change. IoError where a file cannot be written or moved; the message names
-    ``what``."""
+    by one; else ``folder`` does not change. IoError, which names ``what``, where a file cannot be written or moved."""
     try:
         os.makedirs(folder, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as temporary:

@@ -166,8 +166,7 @@ def _start_of(request, machine, hosts, index, alone):
 
 
 def plan_job(request, machine):
-    """[Start], one for each host, all of which together are the job: ``request``, of ``parser()``, on a ``Machine``.
-    Starts nothing."""
+    """[Start], one for each host of the job: ``request``, of ``parser()``, on a ``Machine``. Starts nothing."""
     if not request.command:
         raise UsageError("name the script that is to run: strata run SCRIPT")
     if request.module and request.no_python:

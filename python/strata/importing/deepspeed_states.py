@@ -173,8 +173,7 @@ _NAMES = {"fp32": VALUE}  # names of files whose kinds have other names in Strat
 
 
 class UniversalStates:
-    """The states of all parameters, read one at a time. ``stage``, ``param_groups`` and ``loss_scaler`` are as of
-    ``FlatStates``."""
+    """The states of all parameters, read one at a time. Attributes as of ``FlatStates``."""
 
     def __init__(self, folder):
         self._folder = folder

@@ -1,5 +1,4 @@
-"""Deferred initialization: records the operators of constructors on large tensors, which have no memory meanwhile, as
-steps of recipes (_C.Recipe)."""
+"""Deferred initialization: records operators of constructors on large tensors without memory as recipes (_C.Recipe)."""
 
 import math
 from contextlib import contextmanager

@@ -1,8 +1,7 @@
 """The record of all parameters that are cut into tiles, of their tiles, and of the memory for tiles' gradients.
 
-A parameter that is cut stays in its module, under its name, and is empty: users, optimizers and checkpoints see it.
-The engine sees its tiles, Parameters of their own that are in no module. ``owned_parameters`` maps the one to the
-other."""
+A parameter that is cut stays in its module, under its name, and is empty: users, optimizers and checkpoints see it. The
+engine sees its tiles, Parameters of their own that are in no module. ``owned_parameters`` maps them."""
 
 import math
 import weakref
@@ -119,8 +118,7 @@ class GradientTarget(Destination):
 class Tile:
     """Rows [begin, end) of a parameter: a context in which their values are whole on this rank. ``parameter`` is the
     torch.nn.Parameter that the engine owns for it, ``index`` its index in ``core``. ``begin``, ``end``, ``rows``: ints,
-    rows of the whole parameter, and their number. ``tiles``: [``Tile``], this one alone; ``TileRun`` has the same
-    attribute."""
+    rows of the whole parameter, and their number. ``tiles``: [this one], as of ``TileRun``."""
 
     def __init__(self, parameter, begin, end):
         self.parameter, self.begin, self.end, self.rows = parameter, begin, end, end - begin
@@ -240,8 +238,7 @@ class Tiles(list):
                       "operations of the tiles depend on it.")  # fmt: skip
 
     def joined(self):
-        """The whole, where the tiles still are the rows of one tensor, or have memory of their own; None: they are
-        empty."""
+        """The whole, of tiles that are rows of one tensor or have memory of their own; None: they are empty."""
         parts = [tile.parameter.data for tile in self]
         if any(part.numel() == 0 for part in parts):
             return None

@@ -52,8 +52,7 @@ class _Counter(TorchDispatchMode):
 
 class PassProfile:
     """One micro-batch's forward and backward, counted. ``forward_flops``, ``backward_flops``: int; None before.
-    ``modules``: {module: [forward FLOP, seconds]}, inclusive; seconds by the host's clock, which waits for the
-    device."""
+    ``modules``: {module: [forward FLOP, seconds]}, inclusive; seconds of the host, which waits for the device."""
 
     def __init__(self, model, device):
         self._model, self._device = model, device

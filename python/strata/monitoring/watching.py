@@ -55,8 +55,7 @@ def tokens_of(args, kwargs):
 
 
 class Speed:
-    """Counts steps after the first one, which takes longer than others. ``line()`` returns their speed, and restarts
-    the count."""
+    """Counts steps after the first one, which takes longer. ``line()`` returns their speed, and restarts the count."""
 
     def __init__(self, world_size):
         self._world_size = world_size

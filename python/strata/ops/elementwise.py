@@ -153,8 +153,7 @@ def write_back(targets, values):
 
 
 def set_value(group, key, value):
-    """Sets a value of a param group. A tensor is filled in place, as torch's schedulers do, since compiled and captured
-    steps hold it."""
+    """Sets a value of a param group. A tensor is filled in place, as torch's schedulers do: compiled steps hold it."""
     if isinstance(group.get(key), torch.Tensor) and group[key] is not value:
         group[key].copy_(value) if isinstance(value, torch.Tensor) else group[key].fill_(value)
     else:

@@ -39,8 +39,7 @@ def engines():
 
 
 def record_error(error):
-    """Remembers an exception that goes through an engine. Where the script catches it and ends, the peers get its
-    message."""
+    """Remembers an exception that goes through an engine: peers get its message if the script catches it and ends."""
     global _last_error
     _last_error = f"{type(error).__name__}: {error}"
 

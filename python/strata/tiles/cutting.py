@@ -51,8 +51,7 @@ class Budget:
 
 
 def cut_parameters(tree, config, budget, from_files=None):
-    """Cuts the parameters of a model that exceed the budget: ``tree.cut``, a ``Cut`` with the same arguments, holds
-    them, None if there are none."""
+    """Cuts the parameters of a model that exceed the budget: ``tree.cut``, a ``Cut`` or None, holds them."""
     # An upper bound; the configuration's precision may need fewer bytes.
     sizes = (math.prod(_full_shape(p, from_files)) * max(p.dtype.itemsize, 4) for _, p in tree.parameters)
     if budget.largest is None or max(sizes, default=0) <= budget.largest:

@@ -116,8 +116,7 @@ def matmul(x, tiles, bias=None):
 
 def embedding(ids, tiles, padding_idx=None, scale_grad_by_freq=False):
     """``torch.nn.functional.embedding``, whose other arguments are torch's: ids [...], of integers, ``Tiles`` of a
-    weight [ids, width], each of which serves the ids in its range. UsageError where an id is not below the number of
-    rows."""
+    weight [ids, width], each of which serves the ids in its range. UsageError where an id is not a row."""
     return _Embedding.apply(ids, tiles.anchor, tiles, padding_idx, scale_grad_by_freq)
 
 

@@ -13,8 +13,7 @@ _LINKS = {"up": "PCIe up", "down": "PCIe down", "read": "drive read", "write": "
 
 class Tables(NamedTuple):
     """A report for people. ``title``: a line. ``tables``: [[row of cells]], each with its head first. ``notes``:
-    [line], below the tables. ``ends_in_total``: bool, whether a table's last row is set apart from the others on a
-    terminal."""
+    [line], below the tables. ``ends_in_total``: bool, whether a terminal sets a table's last row apart."""
 
     title: str
     tables: list
