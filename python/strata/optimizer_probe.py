@@ -40,8 +40,7 @@ def updates_by_another(optimizer):
 
 def why_not_by_element(optimizer, device):
     """None where ``optimizer``, which has taken no step, updates element by element on ``device``, a torch.device; else
-    a text with the reason why it does not. Takes milliseconds; the optimizer and the state of torch's random numbers do
-    not change."""
+    the reason, a text. Takes milliseconds; the optimizer and the state of torch's random numbers do not change."""
     if _is_known(optimizer):
         return None
     drawn, everything = _drawn(optimizer)

@@ -25,8 +25,7 @@ from .views.start_up import StartUpClock, require_writable_files
 
 
 def parse_config(config, world_size=None):
-    """A _C.Config with complete batch sizes, of what ``read_config`` takes. ``world_size`` None: that of the default
-    process group."""
+    """A _C.Config with complete batch sizes, of what ``read_config`` takes. ``world_size``: None: that of the group."""
     if config is None:
         raise _C.ConfigError("initialize() needs a configuration: pass config=<dict, path or JSON text>")
     parsed = read_config(config)

@@ -163,8 +163,7 @@ def set_whole_weights(engine, state_dict, strict=True, may_miss=()):
 
 
 def _of_rank_0(engine, state_dict, buffers):
-    """Rank 0's state dict. On other ranks tensors without memory stand for the values of parameters, which count on
-    rank 0 alone."""
+    """Rank 0's state dict. On others tensors without memory stand for parameters' values, which count on rank 0."""
     first = engine.global_rank == 0
     with agree_after(engine._collectives, "loading the state dict"):
         own = {plain_name(n): v for n, v in state_dict.items() if isinstance(v, torch.Tensor)} if first else {}

@@ -36,8 +36,7 @@ def activate():
 
 
 def activate_as(name):
-    """``activate()`` for the value of STRATA_COMPAT; an empty one asks for nothing. ImportError for a name without a
-    stand-in, too."""
+    """``activate()`` for a value of STRATA_COMPAT; an empty one asks for nothing. ImportError for unknown ones, too."""
     if name not in ("", NAME):
         advice = f"write {VARIABLE}={NAME}, or unset it"
         raise ImportError(f"{VARIABLE}={name}: Strata stands in for '{NAME}' alone; {advice}")

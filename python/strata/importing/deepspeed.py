@@ -235,8 +235,7 @@ def _tensor_parallel(path, sign):
 
 class ModelFiles:
     """The contents of the model's files. ``shapes``: [{name: shape}] of the trained parameters, by param group, or
-    sub-group at stage 3, in the order of the flat tensors. ``of_ranks``: the content of every file: one, or at stage 3
-    one for each rank."""
+    sub-group at stage 3, in the order of the flat tensors. ``of_ranks``: [content of a file], at stage 3 by rank."""
 
     def __init__(self, paths):
         self.of_ranks = [load_tensors(path) for path in paths]

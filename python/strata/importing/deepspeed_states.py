@@ -31,8 +31,7 @@ class Run(NamedTuple):
 class FlatLayout:
     """The offsets of parameters in flat tensors. ``shapes``: [{name: shape}] by flat tensor. ``stage`` is of ZeRO.
     ``paddings``: [[elements behind each parameter]] by flat tensor, or None. ``places``: {name: (flat, begin, numel)}:
-    the offset in the joined tensors of all ranks, or at stage 3 in each rank's. ``ends``: [the end of the last
-    parameter] by flat tensor."""
+    the offset in the joined tensors of all ranks, or at stage 3 in each rank's. ``ends``: [end] by flat tensor."""
 
     def __init__(self, shapes, world_size, stage, paddings=None):
         self.shapes, self.world_size, self.stage = shapes, world_size, stage

@@ -1,5 +1,4 @@
-"""The modules of a model as torch.compile and torch's checkpoint_wrapper treat them. Imports no Dynamo, which takes
-seconds."""
+"""A model's modules as torch.compile and torch's checkpoint_wrapper treat them. Imports no Dynamo: it takes seconds."""
 
 import functools
 import sys

@@ -17,8 +17,7 @@ from .parameter import clear_owner, discard_values, owner_of, set_owner, unmark_
 
 
 def references(container, key):
-    """References to the item ``key`` of a dict or a list. The interpreter's own add the same number to each count, so
-    counts can be compared."""
+    """References to the item ``key`` of a dict or a list; the interpreter's own add the same number to each count."""
     kind = dict if isinstance(container, dict) else list
     return sys.getrefcount(kind.__getitem__(container, key))
 
@@ -70,8 +69,7 @@ class ConstructorWatch:
             raise
 
     def remove(self):
-        """Undoes ``install``. A class's decorator may have kept a wrapped constructor; it only calls the original from
-        then on."""
+        """Undoes ``install``. A decorator may have kept a wrapped constructor, which only calls the original then."""
         if self._declaration is None:
             del torch.nn.Module.__init_subclass__
         else:

@@ -114,8 +114,7 @@ _COPYING = {**_CHANGES, "clone": _clone, "rsub": lambda other, alpha=1: [("multi
 
 
 def steps_of(func, args, kwargs):
-    """([(operation, a, b)], whether ``func`` works in place): its steps on each element of its first argument; None
-    where it is not element-wise."""
+    """([(operation, a, b)], whether ``func`` works in place): its steps on elements of its first argument; or None."""
     name = func.overloadpacket.__name__
     in_place = name in _IN_PLACE
     steps = _IN_PLACE.get(name) or _COPYING.get(name)

@@ -18,8 +18,7 @@ from .flops import PassProfile, amount, profile_text
 
 
 class LateValue:
-    """The present value of a tensor of one element; of a larger one the mean. On a GPU the device copies it in the
-    order of its current stream."""
+    """The present value of a tensor of one element; of a larger one the mean. A GPU copies it in its stream."""
 
     def __init__(self, tensor):
         value = tensor.detach()

@@ -184,8 +184,7 @@ def _device_identity(device):
 
 
 def _nccl_runs(device):
-    """Whether the default process group has NCCL communicators of this device already: new ones take about a second,
-    and memory of the GPU."""
+    """Whether the default process group has NCCL communicators of this device: new ones take a second, and memory."""
     if device.type != "cuda":
         return False
     with suppress(RuntimeError, AttributeError):  # without NCCL, or within a wrapper of torch's debugging

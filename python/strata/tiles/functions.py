@@ -88,9 +88,8 @@ class Members:
 
 
 def has_grouped_product(rows, other):
-    """Whether torch has one kernel for the grouped product of ``rows`` [rows, k] and ``other`` [groups, k, n] or
-    [rows, n]: in bf16, on some GPUs. Elsewhere torch's grouped product is a loop that waits for the offsets, which the
-    host already has here."""
+    """Whether torch has one kernel for the grouped product of ``rows`` [rows, k] and ``other`` [groups, k, n] or [rows,
+    n]: in bf16, on some GPUs. Elsewhere torch's is a loop that waits for the offsets, which the host already has."""
     if not rows.is_cuda or torch.cuda.get_device_capability(rows.device)[0] not in (9, 10):
         return False
     if rows.dtype != torch.bfloat16 or other.dtype != torch.bfloat16 or not rows.is_contiguous():

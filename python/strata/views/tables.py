@@ -177,8 +177,7 @@ def offloads(placement):
 
 
 def placement_tables(placement, world_size):
-    """``engine.init_report["placement"]`` as ``Tables``. Its notes: folders of drives, and the room that the engine
-    filled by itself."""
+    """``engine.init_report["placement"]`` as ``Tables``. Notes: folders of drives, and room that was filled."""
     kinds = {"together, at most" if kind == "total" else kind: sizes for kind, sizes in placement["kinds"].items()}
     tables = [_table("what", _PLACED, [(kind, sizes) for kind, sizes in kinds.items() if any(sizes.values())])]
     if placement["rules"]:
