@@ -179,11 +179,9 @@ class Recording(TorchDispatchMode):
     Any other operation, or one that reads a value, materializes the tensor first, on the host (on a GPU if a
     constructor made it there). A warning says so once for each kind of constructor and operator, if ``warns``.
 
-    Args:
-        running: [torch.nn.Module] whose constructors run, the innermost last; none: nothing is recorded.
-        threads, world_size: ``strata.threads`` (or None) and the job's; they decide how many threads compute values.
-        piece: bytes of one copy to a GPU.
-    """
+    ``running``: [torch.nn.Module] whose constructors run, the innermost last; none: nothing is recorded. ``threads``,
+    ``world_size``: ``strata.threads`` (or None) and the job's; they decide how many threads compute values. ``piece``:
+    bytes of one copy to a GPU."""
 
     def __init__(self, larger_than, running, threads, world_size, piece, warns):
         super().__init__()

@@ -18,13 +18,10 @@ def watch(core, engine=None, group=None):
     """Handles the end of the process until ``unwatch(core)``. Where an exception ends the process, the peers get its
     message before ``sys.excepthook`` shows it. Else the process waits for the peers when it exits; a peer that does not
     come gets the place of the ``sys.exit`` and the last error. An exception that ends a thread does not count.
-
-    Args:
-        core: a _C.ShardedModel; this function keeps neither it nor its collectives alive.
-        engine: a weak reference to the engine, whose ``end_watching()`` and, collectively, ``wait_for_checkpoint()``
-            are called at the end of the process. Their exceptions are logged.
-        group: the same object for cores of the same collectives, which share one sync point; None: a core alone.
-    """
+    ``core``: a _C.ShardedModel; this function keeps neither it nor its collectives alive. ``engine``: a weak reference
+    to the engine, whose ``end_watching()`` and, collectively, ``wait_for_checkpoint()`` are called at the end of the
+    process. Their exceptions are logged. ``group``: the same object for cores of the same collectives, which share one
+    sync point; None: a core alone."""
     global _hooks
     if not _present:
         atexit.register(_leave)
