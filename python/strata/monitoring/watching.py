@@ -53,39 +53,6 @@ def tokens_of(args, kwargs):
                  if isinstance(value, torch.Tensor) and value.dim() >= 2 and not value.is_floating_point()), 0)
 
 
-class Speed:
-    """Counts steps after the first one, which takes longer. ``line()`` returns their speed, and restarts the count."""
-
-    def __init__(self, world_size):
-        self._world_size = world_size
-        self._since = None
-        self._samples = self._tokens = self._flops = 0
-
-    def step_ended(self, samples, tokens, flops):
-        """``samples`` of all ranks, ``tokens`` and ``flops`` of this one, None where they are not known."""
-        if self._since is None:
-            self._since = time.perf_counter()
-            return
-        self._samples += samples
-        self._tokens += tokens
-        self._flops = None if flops is None or self._flops is None else self._flops + flops
-
-    def line(self):
-        """str, such as "512.0 samples/s, 65.5 k tokens/s, 12.3 TFLOP/s a rank"; "" before the second step ends."""
-        now = time.perf_counter()
-        seconds = 0.0 if self._since is None or not self._samples else now - self._since
-        parts = []
-        if seconds > 0.0:
-            parts.append(f"{self._samples / seconds:.1f} samples/s")
-            if self._tokens:
-                parts.append(f"{amount(self._tokens * self._world_size / seconds)}tokens/s")
-            if self._flops:
-                parts.append(f"{amount(self._flops / seconds)}FLOP/s a rank")
-            self._since = now
-            self._samples = self._tokens = self._flops = 0
-        return ", ".join(parts)
-
-
 def memory_text(device):
     """str: torch's memory of this rank's GPU, or the process's memory of the host."""
     gib = 2**30
@@ -169,9 +136,10 @@ class StepWatch:
         self._every = config.steps_per_print
         self._breakdown = on["wall_clock_breakdown"]
         self._timed = self._breakdown or on["comms_logger.enabled"]
-        self._speed = Speed(engine.world_size) if on["timers.throughput.enabled"] and self._every else None
+        self._shows_speed = bool(self._every and on["timers.throughput.enabled"])
+        self._since = None  # (time, samples) from which the next speed counts: not the first step, which takes longer
         self._flops = None  # of a micro-batch
-        self._profiles_at = 1 if self._speed and "timers.throughput.enabled" in config.shown_given else None
+        self._profiles_at = 1 if self._shows_speed and "timers.throughput.enabled" in config.shown_given else None
         if on["flops_profiler.enabled"]:
             self._profiles_at = on["flops_profiler.profile_step"]
         self._profile = None  # while a micro-batch is profiled, and until its step is over
@@ -186,7 +154,7 @@ class StepWatch:
 
     def forward(self, call, args, kwargs):
         """The result of ``call(*args, **kwargs)``, a forward."""
-        if self._speed and self._engine.module.training:
+        if self._shows_speed and self._engine.module.training:
             self._tokens += tokens_of(args, kwargs)
         due = self._engine.global_steps == self._profiles_at and self._engine.module.training
         if not due or self._profile is not None or not torch.is_grad_enabled():
@@ -215,14 +183,13 @@ class StepWatch:
         step, samples = engine.global_steps, engine.global_samples
         if self._profiles_at is not None and step > self._profiles_at:
             self._end_profile()
-        if self._speed:
-            passes = engine.gradient_accumulation_steps()
-            self._speed.step_ended(samples - self._samples, self._tokens, self._flops and self._flops * passes)
-        self._tokens, self._samples = 0, samples
+        self._samples = samples
+        if self._since is None:
+            self._since, self._tokens = (time.perf_counter(), samples), 0
         if self._every and step % self._every == 0:
             skipped = engine.core.skipped_steps(wait=False)
             logger.info("step=%d, skipped=%d, lr=%s, mom=%s", step, skipped, engine.get_lr(), engine.get_mom())
-            speed = self._speed.line() if self._speed else ""
+            speed = self._speed() if self._shows_speed else ""
             if speed:
                 logger.info("step %d: %s, %s", step, speed, memory_text(engine.device))
         if self._on["memory_breakdown"]:
@@ -232,6 +199,22 @@ class StepWatch:
         if self._timed:
             self._steps[self._ended] = (step, samples)
             self._take_times(wait=False)
+
+    def _speed(self):
+        """str, such as "512.0 samples/s, 65.54 k tokens/s, 12.31 TFLOP/s a rank"; "" in the first step. Restarts the
+        count."""
+        now, world_size = time.perf_counter(), self._engine.world_size
+        seconds, samples = now - self._since[0], self._samples - self._since[1]
+        if not samples:
+            return ""
+        parts = [f"{samples / seconds:.1f} samples/s"]
+        if self._tokens:
+            parts.append(f"{amount(self._tokens * world_size / seconds)}tokens/s")
+        if self._flops:
+            passes = samples / (self._engine.train_micro_batch_size_per_gpu() * world_size)
+            parts.append(f"{amount(self._flops * passes / seconds)}FLOP/s a rank")
+        self._since, self._tokens = (now, self._samples), 0
+        return ", ".join(parts)
 
     def close(self, wait=True):
         """Shows and writes the remaining values. ``wait``: whether to wait for the device."""
