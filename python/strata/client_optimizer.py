@@ -305,8 +305,7 @@ class DriveStates(SegmentStates):
         for _, index, weight in core.segments():
             if index in self._units:
                 self._parameters[index].data = weight  # a larger unit has got a larger buffer for all
-        if not hasattr(self, "_blocks"):
-            self._blocks = {}  # {(index, name): (block, dtype)}
+        self.__dict__.setdefault("_blocks", {})  # {(index, name): (block, dtype)}
 
     def _batches(self):
         by_unit = {}

@@ -40,9 +40,7 @@ class EngineNames:
     def _of_groups(self, name):
         return [group.get(name, 0.0 if name == "betas" else None) for group in self._groups]
 
-    @property
-    def _groups(self):
-        return [] if self.optimizer is None else self.optimizer.param_groups
+    _groups = property(lambda self: [] if self.optimizer is None else self.optimizer.param_groups)
 
     # --- precision ---
 

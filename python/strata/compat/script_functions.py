@@ -51,12 +51,13 @@ def as_it_is(value):
 
 def get_grad_norm(parameters, norm_type=2, mpu=None):
     """float: the norm of the gradients that these parameters have on this rank."""
-    return _norm([p.grad for p in _listed(parameters) if p.grad is not None], norm_type)
+    gradients = [p.grad for p in _listed(parameters) if p.grad is not None]
+    return float(torch.nn.utils.get_total_norm(gradients, norm_type))
 
 
 def get_weight_norm(parameters, norm_type=2, mpu=None):
     """float: the norm of the parameters that are whole on this rank; others count as empty."""
-    return _norm([p.detach() for p in _listed(parameters)], norm_type)
+    return float(torch.nn.utils.get_total_norm([p.detach() for p in _listed(parameters)], norm_type))
 
 
 def get_global_norm(norm_list):
@@ -72,10 +73,6 @@ def clip_grad_norm_(parameters, max_norm, norm_type=2, mpu=None):
 
 def _listed(parameters):
     return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-
-
-def _norm(tensors, norm_type):
-    return float(torch.nn.utils.get_total_norm(tensors, norm_type)) if tensors else 0.0
 
 
 # --- attributes by dotted paths, as DeepSpeed-Chat's scripts look for modules to replace ---

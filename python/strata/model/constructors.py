@@ -201,9 +201,7 @@ class ConstructorReads:
         # id(core) -> _ConstructedShards, by the constructor that read first; the outermost is the context
         self._frames = [{}]
 
-    @property
-    def in_constructor(self):
-        return len(self._frames) > 1
+    in_constructor = property(lambda self: len(self._frames) > 1)
 
     def open(self):
         """Makes ``open_reads()`` return this object in this thread."""
