@@ -208,6 +208,7 @@ class DeferredInit:
         name = f"init.{self._count}"
         self._count += 1
         core = _C.ShardedModel(parameters, describe_modules(tree), self._config, "none", self._runtime, name)
+        core.collectives = self._collectives  # for those who load values after the context
         watch(core, group=self._group)  # peers may read from it at any time
         return core
 

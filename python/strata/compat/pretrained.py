@@ -8,11 +8,9 @@ import functools
 import inspect
 import os
 import sys
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import torch
-import torch.distributed as dist
 
 from .. import _C
 from ..checkpoint.load_plan import LoadPlan
@@ -21,6 +19,7 @@ from ..checkpoint.repeated_blocks import Leaves
 from ..checkpoint.supported_transformers import adapter, unsupported
 from ..model.parameter import owner_of
 from ..rank_logging import logger
+from ..ranks.runtime import agree_after
 from ..zero import GatheredParameters
 
 _told = set()  # reasons
@@ -35,10 +34,11 @@ def install():
 
     @functools.wraps(load)
     def _load_pretrained_model(model, *args, **kwargs):
-        if not is_sharded(model):
+        collectives = _collectives_of(model)
+        if collectives is None:
             return load(model, *args, **kwargs)
         given = inspect.signature(load).bind(model, *args, **kwargs).arguments
-        result = _load(model, adapter().loading(SimpleNamespace(**given)))
+        result = _load(model, adapter().loading(SimpleNamespace(**given)), collectives)
         if result is None:
             result = load(model, *args, **kwargs)
         _mark_loaded_modules(model)
@@ -59,55 +59,32 @@ def _mark_loaded_modules(model):
             module._is_hf_initialized = True
 
 
-def is_sharded(model):
-    """bool: whether ``zero.Init`` has sharded the model over several ranks."""
-    return any(owner_of(parameter)[0] is not None for parameter in state_names(model)[0].values())
+def _collectives_of(model):
+    """The _C.Collectives of a model that ``zero.Init`` has sharded over several ranks; None for another model."""
+    cores = (owner_of(parameter)[0] for parameter in state_names(model)[0].values())
+    return next((core.collectives for core in cores if core is not None), None)
 
 
 class _Unfit(Exception):
     """The reason why Strata takes transformers' own way."""
 
 
-def _load(model, loading):
+def _load(model, loading, collectives):
     """The result of transformers' function; None where its own way has to be taken. Collective."""
-    plans = reason = None
-    with _agree_after("planning what is read"):
+    plans, reason = None, ""
+    with agree_after(collectives, "from_pretrained: planning what is read"):
         try:
             plans = _Plans(model, _checkpoint_of(loading))
         except (_Unfit, _C.Error, OSError) as error:
-            reason = str(error)
-    reason = next((reason for reason in _of_all(reason) if reason is not None), None)
+            reason = str(error) or type(error).__name__
+    reason = next(filter(None, collectives.all_gather_text(reason)), None)
     if reason is not None:
-        if dist.get_rank() == 0 and reason not in _told:
+        if collectives.rank == 0 and reason not in _told:
             _told.add(reason)
             logger.warning("from_pretrained has transformers gather one module after another, which is slower than "
                            "reading shards from the files: %s", reason)
         return None
-    return plans.run()
-
-
-def _of_all(value):
-    """[the value of each rank]. Collective."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-@contextmanager
-def _agree_after(what):
-    """``agree_after`` of the ranks of torch's default process group: shards have no engine yet. Collective. IoError
-    where another rank has failed; names it. A rank that failed raises its own exception."""
-    own = None
-    try:
-        yield
-    except Exception as error:
-        own = error
-    failures = _of_all(None if own is None else f"{type(own).__name__}: {own}")
-    if own is not None:
-        raise own
-    for rank, failure in enumerate(failures):
-        if failure is not None:
-            raise _C.IoError(f"from_pretrained: {what} failed on rank {rank}: {failure}")
+    return plans.run(collectives)
 
 
 def _checkpoint_of(loading):
@@ -152,7 +129,7 @@ class _Plans:
                        for core, entries in by_core.values()]
         self._checkpoint = checkpoint
 
-    def run(self):
+    def run(self, collectives):
         """Reads the shards. Collective. Returns the result of transformers' function. IoError on every rank names the
         first that failed."""
         state = {**self._parameters, **self._buffers}
@@ -163,10 +140,10 @@ class _Plans:
         with torch.no_grad():
             for core, plan in self._plans:
                 plan.read(core, reader=reader)
-                with _agree_after("reading the weights"):
+                with agree_after(collectives, "from_pretrained: reading the weights"):
                     plan.compute(core)
                 _C.weights_changed(core)
-            with _agree_after("reading the buffers"):
+            with agree_after(collectives, "from_pretrained: reading the buffers"):
                 for name, buffer in self._buffers.items():
                     if name in self._found:
                         buffer.copy_(self._found[name].compute(self._checkpoint.read))
