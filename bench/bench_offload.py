@@ -1,20 +1,20 @@
 """A step whose optimizer states rest on the host or on a drive: Strata and DeepSpeed, beside one that offloads nothing.
 
     python bench/bench_offload.py [--config MODEL_DIR] [--stage 3] [--steps 6] [--tokens 2048] [--drive DIR] \
-        [--micro 1] [--clipping 1.0] [--rounds 2] [--json FILE] \
+        [--ranks 1] [--micro 1] [--clipping 1.0] [--rounds 2] [--json FILE] \
         [--engines "strata none" "strata cpu" "strata nvme" "deepspeed cpu" "deepspeed nvme" "deepspeed cpu super"]
 
-One rank, in fresh processes, in turns: a causal language model of transformers with random weights in bf16, of the
-shapes that MODEL_DIR/config.json names (without it a small one). *ready*: seconds of initialize alone. *step*: the
-mean of --steps steps after four warm ones, timed as one span, since an update may go on beside the next forward.
-*device*: the most that torch and the engine held. *locked*: pinned host memory. Medians over rounds. With "params"
-behind an engine's name ("strata nvme params") its weights are offloaded, too; with "super" DeepSpeed's super_offload
-is on; "ratio=0.5" is offload_optimizer.ratio. DeepSpeed compiles its host optimizer at first use, before the clock
-starts.
+Ranks in fresh processes, an engine's after another's: a causal language model of transformers with random weights in
+bf16, of the shapes that MODEL_DIR/config.json names (without it a small one). *ready*: seconds of initialize alone.
+*step*: the mean of --steps steps after four warm ones (DeepSpeed's: two), timed as one span, since an update may go on
+beside the next forward. *device*: what is in use at the end; *locked*: pinned host memory; both of rank 0. Medians over
+rounds. With "params" behind an engine's name ("strata nvme params") its weights are offloaded, too; with "super"
+DeepSpeed's super_offload is on; "ratio=0.5" is offload_optimizer.ratio, "cache=0" strata.state_cache. DeepSpeed
+compiles its host optimizer at first use, before the clock starts.
 
 On a GPU "strata none" also measures what the machine allows: both ways of the link and the host's memory, all at once.
-*limit*: with that, a step whose states are on the host takes at least its backward, and then the longer one of the next
-forward and the update, with the best share of the update for the GPU and for the cores.
+*limit*: with that, a step whose states are all on the host ("cache=0") takes at least its backward, and then the longer
+one of the next forward and the update, with the best share of the update for the GPU and for the cores.
 """
 
 import argparse
@@ -24,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 
 from tables import show
 
@@ -33,8 +34,10 @@ import torch, transformers
 place, folder, stage = os.environ["PLACE"], os.environ["FOLDER"], int(os.environ["STAGE"])
 tokens, steps = int(os.environ["TOKENS"]), int(os.environ["STEPS"])
 on_gpu = torch.cuda.is_available()
-device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
-os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ["PORT"])
+rank = int(os.environ["RANK"])
+device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+if on_gpu:
+    torch.cuda.set_device(device)
 if os.environ["MODEL"]:
     shapes = transformers.AutoConfig.from_pretrained(os.environ["MODEL"])
 else:
@@ -59,6 +62,8 @@ for word in words:
         CONFIG["zero_optimization"]["offload_optimizer"]["super_offload"] = True
     if word.startswith("ratio="):
         CONFIG["zero_optimization"]["offload_optimizer"]["ratio"] = float(word[6:])
+    if word.startswith("cache="):
+        CONFIG["strata"] = {"state_cache": int(word[6:])}
 if "params" in words:
     CONFIG["zero_optimization"]["offload_param"] = {"device": place, "nvme_path": folder, "buffer_count": 5,
         "buffer_size": int(os.environ["PARAM_BUFFER"]), "pin_memory": True}
@@ -114,7 +119,7 @@ STEPS = """
 if on_gpu:
     torch.cuda.synchronize()
 told["ready"] = time.perf_counter() - started
-WARM = 4
+WARM = 4 if hasattr(engine, "step_report") else 2  # the state cache waits some steps
 for step in range(WARM + steps):
     if step == WARM:
         if on_gpu:
@@ -164,13 +169,24 @@ def run(engine, arguments, drive, port):
         "BUFFER": str(arguments.buffer), "WORDS": " ".join(words),
         "MICRO": str(arguments.micro), "CLIPPING": str(arguments.clipping),
         "PARAM_BUFFER": str(arguments.param_buffer), "TOKENS": str(arguments.tokens), "STEPS": str(arguments.steps),
-        "PORT": str(port),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(arguments.ranks), "LOCAL_WORLD_SIZE": str(arguments.ranks),
     }
-    done = subprocess.run([sys.executable, "-c", script], env=environment, text=True, capture_output=True,
-                          timeout=arguments.timeout, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{engine} failed: {done.stderr[-1500:]}")
-    return json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", script], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                         env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(arguments.ranks)
+    ]  # fmt: skip
+    try:
+        with ThreadPoolExecutor(arguments.ranks) as readers:
+            told = list(readers.map(lambda rank: rank.communicate(timeout=arguments.timeout), ranks))
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for rank, (_, errors) in zip(ranks, told):
+        if rank.returncode:
+            raise RuntimeError(f"{engine} failed: {errors[-1500:]}")
+    return json.loads([line for line in told[0][0].splitlines() if line.startswith("{")][-1])
 
 
 # Bytes of each parameter in an update: both ways over the link, and of the host's memory, in the GPU's lane and in that
@@ -212,6 +228,7 @@ def main():
     parser.add_argument("--stage", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--ranks", type=int, default=1)  # of this host; on GPUs each has one
     parser.add_argument("--micro", type=int, default=1)
     parser.add_argument("--clipping", type=float, default=1.0)
     parser.add_argument("--drive", default=tempfile.gettempdir())
@@ -227,7 +244,9 @@ def main():
     for round_number in range(arguments.rounds):
         for index, engine in enumerate(arguments.engines):
             try:
-                found[engine].append(run(engine, arguments, arguments.drive, 29600 + round_number * 16 + index))
+                told = run(engine, arguments, arguments.drive, 29600 + round_number * 16 + index)
+                found[engine].append(told)
+                print(f"{engine}: {told['step']:.3f} s", file=sys.stderr, flush=True)
             except RuntimeError as error:
                 print(f"not measured: {engine}: {error}", file=sys.stderr)
             except subprocess.TimeoutExpired:

@@ -61,6 +61,7 @@ py::dict offload_dict(const engine::LinkReport& report, const offload::StoreCoun
   };
   return py::dict("links"_a = links, "device_lane"_a = lanes(&engine::LaneTimes::device),
                   "host_lane"_a = lanes(&engine::LaneTimes::host),
+                  "cached_bytes"_a = report.lanes ? report.lanes->cached.value : 0,
                   "fetch_wait_seconds"_a = stores.seconds_waited,
                   "copy_wait_seconds"_a = report.copy_wait, "parts"_a = stores.parts,
                   "parts_ready"_a = stores.parts_ready, "drives"_a = drives);

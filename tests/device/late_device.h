@@ -12,6 +12,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 
 #include "device/late_stream.h"
 #include "strata/device/cpu_device.h"
@@ -29,6 +30,8 @@ class LateDevice : public CpuDevice {
   void enqueue(Stream& stream, std::function<void()> work);
 
   bool runs_ahead() const override { return true; }
+  Bytes free_bytes() const override { return free.value_or(CpuDevice::free_bytes()); }
+  std::optional<Bytes> free;  // what free_bytes() tells; absent: the host's
   std::unique_ptr<Memory> allocate(Bytes bytes, memory::Kind kind) override;
   std::unique_ptr<Memory> allocate_uncharged(Bytes bytes) override;
   std::unique_ptr<HostMemory> allocate_host(Bytes bytes, memory::Kind kind) override;

@@ -21,6 +21,7 @@ def config_of(place, folder, stage, dtype="bf16", **more):
         "gradient_accumulation_steps": 2,
         "gradient_clipping": 0.5,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+        "strata": {"state_cache": 0},  # what rests on the device is what the forecast says
         "zero_optimization": {
             "stage": stage,
             "offload_optimizer": {

@@ -224,7 +224,7 @@ def _links(folder):
         model = torch.nn.Sequential(torch.nn.Embedding(rows, 48), torch.nn.Linear(48, 96), torch.nn.Linear(96, 40))
         offload = {"device": place, "nvme_path": folder, "buffer_count": 2, "buffer_size": 140_000}
         config = config_of(3, zero_optimization={"stage": 3, "offload_optimizer": offload})
-        config["strata"] = {"trace": f"{folder}/{place}.json", "trace_steps": 1}
+        config["strata"] = {"trace": f"{folder}/{place}.json", "trace_steps": 1, "state_cache": 0}
         engine = make_engine(model, config)
         reports = []
         for _ in range(5):
@@ -318,7 +318,7 @@ def test_the_table_has_the_links_of_what_is_offloaded():
     report["offload"] = {
         "links": links, "device_lane": {"elements": 10**9, "seconds": 0.25},
         "host_lane": {"elements": 3 * 10**9, "seconds": 0.375}, "fetch_wait_seconds": 1.5,
-        "copy_wait_seconds": 0.25, "parts": 40, "parts_ready": 39,
+        "cached_bytes": 12_340_000_000, "copy_wait_seconds": 0.25, "parts": 40, "parts_ready": 39,
         "drives": [{"folder": "/drives/first", "written_bytes": 12_345_600_000_000}],
     }
     out = io.StringIO()
@@ -331,6 +331,7 @@ def test_the_table_has_the_links_of_what_is_offloaded():
         assert "waited for: drives 1500.0 ms (host), copies 250.0 ms (device)" in text
         assert "40 lent, 39 of them ready" in text
         assert "updated: 25% by the device in 250.0 ms, 75% by the host in 375.0 ms" in text
+        assert "states of the host in free memory of the device: 12.340 GB" in text
         assert "written since the start: 12345.600 GB to /drives/first" in text
         assert all(len(line) <= 80 for line in text.splitlines()) and "…" not in text
     report["offload"] = {**report["offload"], "links": {}, "drives": [], "copy_wait_seconds": None}

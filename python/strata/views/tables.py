@@ -130,6 +130,8 @@ def _offload_notes(offload):
         total = sum(lane["elements"] for lane in lanes.values())
         parts = (f"{lane['elements'] / total:.0%} by {name} in {_ms(lane['seconds'])}" for name, lane in lanes.items())
         notes.append(f"updated: {', '.join(parts)}")
+    if offload["cached_bytes"]:
+        notes.append(f"states of the host in free memory of the device: {_gb(offload['cached_bytes'])} GB")
     written = ((_gb(drive["written_bytes"]), drive["folder"]) for drive in offload["drives"])
     return [*notes, *(f"written since the start: {size} GB to {folder}" for size, folder in written)]
 

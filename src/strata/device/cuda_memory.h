@@ -32,7 +32,7 @@ namespace strata::device {
 inline constexpr Bytes kGranuleMax = 2_MiB;
 // Host memory above this is touched by several threads.
 inline constexpr Bytes kTouchAlone = 4_MiB;
-inline constexpr unsigned kTouchThreads = 8;
+inline constexpr unsigned kTouchThreads = 16;
 
 inline std::byte* as_pointer(CUdeviceptr address) {
   return reinterpret_cast<std::byte*>(address);  // one address space

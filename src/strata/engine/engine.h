@@ -139,6 +139,9 @@ class Engine {
   const StepTrace& trace() const { return trace_; }
   void end_trace() noexcept { trace_.end(recorder_, *collectives_); }
 
+  // Any thread, until the engine's end: ShardedOptimizer::give_back_memory().
+  bool give_back_memory() { return optimizer_ != nullptr && optimizer_->give_back_memory(); }
+
   ShardedOptimizer* optimizer() { return optimizer_.get(); }
   OptimizerShards& shards() { return shards_; }
   comm::Collectives& collectives() { return *collectives_; }

@@ -89,6 +89,22 @@ class TieredStore final : public StateStore {
   void reload_states() override {
     for (const auto& store : stores_) store->reload_states();
   }
+  bool cache(std::span<const BlockId> blocks, device::Stream& stream) override {
+    const std::size_t store = place_of(blocks.front()).store;
+    std::vector<BlockId> there;
+    for (const BlockId block : blocks) {
+      STRATA_ASSERT(place_of(block).store == store);
+      there.push_back(place_of(block).block);
+    }
+    return stores_[store]->cache(there, stream);
+  }
+  bool cached(BlockId block) const override {
+    const Place& place = place_of(block);
+    return stores_[place.store]->cached(place.block);
+  }
+  void drop_cached() override {
+    for (const auto& store : stores_) store->drop_cached();
+  }
   StoreCounts counts() const override {
     StoreCounts all;
     for (const auto& store : stores_) all.add(store->counts());

@@ -1,6 +1,7 @@
 #include <fmt/core.h>
 
 #include <map>
+#include <mutex>
 #include <set>
 #include <utility>
 
@@ -52,10 +53,11 @@ class MemoryStore final : public StateStore {
   std::vector<std::unique_ptr<Lease>> fetch_all(std::span<const Part> parts,
                                                 Access /*access*/) override {
     require_apart(parts);
+    const std::scoped_lock lock(mutex_);
     for (const Part& part : parts) require_fetchable(*block_of(part.block), part);
     std::vector<std::unique_ptr<Lease>> leases;
     for (const Part& part : parts)
-      leases.push_back(std::make_unique<PartLease>(block_of(part.block), part));
+      leases.push_back(std::make_unique<PartLease>(mutex_, block_of(part.block), part));
     const auto count = static_cast<std::int64_t>(parts.size());
     counts_.parts += count;
     counts_.parts_ready += count;
@@ -84,6 +86,48 @@ class MemoryStore final : public StateStore {
       reload(device_, buffer->offloaded, buffer->memory->bytes());
     }
   }
+  bool cache(std::span<const BlockId> blocks, device::Stream& stream) override {
+    if (tier_ != memory::Tier::kHost) return false;
+    std::vector<std::unique_ptr<device::Memory>> there;
+    try {
+      for (const BlockId block : blocks)
+        there.push_back(device_.allocate(block_of(block)->size, block_of(block)->buffer->kind));
+    } catch (const OutOfMemoryError&) {
+      return false;
+    }
+    const std::scoped_lock lock(mutex_);
+    for (const BlockId block : blocks) {
+      if (!block_of(block)->leased.empty()) return false;
+    }
+    for (std::size_t i = 0; i < blocks.size(); ++i) {
+      Block& block = *block_of(blocks[i]);
+      device_.copy(there[i]->bytes(), block.on_host(), stream);
+      block.cached = std::move(there[i]);
+    }
+    caching_ = &stream;
+    return true;
+  }
+  bool cached(BlockId block) const override {
+    const std::scoped_lock lock(mutex_);
+    return block_of(block)->cached != nullptr;
+  }
+  void drop_cached() override {
+    const std::scoped_lock lock(mutex_);
+    std::vector<Block*> dropped;
+    for (const auto& block : blocks_) {
+      if (block->cached != nullptr && block->leased.empty()) dropped.push_back(block.get());
+    }
+    if (dropped.empty()) return;
+    const std::unique_ptr<device::Stream> back = device_.create_stream();
+    back->wait_for(*device_.compute_stream().record());
+    back->wait_for(*caching_->record());
+    for (Block* const block : dropped) {
+      if (const auto used = std::exchange(block->used, nullptr)) back->wait_for(*used);
+      device_.copy(block->on_host(), block->cached->bytes(), *back);
+    }
+    back->synchronize();
+    for (Block* const block : dropped) block->cached.reset();
+  }
   StoreCounts counts() const override { return counts_; }
 
  private:
@@ -101,19 +145,32 @@ class MemoryStore final : public StateStore {
     std::shared_ptr<Buffer> buffer;
     Bytes offset;
     std::multiset<Part> leased;  // empty ones any number of times
+    std::unique_ptr<device::Memory> cached = nullptr;
+    std::unique_ptr<device::Event> used = nullptr;  // the last use in a stream that is told
+    std::span<std::byte> on_host() const {
+      return buffer->memory->bytes().subspan(offset.size(), size.size());
+    }
   };
 
   class PartLease final : public Lease {
    public:
-    PartLease(std::shared_ptr<Block> block, const Part& part)
-        : block_(std::move(block)), leased_(block_->leased.insert(part)) {}
-    ~PartLease() override { block_->leased.erase(leased_); }
+    PartLease(std::mutex& mutex, std::shared_ptr<Block> block, const Part& part)
+        : mutex_(mutex), block_(std::move(block)), leased_(block_->leased.insert(part)) {}
+    ~PartLease() override {
+      const std::scoped_lock lock(mutex_);
+      block_->leased.erase(leased_);
+    }
+    void used_in(device::Stream& stream) override {
+      if (block_->cached != nullptr) block_->used = stream.record();
+    }
     std::span<std::byte> bytes() override {
-      const Bytes begin = block_->offset + leased_->begin;
-      return block_->buffer->memory->bytes().subspan(begin.size(), leased_->bytes().size());
+      const std::span<std::byte> all =
+          block_->cached != nullptr ? block_->cached->bytes() : block_->on_host();
+      return all.subspan(leased_->begin.size(), leased_->bytes().size());
     }
 
    private:
+    std::mutex& mutex_;
     const std::shared_ptr<Block> block_;
     const std::multiset<Part>::const_iterator leased_;
   };
@@ -142,6 +199,8 @@ class MemoryStore final : public StateStore {
 
   const memory::Tier tier_;
   device::Device& device_;
+  mutable std::mutex mutex_;           // guards leases, and what is cached
+  device::Stream* caching_ = nullptr;  // in which cached blocks are copied and updated
   std::vector<std::shared_ptr<Buffer>> buffers_;
   std::vector<std::shared_ptr<Block>> blocks_;  // by id
   StoreCounts counts_;

@@ -215,6 +215,17 @@ class StateStore : public Interface {
   // than before. Throws OutOfMemoryError: the rest stays offloaded, and a later call may bring it
   // back.
   virtual void reload_states() {}
+  // --- host memory that a device's kernels reach over a link; other stores cache nothing ---
+  // Caches whole blocks in free memory of the device: leases from now on lie there, and the copies
+  // of the host are old until drop_cached(). Copies in `stream`, which stays until then. False, and
+  // none of them: the device has no room, or one is leased.
+  virtual bool cache(std::span<const BlockId> /*blocks*/, device::Stream& /*stream*/) {
+    return false;
+  }
+  virtual bool cached(BlockId /*block*/) const { return false; }
+  // Brings cached blocks back, but for leased ones, and frees the device's memory before it
+  // returns. Any thread.
+  virtual void drop_cached() {}
   virtual StoreCounts counts() const { return {}; }
 
   // --- drives; stores in memory have nothing to report ---

@@ -47,6 +47,41 @@ TEST_P(LateStep, HasTheBitsOfThePlainLoopWhicheverLaneUpdates) {
   if (GetParam() > 0) expect_bits_whichever_lane_updates(GetParam());
 }
 
+TEST_P(LateStep, HasTheBitsOfThePlainLoopWhereStatesAreCached) {
+  if (GetParam() == 0) return;  // nothing is sharded, nor offloaded
+  for (const bool all : {false, true}) {
+    expect_bits_where_states_are_cached(GetParam(), all, [&](FakeRank& rank) {
+      EXPECT_GT(cached_states(rank), 0_B);
+      if (!all) {
+        EXPECT_LE(cached_states(rank), 256_KiB);
+      }
+    });
+  }
+}
+
+TEST_P(LateStep, HasTheBitsOfThePlainLoopWhereCachedStatesAreGivenBack) {
+  if (GetParam() == 0) return;
+  expect_bits_where_states_are_cached(GetParam(), true, [](FakeRank& rank) {
+    auto* const device = dynamic_cast<device::LateDevice*>(&rank.engine().device());
+    if (device == nullptr) return;
+    const bool had_some = cached_states(rank) > 0_B;
+    EXPECT_FALSE(rank.engine().give_back_memory());  // others have enough
+    device->free = 0_B;
+    EXPECT_EQ(rank.engine().give_back_memory(), had_some);
+    device->free.reset();
+    EXPECT_EQ(cached_states(rank), 0_B);
+  });
+}
+
+TEST_P(LateStep, HasTheBitsOfThePlainLoopWhereCachedStatesAreAwayBetweenPasses) {
+  if (GetParam() == 0) return;
+  expect_bits_where_states_are_cached(GetParam(), true, [](FakeRank& rank) {
+    rank.engine().state_offload().offload_states(kAllStates, true);
+    EXPECT_EQ(cached_states(rank), 0_B);
+    rank.engine().state_offload().reload_states();
+  });
+}
+
 TEST_P(LateStep, HasTheBitsOfThePlainLoopWhereAUsersOptimizerUpdatesOnTheHost) {
   if (GetParam() == 0) return;  // nothing is sharded, nor offloaded
   expect_bits_where_a_users_optimizer_is_offloaded(GetParam(), Over::kLatePeers);

@@ -74,4 +74,41 @@ inline void expect_bits_whichever_lane_updates(int stage) {
   }
 }
 
+// From the second step on states of the host, or some of them, are cached on the device; what
+// `between` does with them changes no bit.
+inline void expect_bits_where_states_are_cached(int stage, bool all,
+                                                const std::function<void(FakeRank&)>& between) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    const FakeModel model(uneven_builder(dtype));
+    for (int world = 1; world <= 3; ++world) {
+      Case c{dtype, world, world == 1 ? 1 : 2, {}, 1.0, Over::kLatePeers};
+      c.options.engine.stage = stage;
+      c.options.engine.lanes.cache = all ? 1_GiB : 256_KiB;
+      c.options.engine.lanes.part = Numel(1 << 15);
+      c.options.can_await = world == 2;
+      c.options.engine.gradients_in_16 = world == 1;
+      c.options.engine.gradient_clipping = 0.25;
+      c.options.engine.states = {memory::Tier::kHost, {}, {}, kTightStaging, {}};
+      c.options.engine.gradient_tier = memory::Tier::kHost;
+      if (stage == 3 && dtype == DType::kBFloat16) {
+        c.options.engine.weights = c.options.engine.states;
+        c.ahead = world > 1;  // peers gather no weights that rest on the host
+        if (c.ahead) c.over = Over::kJoint;
+      }
+      c.between = [&](FakeRank& rank) {
+        const std::int64_t steps = rank.engine().optimizer()->steps();
+        if (steps < 2 || rank.engine().in_backward()) return;
+        between(rank);
+      };
+      expect_bits_of_reference(model, c, plain_script(model));
+    }
+  }
+}
+
+inline Bytes cached_states(FakeRank& rank) {
+  const memory::Ledger& ledger = rank.ledger();
+  return ledger.held(memory::Tier::kDevice, memory::Kind::kOptimizerState) +
+         ledger.held(memory::Tier::kDevice, memory::Kind::kMasterWeights);
+}
+
 }  // namespace strata::engine::fake

@@ -79,6 +79,7 @@ StrataConfig read_strata(const Settings& s) {
   read("reduce_at", config.reduce_at);
   read("refresh_at", config.refresh_at);
   read("update", config.update);
+  read("state_cache", config.state_cache);
   read("device", config.device);
   read("collectives", config.transports.collectives);
   read("gather", config.transports.gather);

@@ -54,6 +54,7 @@ struct StrataConfig {
   ReduceAt reduce_at = ReduceAt::kMicroStep;
   LazyGather refresh_at = LazyGather::kAuto;
   UpdateWhere update = UpdateWhere::kAuto;
+  std::optional<Bytes> state_cache;  // absent: no bound
   DeviceKind device = DeviceKind::kAuto;
   comm::TransportSettings transports;  // collectives, gather, reduce
   bool move_inputs = true;             // of the host, to the model's device

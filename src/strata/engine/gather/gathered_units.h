@@ -208,8 +208,11 @@ class ShardGather {
                      [&](const WeightShards::Piece& piece) {
                        const std::span<std::byte> target = own.subspan(
                            bytes_of(piece.begin, unit.layout.dtype()).size(), piece.bytes.size());
-                       watch_.copy(offload::Link::kUp, Bytes(target.size()), *uploads_,
-                                   [&] { device_.copy(target, piece.bytes, *uploads_); });
+                       const auto copy = [&] { device_.copy(target, piece.bytes, *uploads_); };
+                       if (shards_.cached(unit))
+                         copy();
+                       else
+                         watch_.copy(offload::Link::kUp, Bytes(target.size()), *uploads_, copy);
                        if (piece.lease != nullptr) piece.lease->used_in(*uploads_);
                      });
   }

@@ -17,6 +17,7 @@ AdamOptimizer::AdamOptimizer(OptimizerShards& shards, device::Device& device,
       watch_(watch),
       lanes_(options.lanes),
       states_(shards, states, decoupled, options.moment_dtype),
+      cache_(shards, states_, states, device, options.lanes.cache),
       dealer_(options.lanes) {
   for (const OptimizerShards::UnitShard& shard : shards.units()) {
     const Unit& unit = nth(shards.weights().units(), shard.unit);
@@ -41,9 +42,10 @@ void AdamOptimizer::add(int unit, bool is_new) {
 
 AdamOptimizer::Far AdamOptimizer::far_of(const Unit& unit) const {
   if (!device_.runs_ahead()) return {};
-  return {.states = unit.spec.place.states.value_or(store_.tier()) != memory::Tier::kDevice,
+  const memory::Tier tier = unit.spec.place.states.value_or(store_.tier());
+  return {.states = tier != memory::Tier::kDevice && !cache_.has(unit.id),
           .gradient = shards_.gradients().on_host(unit.id),
-          .weights = unit.offloaded};
+          .weights = unit.offloaded && !cache_.has(unit.id)};
 }
 
 bool AdamOptimizer::host_can_update(const Unit& unit) const {
@@ -51,12 +53,13 @@ bool AdamOptimizer::host_can_update(const Unit& unit) const {
       unit.offloaded && shards_.weights().shards().tier_of(unit) != memory::Tier::kHost;
   return lanes_.threads > 0 && lanes_.which != UpdateWhere::kDevice && !on_drive &&
          shards_.states_on_host(unit) && shards_.gradients().on_host(unit.id) &&
-         unit.layout.dtype() != DType::kFloat64 && !unit.spec.tile();
+         unit.layout.dtype() != DType::kFloat64 && !unit.spec.tile() && !cache_.has(unit.id);
 }
 
 // A device that does not run ahead works on the host's memory as on its own.
 void AdamOptimizer::make_lanes() {
   if (!device_.runs_ahead()) return;
+  cache_.note_start();
   bool far = false;
   bool helps = false;
   HostLane::Weights weights;
@@ -76,6 +79,7 @@ void AdamOptimizer::make_lanes() {
 }
 
 void AdamOptimizer::drop_lanes() {
+  cache_.drop();
   if (update_ != nullptr) update_->synchronize();
   device_.compute_stream().synchronize();
   host_.reset();
@@ -88,13 +92,21 @@ void AdamOptimizer::step(std::span<const GroupScalars> groups, const GradientSca
   states_.begin_step();
   dealer_.begin_step();
   on_device_ = Numel();
-  if (update_ != nullptr) update_->wait_for(*device_.compute_stream().record());
+  const std::scoped_lock lock(cache_);
+  const std::vector<int> units = order(first);
+  if (update_ != nullptr) {
+    update_->wait_for(*device_.compute_stream().record());
+    const auto may = [this](const Unit& unit) {
+      return shards_.states_on_host(unit) && shards_.gradients().filled(unit.id);
+    };
+    cache_.begin_step(units, may, *update_, watch_);
+  }
   if (host_ != nullptr) {
     began_ = stream().record_timed();
     const float known = scale.value;
     host_->begin(scale.on_host ? scale.on_host : [known] { return known; });
   }
-  for (const int unit : order(first)) {
+  for (const int unit : units) {
     const OptimizerShards::UnitShard& shard = shards_.units()[shards_.index_of(unit)];
     if (shards_.gradients().filled(unit)) {
       for (const Part& part : deal(shard)) update(part, groups, scale);
@@ -137,7 +149,7 @@ void AdamOptimizer::throw_failure(bool waits) {
   if (!waits || ended_ == nullptr) return;
   // Not the driver's own wait, which counts as one of the step's.
   while (!ended_->done()) std::this_thread::sleep_for(std::chrono::microseconds(50));
-  times_ = {{on_device_, ended_->seconds_since(*began_)}, host_->time()};
+  times_ = {{on_device_, ended_->seconds_since(*began_)}, host_->time(), cache_.bytes()};
   dealer_.learn(*times_);
   ended_.reset();
 }

@@ -16,6 +16,7 @@
 #include "strata/engine/optimize/adam_states.h"
 #include "strata/engine/optimize/host_lane.h"
 #include "strata/engine/optimize/sharded_optimizer.h"
+#include "strata/engine/optimize/state_cache.h"
 #include "strata/offload/state_store.h"
 
 namespace strata::engine {
@@ -40,6 +41,7 @@ class AdamOptimizer final : public ShardedOptimizer {
             std::span<const int> first, const Updated& updated) override;
   void throw_failure(bool waits) override;
   std::optional<LaneTimes> lane_times() const override { return times_; }
+  bool give_back_memory() override { return cache_.give_back(); }
   device::Stream& stream() override {
     return update_ != nullptr ? *update_ : device_.compute_stream();
   }
@@ -86,6 +88,7 @@ class AdamOptimizer final : public ShardedOptimizer {
   offload::LinkWatch& watch_;
   UpdateLanes lanes_;
   AdamStates states_;
+  StateCache cache_;
   bool has_wide_weights_ = false;
   std::unique_ptr<device::Stream> update_;  // the device's lane; null: the compute stream
   std::unique_ptr<HostLane> host_;          // null: there is nothing for it

@@ -28,6 +28,7 @@ void AdamStates::add(std::span<const OptimizerShards::UnitShard> shards) {
 
 void AdamStates::begin_step() {
   ++steps_;
+  shards_.weights().masters().note_update();
   left_out_ = shards_.gradients().left_out();
   for (const int param : left_out_) ++nth(missed_, param);
 }

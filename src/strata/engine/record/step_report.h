@@ -118,6 +118,7 @@ struct LaneTime {
 struct LaneTimes {
   LaneTime device;
   LaneTime host;
+  Bytes cached{};  // of states in free memory of the device, now
 };
 
 struct LinkReport {

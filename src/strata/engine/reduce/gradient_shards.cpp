@@ -19,7 +19,7 @@ GradientShards::GradientShards(std::vector<Unit>& units, device::Device& device,
       in_16_(in_16 && dtype == DType::kFloat32 && device.runs_ahead()),
       memory_(
           units, device, memory::Kind::kGradientShards, dtype,
-          [this](const Unit& unit) { return on_host(unit.id); },
+          [this](const Unit& unit) { return is_far(unit); },
           [this](const Unit& unit) { return !rests_in_16(unit); }),
       memory_16_(
           units, device, memory::Kind::kGradientShards, DType::kBFloat16,
@@ -44,36 +44,21 @@ void GradientShards::finish(int unit) {
   Shard& shard = nth(shards_, unit);
   if (through_scratch(unit)) {
     device::Stream& compute = device_.compute_stream();
-    const bool leaves = on_host(unit);
+    const bool leaves = moves(unit);
     if (leaves && leaving_ == nullptr) leaving_ = device_.create_stream();
     if (leaves) leaving_->wait_for(*compute.record());  // which the reduction ended in
     device::Stream& stream = leaves ? *leaving_ : compute;
     const auto first = static_cast<std::size_t>(unit);
-    if (leaves && shard.filled && dtype_ == DType::kFloat32) add_sum(nth(units_, unit), stream);
+    if (on_host(unit) && shard.filled && dtype_ == DType::kFloat32)
+
+      host_sums_.add_to(as_floats(*shard.arriving, nth(units_, unit).layout.shard()), kept(unit),
+                        shard.left.get(), stream);
     if (dtype_ == DType::kFloat32) measure_run(first, first + 1, stream);
     fold_in(unit, stream);
     if (leaves) shard.left = stream.record();
     scratch_.give_back(std::move(shard.arriving), stream.record());
   }
   shard.filled = true;
-}
-
-// The scratch memory has the host's sum, too, when `stream` comes as far. The sums of other units
-// leave meanwhile.
-void GradientShards::add_sum(const Unit& unit, device::Stream& stream) {
-  const Numel numel = unit.layout.shard();
-  const Bytes bytes = bytes_of(numel, DType::kFloat32);
-  if (coming_ == nullptr) coming_ = device_.create_stream();
-  coming_->wait_for(*device_.compute_stream().record());  // a script may have changed it
-  if (const auto& left = nth(shards_, unit.id).left) coming_->wait_for(*left);
-  auto sum = sums_.take(bytes);
-  const std::span<std::byte> here = sum->bytes().first(bytes.size());
-  watch_.copy(offload::Link::kUp, bytes, *coming_,
-              [&] { device_.copy(here, memory_.of(unit), *coming_); });
-  stream.wait_for(*coming_->record());
-  device_.accumulate(nth(shards_, unit.id).arriving->bytes().data(), DType::kFloat32, here.data(),
-                     DType::kFloat32, numel, stream);
-  sums_.give_back(std::move(sum), stream.record());
 }
 
 void GradientShards::fold_in(int unit, device::Stream& stream) {
@@ -241,21 +226,25 @@ void GradientShards::clear() {
     shard.offloaded.reset();
     if (shard.arriving != nullptr) scratch_.give_back(std::move(shard.arriving));  // abandoned
   }
+  memory_.change_places();
+  memory_16_.change_places();
   left_out_.clear();
 }
 
 void GradientShards::offload_states(bool pinned) {
+  wait_for_arrived();
+  for (ShardMemory* const memory : {&memory_, &memory_16_})
+    memory->bring_back([this](const Unit& unit) { return filled(unit.id); });
   std::vector<offload::OffloadedMemory> memory;
   for (const Unit& unit : units_) {
     Shard& shard = nth(shards_, unit.id);
     const std::span<std::byte> values = memory_.on_device(unit);
     if (!values.empty() && shard.filled) memory.push_back({values, &shard.offloaded});
   }
-  wait_for_arrived();
   offload::offload_all(device_, memory, memory::Kind::kGradientShards, pinned);
   memory_.free_on_device();
   scratch_.free();
-  sums_.free();
+  host_sums_.free();
   widened_.reset();
 }
 

@@ -67,7 +67,13 @@ class GradientShards {
   DType dtype() const { return dtype_; }
   // Where the unit's rest; values() of narrow ones are on the device all the same.
   bool on_host(int unit) const {
-    return nth(units_, unit).gradient_tier(tier_) == memory::Tier::kHost;
+    const Unit& of = nth(units_, unit);
+    return is_far(of) && !(rests_in_16(of) ? memory_16_ : memory_).cached(of);
+  }
+  // From the next clear() on a unit of the host rests on the device, if that has memory now, or on
+  // the host again.
+  void cache(int unit, bool on_device) {
+    memory_of(nth(units_, unit)).cache(nth(units_, unit), on_device);
   }
   std::size_t count() const { return shards_.size(); }  // units
   void keep_in_32();  // from now on shards rest in dtype(); waits for the device
@@ -88,22 +94,22 @@ class GradientShards {
     bool measured = false;  // its place in squares_ is of these values
     bool stale = false;     // its place in squares_ is not 0
   };
-  bool through_scratch(int unit) const { return on_host(unit) || dtype_ != DType::kFloat32; }
+  bool is_far(const Unit& unit) const { return unit.gradient_tier(tier_) == memory::Tier::kHost; }
+  bool through_scratch(int unit) const { return moves(unit) || dtype_ != DType::kFloat32; }
+  // Its sums move in a stream beside the compute stream.
+  bool moves(int unit) const { return on_host(unit) || rests_in_16(nth(units_, unit)); }
   bool rests_in_16(const Unit& unit) const {
-    return in_16_ && on_host(unit.id) && size_of(unit.layout.dtype()) == 2_B;
+    return in_16_ && is_far(unit) && size_of(unit.layout.dtype()) == 2_B;
   }
   void fold_in(int unit, device::Stream& stream);
-  void add_sum(const Unit& unit, device::Stream& stream);
   // Calls `read`, which queues a kernel that reads these shards; notifies the watch if it must.
   void read_values(std::size_t first, std::size_t end, device::Stream& stream,
                    const offload::LinkWatch::Call& read);
   void wait_for_arrived();
   std::span<double> squares_memory();
   void measure_run(std::size_t first, std::size_t end, device::Stream& stream);
-  std::span<std::byte> kept(int unit) {
-    const Unit& of = nth(units_, unit);
-    return rests_in_16(of) ? memory_16_.of(of) : memory_.of(of);
-  }
+  std::span<std::byte> kept(int unit) { return memory_of(nth(units_, unit)).of(nth(units_, unit)); }
+  ShardMemory& memory_of(const Unit& unit) { return rests_in_16(unit) ? memory_16_ : memory_; }
   DType kept_dtype(const Unit& unit) const {
     return rests_in_16(unit) ? unit.layout.dtype() : dtype_;
   }
@@ -117,11 +123,10 @@ class GradientShards {
   ShardMemory memory_;
   ShardMemory memory_16_;                    // of shards that rest in 16 bits
   std::unique_ptr<device::Stream> leaving_;  // to the host; null: the compute stream
-  std::unique_ptr<device::Stream> coming_;   // from the host; null: nothing came yet
   std::vector<Shard> shards_;
   std::vector<int> left_out_;
   ScratchMemory scratch_{device_};  // of reductions
-  ScratchMemory sums_{device_};     // that come from the host
+  HostSums host_sums_{device_, watch_};
   Narrowing narrowing_{device_};
   std::unique_ptr<device::Memory> squares_;  // a double by unit; null: not asked for yet
   device::Stream* measuring_ = nullptr;      // it may still read shards; null: compute waits for it

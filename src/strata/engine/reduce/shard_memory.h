@@ -1,14 +1,15 @@
 // A value for each element of trainable units' shards. For a unit that rests on the host this is
 // pinned host memory, taken for all such units at once, since the driver takes long to pin memory,
 // whatever its size. Otherwise it is device memory, taken unit by unit. Its first content is
-// undefined. Threads: one thread at a time. Ownership: borrows the units and the device. Errors:
-// OutOfMemoryError.
+// undefined. Values of the host may be cached: then they are in memory of the device. Threads: one
+// thread at a time. Ownership: borrows the units and the device. Errors: OutOfMemoryError.
 #pragma once
 
 #include <algorithm>
 #include <deque>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <utility>
 #include <vector>
@@ -17,6 +18,7 @@
 #include "strata/device/device.h"
 #include "strata/engine/unit/unit.h"
 #include "strata/offload/host_memory.h"
+#include "strata/offload/state_store.h"
 
 namespace strata::engine {
 
@@ -37,6 +39,7 @@ class ShardMemory {
   std::span<std::byte> of(const Unit& unit) {
     places_.resize(units_.size());
     Place& place = nth(places_, unit.id);
+    if (place.cached != nullptr) return place.cached->bytes();
     if (place.values == nullptr) {
       STRATA_ASSERT(lacks(unit));
       if (on_host_(unit)) {
@@ -57,6 +60,42 @@ class ShardMemory {
     if (!has || nth(places_, unit.id).own == nullptr) return {};
     return nth(places_, unit.id).own->bytes();
   }
+  bool cached(const Unit& unit) const {
+    const bool has = static_cast<std::size_t>(unit.id) < places_.size();
+    return has && nth(places_, unit.id).cached != nullptr;
+  }
+  // From the next change_places() on a unit of the host is cached, if the device has memory for it
+  // now, or no more.
+  void cache(const Unit& unit, bool on_device) {
+    of(unit);
+    auto& next = nth(places_, unit.id).next_cached.emplace();
+    if (!on_device) return;
+    try {
+      next = device_.allocate(bytes(unit), kind_);
+    } catch (const OutOfMemoryError&) {  // it stays on the host
+    }
+  }
+  // Forgets the values of units that change: after the last work on them.
+  void change_places() {
+    for (std::size_t i = 0; i < places_.size(); ++i) {
+      Place& place = places_[i];
+      if (!place.next_cached) continue;
+      if (place.cached != nullptr) settle(units_[i]);
+      place.cached = std::move(*std::exchange(place.next_cached, std::nullopt));
+    }
+  }
+  // Nothing is cached any more. Keeps the values of units for which `filled` says so.
+  void bring_back(const Which& filled) {
+    for (std::size_t i = 0; i < places_.size(); ++i) {
+      Place& place = places_[i];
+      place.next_cached.reset();
+      if (place.cached == nullptr) continue;
+      const std::span<std::byte> home(place.values, place.cached->bytes().size());
+      if (filled(units_[i])) device_.copy(home, place.cached->bytes(), device_.compute_stream());
+      settle(units_[i]);
+      place.cached.reset();
+    }
+  }
   // Frees all memory, which no work uses any more, or that on the device.
   void free() {
     places_.clear();
@@ -70,6 +109,11 @@ class ShardMemory {
 
  private:
   Bytes bytes(const Unit& unit) const { return bytes_of(unit.layout.shard(), dtype_); }
+  // No work uses its values any more.
+  void settle(const Unit& unit) {
+    unit.await_update(device_.compute_stream());
+    device_.compute_stream().synchronize();
+  }
   bool lacks(const Unit& unit) const {
     return unit.trainable() && nth(places_, unit.id).values == nullptr &&
            (wanted_ == nullptr || wanted_(unit));
@@ -101,8 +145,10 @@ class ShardMemory {
   // All units' there, and once more those of units that were unfrozen since.
   std::vector<std::unique_ptr<device::Memory>> host_;
   struct Place {
-    std::byte* values = nullptr;               // null: none yet
-    std::unique_ptr<device::Memory> own = {};  // null: on the host
+    std::byte* values = nullptr;                  // null: none yet
+    std::unique_ptr<device::Memory> own = {};     // null: on the host
+    std::unique_ptr<device::Memory> cached = {};  // null: in `values`
+    std::optional<std::unique_ptr<device::Memory>> next_cached = {};
   };
   std::vector<Place> places_;  // by unit
 };
@@ -153,6 +199,37 @@ class ScratchMemory {
   device::Device& device_;
   std::deque<Used> used_;  // perhaps by work under way; the oldest first
   std::vector<std::unique_ptr<device::Memory>> spare_;
+};
+
+// Adds fp32 sums that rest on the host to values of the device. Threads: one thread at a time.
+// Ownership: borrows the device, and the watch that it notifies. Errors: OutOfMemoryError.
+class HostSums {
+ public:
+  HostSums(device::Device& device, offload::LinkWatch& watch) : device_(device), watch_(watch) {}
+
+  // Queued in `stream`: values += sum, which comes after the compute stream and the event, if it is
+  // not null. Sums of other units leave the device meanwhile.
+  void add_to(std::span<float> values, std::span<const std::byte> sum, device::Event* after,
+              device::Stream& stream) {
+    if (coming_ == nullptr) coming_ = device_.create_stream();
+    coming_->wait_for(*device_.compute_stream().record());  // a script may have changed it
+    if (after != nullptr) coming_->wait_for(*after);
+    auto memory = sums_.take(Bytes(sum.size()));
+    const std::span<std::byte> here = memory->bytes().first(sum.size());
+    watch_.copy(offload::Link::kUp, Bytes(sum.size()), *coming_,
+                [&] { device_.copy(here, sum, *coming_); });
+    stream.wait_for(*coming_->record());
+    device_.accumulate(reinterpret_cast<std::byte*>(values.data()), DType::kFloat32, here.data(),
+                       DType::kFloat32, Numel(values.size()), stream);
+    sums_.give_back(std::move(memory), stream.record());
+  }
+  void free() { sums_.free(); }
+
+ private:
+  device::Device& device_;
+  offload::LinkWatch& watch_;
+  std::unique_ptr<device::Stream> coming_;  // from the host; null: nothing came yet
+  ScratchMemory sums_{device_};
 };
 
 // Narrows fp32 values in device memory to 16 bits, in place. Threads: one thread at a time, and one

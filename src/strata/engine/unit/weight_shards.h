@@ -11,6 +11,7 @@
 #include <limits>
 #include <map>
 #include <memory>
+#include <set>
 #include <span>
 #include <vector>
 
@@ -71,6 +72,17 @@ class WeightShards {
   // Where an offloaded unit's weights rest.
   memory::Tier tier_of(const Unit& unit) const {
     return unit.spec.place.weights.value_or(store_->tier());
+  }
+
+  // As StateStore says of blocks; nothing is cached of units that are not offloaded.
+  bool cache(const Unit& unit, device::Stream& stream) const {
+    return store_->cache({&nth(blocks_, unit.id), 1}, stream);
+  }
+  bool cached(const Unit& unit) const {
+    return unit.offloaded && store_->cached(nth(blocks_, unit.id));
+  }
+  void drop_cached() const {
+    if (store_ != nullptr) store_->drop_cached();
   }
 
   // Elements of a unit's shard, and their address.
@@ -135,6 +147,8 @@ class MasterStates {
   void for_each(int unit, Numel begin, Numel end, offload::Access access,
                 const std::function<void(const StateRange&)>& work);
 
+  // The optimizer updates all of them.
+  void note_update() { fresh_.clear(); }
   // Queues: masters of the elements from `begin` on take these values, which kernels can read.
   void make(int unit, Numel begin, Numel numel, const std::byte* source, DType source_dtype);
   // Queues: the weights of elements [begin, end) become their rounded fp32 masters (for optimizers
@@ -160,6 +174,7 @@ class MasterStates {
   offload::StateStore& store_;
   std::map<int, std::vector<StateBlock>> blocks_;        // by unit, of those that were added
   std::map<int, std::unique_ptr<offload::Lease>> held_;  // by unit
+  std::set<int> fresh_;                                  // units: still zeroes
 };
 
 }  // namespace strata::engine

@@ -17,21 +17,72 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Registry.h>
+#include <dlfcn.h>
 
 #include <algorithm>
 #include <charconv>
 #include <cmath>
 #include <cstdlib>
+#include <cstring>
 #include <fstream>
 #include <limits>
+#include <thread>
 
 #include "strata/base/error.h"
 #include "strata/base/thread_pool.h"
 #include "strata/device/cpu_device.h"
 #include "strata/device/cuda_device.h"
 
+namespace c10 {
+
+// As c10/cuda/CUDACachingAllocator.h declares it, which needs headers of CUDA.
+class FreeMemoryCallback {
+ public:
+  virtual ~FreeMemoryCallback() = default;
+  virtual bool Execute() = 0;
+};
+
+}  // namespace c10
+
 namespace strata::torch {
 namespace {
+
+using GrowthCalls = c10::Registry<std::string, std::unique_ptr<c10::FreeMemoryCallback>>;
+
+// Those of torch's allocator; null: it has none.
+GrowthCalls* growth_calls() {
+  for (const char* const variable : {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}) {
+    const char* const text = std::getenv(variable);
+    if (text != nullptr && std::strstr(text, "cudaMallocAsync") != nullptr) return nullptr;
+  }
+  void* const library = dlopen("libc10_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+  if (library == nullptr) return nullptr;
+  const auto get = reinterpret_cast<GrowthCalls* (*)()>(
+      dlsym(library, "_ZN3c1031FreeCudaMemoryCallbacksRegistryB5cxx11Ev"));
+  return get != nullptr ? get() : nullptr;
+}
+
+void call_growth() {
+  GrowthCalls* const calls = growth_calls();
+  if (calls == nullptr) return;
+  for (const std::string& name : calls->Keys()) calls->Create(name)->Execute();
+}
+
+class GrowthCall final : public c10::FreeMemoryCallback {
+ public:
+  explicit GrowthCall(const std::weak_ptr<GiveBack>& call) : call_(call.lock()) {}
+  bool Execute() override {
+    try {
+      return call_ != nullptr && (*call_)();
+    } catch (const std::exception&) {  // of a lost device, which torch's allocation finds, too
+      return false;
+    }
+  }
+
+ private:
+  const std::shared_ptr<GiveBack> call_;
+};
 
 constexpr int kThreadsOfALink = 8;  // copy as fast as a PCIe 5 link of 16 lanes drains
 
@@ -159,7 +210,10 @@ std::shared_ptr<device::Device> make_device(c10::Device place, int threads,
   options.index = place.index();
   options.waits = std::move(waits);
   options.compute_stream = [place] { return current_stream(place).native_handle(); };
-  options.release_unused = [place] { release_cached_memory(place); };
+  options.release_unused = [place] {
+    call_growth();
+    release_cached_memory(place);
+  };
   std::shared_ptr<device::Device> device = device::make_cuda_device(options);
   // torch's Python layer would do this later, with the interpreter's lock held.
   at::globalContext().lazyInitDevice(place.type());
@@ -182,6 +236,20 @@ at::Tensor tensor_over(const void* memory, std::int64_t numel, c10::ScalarType t
 
 void release_cached_memory(c10::Device place) {
   if (!place.is_cpu()) c10::getDeviceAllocator(place.type())->emptyCache();
+}
+
+std::shared_ptr<void> on_growth(c10::Device place, GiveBack give_back) {
+  GrowthCalls* const calls = place.is_cuda() ? growth_calls() : nullptr;
+  if (calls == nullptr) return nullptr;
+  auto call = std::make_shared<GiveBack>(std::move(give_back));
+  const std::weak_ptr<GiveBack> weak = call;  // torch keeps what is registered for ever
+  calls->Register(fmt::format("strata {}", calls->Keys().size()),
+                  [weak] { return std::make_unique<GrowthCall>(weak); });
+  GiveBack* const token = call.get();
+  return {token, [weak, call = std::move(call)](void*) mutable {
+            call.reset();
+            while (!weak.expired()) std::this_thread::yield();  // it may be running
+          }};
 }
 
 std::optional<int> whole_number(std::string_view text) {

@@ -8,6 +8,7 @@
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -50,6 +51,13 @@ at::Tensor tensor_over(const void* memory, std::int64_t numel, c10::ScalarType t
 
 // Gives memory that torch keeps for reuse back to the system, for allocations past torch.
 void release_cached_memory(c10::Device place);
+
+// Calls `give_back` whenever torch or the engine is about to take more memory of `place` from the
+// driver, until the result is destroyed: in any thread, and perhaps under the lock of torch's
+// allocator. The result is null where torch does not tell: on the host, and with an allocator of
+// the driver.
+using GiveBack = std::function<bool()>;
+std::shared_ptr<void> on_growth(c10::Device place, GiveBack give_back);
 
 // Loads the libraries and kernels that torch would load when a model first computes, by one pass of
 // a tiny transformer block in this floating dtype, without random numbers. On a GPU loading takes

@@ -59,6 +59,7 @@ ShardedModel::ShardedModel(const ModelInput& input, const engine::Config& config
   StartedModel started = start_model(input, model_, config_, runtime_, parameters_,
                                      {rule, std::move(name), std::exchange(runtime_.progress, {})});
   engine_ = std::move(started.engine);
+  on_growth_ = std::move(started.on_growth);
   passes_ = std::move(started.passes);
   originals_ = std::move(started.replaced);
   values_ =
@@ -198,6 +199,7 @@ void ShardedModel::let_go(std::span<const at::Tensor> full) {
   parameters_.on_graphs(nullptr);  // nothing is gathered any more
   values_.reset();
   passes_.reset();
+  on_growth_.reset();
   engine_.reset();
   parameters_.unbind(full);
 }

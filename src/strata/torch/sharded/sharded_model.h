@@ -117,7 +117,8 @@ class ShardedModel final : public ParameterOwner {
   PlannedModel model_;
   engine::UpdateRule rule_;
   ParameterSet parameters_;
-  std::unique_ptr<engine::Engine> engine_;  // null: destroyed; the two below are null as well
+  std::unique_ptr<engine::Engine> engine_;  // null: destroyed; the three below are null as well
+  std::shared_ptr<void> on_growth_;
   std::unique_ptr<TrainingPasses> passes_;
   std::unique_ptr<ValueAccess> values_;
   std::vector<at::Tensor> originals_;  // the parameters' former values, until they are freed

@@ -261,6 +261,10 @@ std::unique_ptr<engine::Engine> make_engine(const PlannedModel& model, const eng
   // The memory's speed bounds them: of 16 cores six were the fastest beside the device's lane.
   options.lanes.threads = std::max(1, runtime.threads * 3 / 8);
   options.lanes.cores = host_cores(options.lanes.threads);
+  // A graph that is being captured lets nothing be given back.
+  if (on_growth(runtime.place, [] { return false; }) != nullptr && !config.strata.cuda_graphs)
+    options.lanes.cache =
+        config.strata.state_cache.value_or(Bytes(std::numeric_limits<std::int64_t>::max()));
   options.name = std::move(start.name);
   engine::cap_staging(options, model.specs, model.plan, start.rule,
                       collectives.shard_position().count);
@@ -306,6 +310,7 @@ StartedModel start_model(const ModelInput& input, const PlannedModel& model,
   const auto undo = [&]() noexcept {
     FirstError untold;  // dropped: the caller gets the error that ended the start
     started.passes.reset();
+    started.on_growth.reset();
     started.engine.reset();
     untold.attempt([&] { parameters.unbind(); });
     untold.attempt([&] { release_cached_memory(runtime.place); });
@@ -317,6 +322,7 @@ StartedModel start_model(const ModelInput& input, const PlannedModel& model,
         choose_init(input, model, config, options.rule, runtime);  // before anything is moved
     started.engine = make_engine(model, config, runtime, parameters, std::move(options), choice);
     engine::Engine& engine = *started.engine;
+    started.on_growth = on_growth(runtime.place, [&engine] { return engine.give_back_memory(); });
     ThreadPool threads(intake_threads(input, config, runtime));
     if (std::ranges::none_of(input.parameters, &ModelParameter::has_values))
       engine.prepare();  // values come from files: no old ones must be freed first

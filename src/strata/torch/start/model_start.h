@@ -34,6 +34,7 @@ struct StartOptions {
 
 struct StartedModel {
   std::unique_ptr<engine::Engine> engine;
+  std::shared_ptr<void> on_growth;         // calls the engine, and is gone before it
   std::unique_ptr<TrainingPasses> passes;  // of the engine, and gone before it
   // Former values of parameters on the host that no other owner shares (OriginalValues::release()).
   std::vector<at::Tensor> replaced;
