@@ -71,6 +71,9 @@ class LateDevice : public CpuDevice {
   void write_flag(Flag& flag, std::uint32_t value, Stream& stream) override;
   void wait_flag(const Flag& flag, std::uint32_t value, Stream& stream) override;
 
+ protected:
+  const std::shared_ptr<LateChip>& chip() const { return chip_; }  // for streams of other classes
+
  private:
   const std::shared_ptr<LateChip> chip_;
   const std::unique_ptr<Stream> compute_stream_;

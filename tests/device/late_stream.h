@@ -109,7 +109,7 @@ class LateChip {
   std::vector<std::unique_ptr<LateWorker>> retired_;
 };
 
-class LateStream final : public Stream {
+class LateStream : public Stream {
  public:
   explicit LateStream(std::shared_ptr<LateChip> chip);
   ~LateStream() override;

@@ -12,7 +12,7 @@
 
 namespace strata::device {
 
-class LosableDevice final : public CpuDevice {
+class LosableDevice : public CpuDevice {
  public:
   Stream& compute_stream() override { return compute_; }
   std::unique_ptr<Stream> create_stream() override {

@@ -68,6 +68,17 @@ inline void step(FakeRank& rank) {
   rank.engine().step(groups, 1.0, false);
 }
 
+inline void load_initial_weights(FakeRank& rank) {
+  const FakeModel& model = rank.model();
+  for (int p = 0; p < model.count(); ++p) {
+    const Values values = model.initial(p);
+    rank.engine().weights().store(p, Numel(), model.numel(p),
+                                  reinterpret_cast<const std::byte*>(values.data()),
+                                  DType::kFloat32);
+  }
+  rank.engine().weights_changed();
+}
+
 inline void on_two_ranks(const std::function<void(std::shared_ptr<comm::Collectives>)>& body) {
   expect_no_errors(run_ranks(2, [&](int, auto collectives) { body(std::move(collectives)); }));
 }

@@ -28,17 +28,6 @@ std::string message_of(Call&& call) {
   return "nothing was thrown";
 }
 
-void load_initial_weights(FakeRank& rank) {
-  const FakeModel& model = rank.model();
-  for (int p = 0; p < model.count(); ++p) {
-    const Values values = model.initial(p);
-    rank.engine().weights().store(p, Numel(), model.numel(p),
-                                  reinterpret_cast<const std::byte*>(values.data()),
-                                  DType::kFloat32);
-  }
-  rank.engine().weights_changed();
-}
-
 // After a failed update: nothing trains, until weights are loaded.
 void expect_broken_until_a_load(FakeRank& rank, const std::string& cause) {
   const auto refused =

@@ -1,0 +1,209 @@
+// The lane in which a rank's processors update, while it fails or loses its device: an error on
+// every rank.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <stdexcept>
+#include <tuple>
+
+#include "engine/core/lane_devices.h"
+#include "engine/core/short_passes.h"
+#include "engine/core/training_step_cases.h"
+#include "io/temporary_folder.h"
+
+namespace strata::engine::fake {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using testing::message_of;
+
+constexpr const char* kCause = "injected: the host cannot update";
+
+// The host updates all. Weights rest in the tier `weights`, all else on the host.
+RankOptions host_lane(std::shared_ptr<device::CpuDevice> device, memory::Tier weights) {
+  RankOptions options;
+  options.device = std::move(device);
+  options.engine.lanes.which = UpdateWhere::kHost;
+  options.engine.states.tier = options.engine.gradient_tier = memory::Tier::kHost;
+  options.engine.weights.tier = weights;
+  return options;
+}
+
+void expect_refused(FakeRank& rank, const std::string& cause) {
+  EXPECT_THAT(message_of<UsageError>([&] { rank.engine().begin_forward(); }),
+              AllOf(HasSubstr("failed half-way"), HasSubstr(cause)));
+}
+
+// Loads weights after a step that counted but changed no state, and trains.
+void expect_updates_after_load(FakeRank& rank) {
+  const FakeModel& model = rank.model();
+  ReferenceStep reference(model, 1, {});
+  std::vector<GroupScalars> groups(1);
+  const auto step_of_all = [&](const std::function<Values(Numel)>& gradient) {
+    Gradients gradients;
+    for (int p = 0; p < model.count(); ++p) gradients.emplace_back(gradient(model.numel(p)));
+    reference.add({gradients}, true);
+    reference.step(groups, 1.0);
+  };
+  groups[0].lr = 0.0;
+  step_of_all([](Numel numel) { return Values(numel.size()); });
+  groups[0].lr = GroupScalars().lr;
+  load_initial_weights(rank);
+  expect_same_weights(rank, reference);
+  for (int i = 0; i < 2; ++i) {
+    train_one_pass(rank);
+    step(rank);
+    step_of_all([](Numel numel) { return noises(1, numel); });
+    expect_same_weights(rank, reference);
+  }
+}
+
+// A rank that waits for its lane looks for a lost device now and then. Here it looks before a job
+// fails, and after it, while a later job waits for its weights: the device is not lost.
+TEST(HostLane, UpdatesAgainAfterASlowJobHasFailedAndWeightsWereLoaded) {
+  const FakeModel model = model_of_blocks(kBlock, kBlock);
+  for (const memory::Tier weights : {memory::Tier::kDevice, memory::Tier::kHost}) {
+    expect_no_errors(run_ranks(1, [&](int r, std::shared_ptr<comm::Collectives> ranks) {
+      Gate job;
+      Gate count;
+      int jobs = 0;
+      int counts = 0;
+      int looks = 0;
+      const auto device = std::make_shared<LaneDevice>(r);
+      FakeRank rank(model, host_lane(device, weights),
+                    joined(std::move(ranks), Over::kLatePeers, device));
+      train_one_pass(rank);
+      job.close();
+      count.close();
+      device->at_job = [&] {
+        job.pass();
+        throw DeviceError("{}", kCause);
+      };
+      device->at_count = [&](device::Stream& stream) {  // the step's, then one for each job
+        if (++counts == 3) device->enqueue(stream, [&] { count.pass(); });
+      };
+      step(rank);
+      device->at_event = [&] {
+        ++looks;
+        if (looks == 1) job.open();
+        if (looks == 3) count.open();
+      };
+      EXPECT_EQ(message_of<DeviceError>([&] { rank.engine().finish_step(); }), kCause);
+      count.open();
+      device->at_event = nullptr;
+      device->at_count = nullptr;
+      device->at_job = [&] { ++jobs; };
+      expect_refused(rank, kCause);
+      expect_updates_after_load(rank);
+      EXPECT_EQ(jobs, 2 * model.count());
+    }));
+  }
+}
+
+TEST(HostLane, FailsOnEveryRankAfterASlowJob) {
+  const FakeModel model = model_of_blocks(kBlock, kBlock);
+  const auto errors = run_ranks(2, [&](int r, std::shared_ptr<comm::Collectives> ranks) {
+    Gate job;
+    const auto device = std::make_shared<LaneDevice>(r);
+    FakeRank rank(model, host_lane(device, memory::Tier::kDevice),
+                  joined(std::move(ranks), Over::kLatePeers, device));
+    train_one_pass(rank);
+    step(rank);  // peers wait for the device when they reach each other's weights first
+    train_one_pass(rank);
+    rank.engine().finish_step();
+    if (r == 1) {
+      job.close();
+      device->at_job = [&] {
+        job.pass();
+        throw DeviceError("{}", kCause);
+      };
+    }
+    step(rank);
+    device->at_event = [&] { job.open(); };
+    try {
+      rank.engine().finish_step();
+      train_one_pass(rank);
+      step(rank);
+    } catch (const Error&) {
+      if (r == 1) expect_refused(rank, kCause);
+      throw;
+    }
+  });
+  EXPECT_EQ(errors[1], kCause);
+  EXPECT_THAT(errors[0], HasSubstr(kCause));
+}
+
+// Parameters: the tier of weights, and how many counts for the lane arrive in a step.
+class LostDevice : public ::testing::TestWithParam<std::tuple<memory::Tier, int>> {
+ protected:
+  // `body` gets ranks before a step. The last one loses its device: its lane waits for a count for
+  // ever. The device's calls fail `within` the step, or when the body says so.
+  static std::vector<std::string> run(int world, bool within,
+                                      const std::function<void(FakeRank&, StoppingDevice*)>& body) {
+    const FakeModel model = model_of_blocks(kBlock, kBlock);
+    return run_ranks(world, [&](int r, std::shared_ptr<comm::Collectives> ranks) {
+      const auto device = std::make_shared<StoppingDevice>();
+      FakeRank rank(model, host_lane(device, std::get<0>(GetParam())),
+                    joined(std::move(ranks), Over::kJoint, device));
+      train_one_pass(rank);
+      step(rank);
+      train_one_pass(rank);
+      rank.engine().finish_step();
+      const bool loses = r == world - 1;
+      if (loses) device->stop_after(std::get<1>(GetParam()), within);
+      body(rank, loses ? device.get() : nullptr);
+    });
+  }
+  static void expect_lost(const std::vector<std::string>& errors) {
+    for (const std::string& error : errors) EXPECT_THAT(error, HasSubstr("the device is lost"));
+  }
+};
+
+TEST_P(LostDevice, IsAnErrorOfTheNextCallOnEveryRank) {
+  for (const int world : {1, 2}) {
+    expect_lost(run(world, /*within=*/false, [](FakeRank& rank, StoppingDevice* lost) {
+      step(rank);
+      if (lost != nullptr) lost->lose(true);
+      try {
+        rank.engine().finish_step();
+        train_one_pass(rank);
+        step(rank);
+      } catch (const Error&) {
+        if (lost != nullptr) expect_refused(rank, "the device is lost");
+        throw;
+      }
+    }));
+  }
+}
+
+TEST_P(LostDevice, IsAnErrorOnEveryRankWithinAStep) {
+  for (const int world : {1, 2}) {
+    expect_lost(run(world, /*within=*/true, [](FakeRank& rank, StoppingDevice*) {
+      try {
+        step(rank);
+      } catch (const Error&) {
+        expect_refused(rank, "the device is lost");
+        throw;
+      }
+    }));
+  }
+}
+
+TEST_P(LostDevice, LetsTheEngineEnd) {
+  const auto errors = run(1, /*within=*/false, [](FakeRank& rank, StoppingDevice* lost) {
+    step(rank);
+    lost->lose(true);
+    throw std::runtime_error("the script ends");
+  });
+  EXPECT_THAT(errors, ::testing::Each("the script ends"));
+}
+
+INSTANTIATE_TEST_SUITE_P(Points, LostDevice,
+                         ::testing::Values(std::tuple(memory::Tier::kDevice, 0),
+                                           std::tuple(memory::Tier::kDevice, 1),
+                                           std::tuple(memory::Tier::kDevice, 4),
+                                           std::tuple(memory::Tier::kHost, 0)));
+
+}  // namespace
+}  // namespace strata::engine::fake
