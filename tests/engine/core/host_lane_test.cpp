@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <stdexcept>
+#include <thread>
 #include <tuple>
 
 #include "engine/core/lane_devices.h"
@@ -132,6 +133,43 @@ TEST(HostLane, FailsOnEveryRankAfterASlowJob) {
   });
   EXPECT_EQ(errors[1], kCause);
   EXPECT_THAT(errors[0], HasSubstr(kCause));
+}
+
+// The error is thrown while later jobs of the step wait for their weights.
+TEST(HostLane, DoesNoLaterJobOfAStepThatHasFailed) {
+  const FakeModel model = model_of_blocks(kBlock, kBlock);
+  expect_no_errors(run_ranks(1, [&](int r, std::shared_ptr<comm::Collectives> ranks) {
+    Gate count;
+    int jobs = 0;
+    int counts = 0;
+    const auto device = std::make_shared<LaneDevice>(r);
+    FakeRank rank(model, host_lane(device, memory::Tier::kDevice),
+                  joined(std::move(ranks), Over::kLatePeers, device));
+    train_one_pass(rank);
+    count.close();
+    device->at_job = [&] {
+      if (++jobs == 1) throw DeviceError("{}", kCause);
+    };
+    device->at_count = [&](device::Stream& stream) {
+      if (++counts == 3) device->enqueue(stream, [&] { count.pass(); });
+    };
+    step(rank);
+    std::string error;
+    while (error.empty()) {
+      try {
+        rank.engine().begin_forward();
+        std::this_thread::yield();
+      } catch (const DeviceError& thrown) {
+        error = thrown.what();
+      }
+    }
+    EXPECT_EQ(error, kCause);
+    device->at_count = nullptr;
+    count.open();
+    expect_refused(rank, kCause);
+    expect_updates_after_load(rank);
+    EXPECT_EQ(jobs, 1 + 2 * model.count());
+  }));
 }
 
 // Parameters: the tier of weights, and how many counts for the lane arrive in a step.

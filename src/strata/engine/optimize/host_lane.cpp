@@ -106,11 +106,11 @@ void HostLane::run() {
     changed_.wait(lock, [this] { return !work_.empty(); });
     Work& work = work_.front();
     if (work.last) break;
-    const bool failed = error_.get() != nullptr;
     lock.unlock();
     while (!device_lost_ && !device::reached(arrived_.load(std::memory_order_acquire), work.after))
       std::this_thread::sleep_for(std::chrono::microseconds(20));
-    if (!failed && !device_lost_) error.attempt([&] { do_work(work); });
+    if (!device_lost_) error.attempt([&] { do_work(work); });
+    if (error.get() != nullptr) factor_ = std::nanf("");  // the step's later jobs change nothing
     if (!work.factor) ended_.store(++ended, std::memory_order_release);
     lock.lock();
     error_.keep(error.get());

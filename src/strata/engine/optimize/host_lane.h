@@ -7,8 +7,8 @@
 // thread wait for each other by counts in pinned memory. So a call of the driver that waits for the
 // device does not keep the thread from its work. The calls come from one thread at a time.
 // Ownership: borrows the device and the watch; the memory of a job stays until it has ended.
-// Errors: OutOfMemoryError from the constructor. After an error no later job does anything, but
-// each still ends, so that nothing waits for ever; throw_failure() throws the error.
+// Errors: OutOfMemoryError from the constructor. After an error no later job of the step does
+// anything, but each still ends, so that nothing waits for ever; throw_failure() throws the error.
 #pragma once
 
 #include <array>
