@@ -1,9 +1,11 @@
-// The lane in which a rank's processors update, while it fails or loses its device: an error on
-// every rank.
+// The lane in which a rank's processors update, while it is slow, fails, or loses its device: the
+// bits of the plain loop, or an error on every rank.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <limits>
 #include <stdexcept>
+#include <string_view>
 #include <thread>
 #include <tuple>
 
@@ -11,6 +13,7 @@
 #include "engine/core/short_passes.h"
 #include "engine/core/training_step_cases.h"
 #include "io/temporary_folder.h"
+#include "strata/engine/checkpoint/shard_states.h"
 
 namespace strata::engine::fake {
 namespace {
@@ -242,6 +245,140 @@ INSTANTIATE_TEST_SUITE_P(Points, LostDevice,
                                            std::tuple(memory::Tier::kDevice, 1),
                                            std::tuple(memory::Tier::kDevice, 4),
                                            std::tuple(memory::Tier::kHost, 0)));
+
+using States = std::vector<std::vector<std::byte>>;
+
+// Reads the states of the rank's shards, as callers do that save them.
+States states_of(FakeRank& rank) {
+  rank.engine().finish_step();
+  ShardStates states(rank.engine());
+  States all;
+  for (const Unit& unit : rank.engine().weights().units()) {
+    for (const auto& piece : unit.layout.pieces(rank.collectives().shard_position().index)) {
+      for (const std::string_view kind : states.kinds_of(unit.id)) {
+        const Numel numel = piece.param_end - piece.param_begin;
+        all.emplace_back(bytes_of(numel, states.dtype_of(unit.id, kind)).size());
+        states.enqueue_read(unit.id, kind, piece.shard_offset, numel, all.back());
+        states.settle();
+      }
+    }
+  }
+  return all;
+}
+
+// Steps of which the second one overflows. From the second one on no job runs before the next
+// forward has begun, or before a caller waits that reads states. In the first one peers wait for
+// the device, when they reach each other's weights.
+struct SlowCase {
+  DType dtype = DType::kFloat32;
+  int world = 1;
+  int accumulation = 1;
+  RankOptions options;
+  bool looks = false;  // a caller waits so long that it looks for a lost device
+
+  // Returns the states that a rank has read.
+  std::vector<States> train(const FakeModel& model, int r,
+                            std::shared_ptr<comm::Collectives> ranks) const {
+    constexpr int kOverflows = 1;
+    const double loss_scale = dtype == DType::kFloat16 ? 1024.0 : 1.0;
+    Gate gate;
+    const auto device = std::make_shared<LaneDevice>(r);
+    int jobs = 0;
+    device->at_job = [&] {
+      gate.pass();
+      ++jobs;
+    };
+    RankOptions of_rank = options;
+    of_rank.device = device;
+    of_rank.runs = [&](const plan::ScopeSpec&) {
+      gate.open();
+      return true;
+    };
+    ReferenceOptions plain;
+    plain.clipping = options.engine.gradient_clipping;
+    ReferenceStep reference(model, world, plain);
+    FakeRank rank(model, of_rank, joined(std::move(ranks), Over::kLatePeers, device));
+    const OpensAtEnd opens{gate};
+    std::vector<States> read;
+    for (int step = 0; step < 5; ++step) {
+      for (int micro = 0; micro < accumulation; ++micro) {
+        std::vector<Gradients> by_rank;
+        for (int i = 0; i < world; ++i) by_rank.push_back(all_gradients(model, step, micro, i));
+        if (step == kOverflows) by_rank.back()[0]->front() = std::numeric_limits<float>::infinity();
+        rank.forward();
+        add_all(rank, by_rank[static_cast<std::size_t>(r)], {}, micro + 1 == accumulation);
+        reference.add(by_rank, true);
+      }
+      std::vector<GroupScalars> groups = groups_of(step);
+      reference.step(groups, loss_scale);
+      rank.engine().finish_step();  // no job of the last step is left
+      if (step > 0) gate.close();
+      rank.engine().step(groups, loss_scale, dtype == DType::kFloat16);
+      for (GroupScalars& group : groups) group.lr = 1e3;  // of a later step
+      rank.expect_weights(reference.weights());
+      if (step != kOverflows && step != 4) continue;
+      if (looks) device->at_event = [&] { gate.open(); };
+      if (!looks) gate.open();
+      read.push_back(states_of(rank));
+      device->at_event = nullptr;
+    }
+    expect_same_weights(rank, reference);
+    EXPECT_EQ(jobs > 0, options.engine.states.tier == memory::Tier::kHost);
+    return read;
+  }
+};
+
+class SlowLane : public ::testing::TestWithParam<std::tuple<int, int>> {};  // stage, world
+
+// Without offload, with the host's lane alone, and with both in a random deal.
+enum class Update { kThere, kHost, kBoth };
+
+SlowCase slow_case(DType dtype, int stage, int world, int accumulation, Update update) {
+  SlowCase c{dtype, world, accumulation, {}};
+  EngineOptions& engine = c.options.engine;
+  engine.stage = stage;
+  engine.gradient_clipping = 0.25;
+  engine.late_norm = dtype != DType::kFloat16;
+  if (update == Update::kThere) return c;
+  engine.states.tier = engine.gradient_tier = memory::Tier::kHost;
+  engine.gradients_in_16 = accumulation == 1;
+  engine.lanes = {UpdateWhere::kHost, 2, {}, Numel(1 << 15), {}};
+  if (update == Update::kBoth) {
+    engine.lanes.seed = 3 + static_cast<std::uint64_t>(accumulation);
+    // Peers gather no weights that rest on the host.
+    if (stage == 3 && world == 1) engine.weights.tier = memory::Tier::kHost;
+  }
+  c.looks = update == Update::kHost && dtype == DType::kFloat32;
+  return c;
+}
+
+TEST_P(SlowLane, HasTheBitsOfARunWithoutOffload) {
+  const auto [stage, world] = GetParam();
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    plan::ModelBuilder builder = small_builder(dtype);
+    builder.linear(0, "large", 40'000, dtype);  // of two parts
+    const FakeModel model(builder);
+    for (const int accumulation : {1, 4}) {
+      if (dtype == (accumulation == 1 ? DType::kFloat32 : DType::kFloat16)) continue;  // for speed
+      std::vector<std::vector<States>> wanted;                                         // by rank
+      for (const Update update : {Update::kThere, Update::kHost, Update::kBoth}) {
+        SCOPED_TRACE(fmt::format("{} accumulation {} update {}", name_of(dtype), accumulation,
+                                 static_cast<int>(update)));
+        const SlowCase c = slow_case(dtype, stage, world, accumulation, update);
+        std::vector<std::vector<States>> found(static_cast<std::size_t>(world));
+        expect_no_errors(run_ranks(world, [&](int r, std::shared_ptr<comm::Collectives> ranks) {
+          found[static_cast<std::size_t>(r)] = c.train(model, r, std::move(ranks));
+        }));
+        if (update == Update::kThere) wanted = found;
+        EXPECT_TRUE(found == wanted);
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(StagesAndWorlds, SlowLane,
+                         ::testing::Values(std::tuple(1, 1), std::tuple(1, 2), std::tuple(3, 1),
+                                           std::tuple(3, 3)));
 
 }  // namespace
 }  // namespace strata::engine::fake
