@@ -53,7 +53,7 @@ class MemoryStore final : public StateStore {
   std::vector<std::unique_ptr<Lease>> fetch_all(std::span<const Part> parts,
                                                 Access /*access*/) override {
     require_apart(parts);
-    const std::scoped_lock lock(mutex_);
+    const std::scoped_lock lock(*mutex_);
     for (const Part& part : parts) require_fetchable(*block_of(part.block), part);
     std::vector<std::unique_ptr<Lease>> leases;
     for (const Part& part : parts)
@@ -95,7 +95,7 @@ class MemoryStore final : public StateStore {
     } catch (const OutOfMemoryError&) {
       return false;
     }
-    const std::scoped_lock lock(mutex_);
+    const std::scoped_lock lock(*mutex_);
     for (const BlockId block : blocks) {
       if (!block_of(block)->leased.empty()) return false;
     }
@@ -108,11 +108,11 @@ class MemoryStore final : public StateStore {
     return true;
   }
   bool cached(BlockId block) const override {
-    const std::scoped_lock lock(mutex_);
+    const std::scoped_lock lock(*mutex_);
     return block_of(block)->cached != nullptr;
   }
   void drop_cached() override {
-    const std::scoped_lock lock(mutex_);
+    const std::scoped_lock lock(*mutex_);
     std::vector<Block*> dropped;
     for (const auto& block : blocks_) {
       if (block->cached != nullptr && block->leased.empty()) dropped.push_back(block.get());
@@ -154,10 +154,12 @@ class MemoryStore final : public StateStore {
 
   class PartLease final : public Lease {
    public:
-    PartLease(std::mutex& mutex, std::shared_ptr<Block> block, const Part& part)
-        : mutex_(mutex), block_(std::move(block)), leased_(block_->leased.insert(part)) {}
+    PartLease(std::shared_ptr<std::mutex> mutex, std::shared_ptr<Block> block, const Part& part)
+        : mutex_(std::move(mutex)),
+          block_(std::move(block)),
+          leased_(block_->leased.insert(part)) {}
     ~PartLease() override {
-      const std::scoped_lock lock(mutex_);
+      const std::scoped_lock lock(*mutex_);
       block_->leased.erase(leased_);
     }
     void used_in(device::Stream& stream) override {
@@ -170,7 +172,7 @@ class MemoryStore final : public StateStore {
     }
 
    private:
-    std::mutex& mutex_;
+    const std::shared_ptr<std::mutex> mutex_;
     const std::shared_ptr<Block> block_;
     const std::multiset<Part>::const_iterator leased_;
   };
@@ -199,7 +201,8 @@ class MemoryStore final : public StateStore {
 
   const memory::Tier tier_;
   device::Device& device_;
-  mutable std::mutex mutex_;           // guards leases, and what is cached
+  // Guards leases, and what is cached; leases may outlive the store.
+  const std::shared_ptr<std::mutex> mutex_ = std::make_shared<std::mutex>();
   device::Stream* caching_ = nullptr;  // in which cached blocks are copied and updated
   std::vector<std::shared_ptr<Buffer>> buffers_;
   std::vector<std::shared_ptr<Block>> blocks_;  // by id

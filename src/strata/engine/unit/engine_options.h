@@ -25,9 +25,9 @@ struct UpdateLanes {
   int threads = 1;                         // of this rank, on the host
   std::vector<int> cores;                  // of these threads; empty: any
   Numel part{8 << 20};  // elements that one lane takes at once; a multiple of 2^15
-  Bytes cache;          // of states in free memory of the device (optimize/state_cache.h); 0: none
   // Tests: parts are dealt by random numbers.
   std::optional<std::uint64_t> seed;
+  Bytes cache{};  // of states in free memory of the device (optimize/state_cache.h); 0: none
 };
 
 struct EngineOptions {
