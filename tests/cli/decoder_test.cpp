@@ -1,13 +1,12 @@
 // A model without its files: its parameters by the numbers of its configuration. Names and shapes
 // of every architecture are compared with transformers' in tests/python/test_sizing.py.
-#include "strata/cli/decoder.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <map>
 
 #include "strata/base/error.h"
+#include "strata/cli/named_model.h"
 
 namespace strata::cli {
 namespace {

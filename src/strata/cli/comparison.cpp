@@ -2,7 +2,6 @@
 
 #include <fmt/core.h>
 
-#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -12,10 +11,7 @@
 #include "strata/base/error.h"
 #include "strata/checkpoint/pipeline.h"
 #include "strata/cli/commands.h"
-#include "strata/cli/tensor_source.h"
-#include "strata/format/safetensors.h"
 #include "strata/io/striping.h"
-#include "strata/io/thread_engine.h"
 #include "strata/kernels/elementwise.h"
 
 namespace strata::cli {

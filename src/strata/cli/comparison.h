@@ -1,16 +1,179 @@
-// How far the elements of two tensors are apart, as `strata diff` measures it. Values; a meter is
-// of one thread.
+// The two sides of `strata diff`: checkpoints as named tensors, and how far the elements of two
+// tensors are apart. Values; a meter is of one thread.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
+#include <filesystem>
+#include <map>
 #include <optional>
 #include <span>
+#include <string>
+#include <system_error>
+#include <utility>
 #include <vector>
 
 #include "strata/base/dtype.h"
+#include "strata/base/error.h"
 #include "strata/base/units.h"
+#include "strata/checkpoint/folder.h"
+#include "strata/checkpoint/reader.h"
+#include "strata/cli/console.h"
+#include "strata/format/checkpoint_index.h"
+#include "strata/format/manifest.h"
+#include "strata/format/safetensors.h"
+#include "strata/io/thread_engine.h"
+#include "strata/plan/param_spec.h"
 
 namespace strata::cli {
+
+// Elements [begin, end) of a tensor, as `dtype` at `offset` of a file.
+struct ElementRange {
+  std::size_t file = 0;
+  Bytes offset;
+  DType dtype = DType::kFloat32;
+  Numel begin;
+  Numel end;
+};
+
+struct SourceTensor {
+  std::string name;
+  std::string kind;  // "value"; of a training checkpoint also "exp_avg", ..., "client", "of a rank"
+  std::vector<std::int64_t> shape;
+  Numel numel;
+  DType dtype = DType::kFloat32;  // a value's: in which the model computes
+  std::vector<std::string> aliases;
+  std::vector<ElementRange> runs;  // by begin; they cover the tensor
+};
+
+// Checkpoints of either kind that a path means, as named tensors and where their elements lie: a
+// training checkpoint (a folder with a manifest, or a folder of such folders, in which the file
+// `latest` names one; each tensor is runs of elements in the files of several ranks), or
+// safetensors, one file or a Hugging Face folder (each tensor is one run).
+//
+// Threads: values, immutable after construction; safe everywhere. Ownership: a TensorSource holds
+// the open files. Errors: UsageError for a path that is no folder; FormatError for a folder that
+// holds no checkpoint; those of format::CheckpointIndex.
+class TensorSource {
+ public:
+  // `kinds`: also what optimizers keep, tensors of the script's and buffers of single ranks, of a
+  // training checkpoint.
+  TensorSource(const std::string& path, bool kinds) : path_(path) {
+    std::error_code error;
+    if (!std::filesystem::exists(path, error))
+      throw UsageError(
+          "there is no such file or folder; give a training checkpoint's folder, a Hugging Face "
+          "folder or a .safetensors file: path={}",
+          path);
+    if (checkpoint::holds_checkpoints(path))
+      open_training(path, kinds);
+    else
+      open_safetensors(path);
+    sort();
+  }
+
+  const std::string& path() const { return path_; }
+  bool is_training() const { return is_training_; }
+  const std::vector<SourceTensor>& tensors() const { return tensors_; }  // by name, as people count
+  // Null if there is none of that name, nor one with that alias.
+  const SourceTensor* find(const std::string& name, const std::string& kind) const {
+    const auto found = places_.find({name, kind});
+    return found == places_.end() ? nullptr : &tensors_[found->second];
+  }
+  const io::File& file(std::size_t index) const { return *open_[index]; }
+
+ private:
+  static bool is_of_model(format::TensorRole role) {
+    return role == format::TensorRole::kParameter || role == format::TensorRole::kBuffer;
+  }
+  static std::string kind_of(const format::Manifest& manifest, std::size_t tensor,
+                             std::size_t kind) {
+    const format::TensorRole role = manifest.tensors[tensor].role;
+    return role == format::TensorRole::kClient       ? "client"
+           : role == format::TensorRole::kRankBuffer ? "of a rank"
+                                                     : manifest.kinds[kind];
+  }
+  void open_training(const std::string& path, bool kinds) {
+    is_training_ = true;
+    path_ = checkpoint::choose_checkpoint(path).path;
+    const format::Manifest manifest = format::read_manifest(path_);
+    for (const format::ManifestFile& file : manifest.files)
+      files_.push_back(checkpoint::open_file(path_, file));
+    std::map<std::pair<std::size_t, std::size_t>, std::size_t> place;  // of tensor and kind
+    const auto add = [&](std::size_t t, std::size_t k) {
+      const format::ManifestTensor& tensor = manifest.tensors[t];
+      if ((!is_of_model(tensor.role) || k != 0) && !kinds) return;
+      if (!place.emplace(std::pair(t, k), tensors_.size()).second) return;
+      tensors_.push_back({tensor.name,
+                          kind_of(manifest, t, k),
+                          tensor.shape,
+                          *format::checked_numel(tensor.shape),
+                          tensor.dtype,
+                          tensor.aliases,
+                          {}});
+    };
+    for (std::size_t t = 0; t < manifest.tensors.size(); ++t) add(t, 0);
+    for (const format::ManifestRange& extent : manifest.extents) {
+      add(extent.tensor, extent.kind);
+      const auto found = place.find({extent.tensor, extent.kind});
+      if (found == place.end()) continue;
+      SourceTensor& tensor = tensors_[found->second];
+      tensor.runs.push_back({extent.file, extent.offset, extent.dtype, extent.begin, extent.end});
+      if (extent.kind != 0) tensor.dtype = extent.dtype;
+    }
+    for (SourceTensor& tensor : tensors_) std::ranges::sort(tensor.runs, {}, &ElementRange::begin);
+    for (const auto& [of, at] : place) {
+      if (manifest.tensors[of.first].channels_last) reorder(tensors_[at]);
+    }
+    for (const io::File& file : files_) open_.push_back(&file);
+  }
+  // Neighbours in the order of the dimensions are far apart in the file: the tensor gets another
+  // one, in memory.
+  void reorder(SourceTensor& tensor) {
+    if (tensor.runs.empty()) return;
+    const DType dtype = tensor.runs.front().dtype;
+    io::ThreadEngine io;
+    std::vector<std::byte> bytes(bytes_of(tensor.numel, dtype).size());
+    for (const ElementRange& run : tensor.runs)
+      io.read(files_[run.file], run.offset,
+              std::span(bytes).subspan(bytes_of(run.begin, dtype).size(),
+                                       bytes_of(run.end - run.begin, dtype).size()))
+          ->wait();
+    plan::reorder(bytes, tensor.shape, size_of(dtype), /*channels_last=*/false);
+    files_.push_back(io::File::in_memory(bytes));
+    tensor.runs = {{files_.size() - 1, Bytes(), dtype, Numel(), tensor.numel}};
+  }
+  void open_safetensors(const std::string& path) {
+    index_.emplace(path);
+    open_ = index_->open_files();
+    for (const auto& [file, info] : index_->tensors()) {
+      SourceTensor tensor{
+          info.name, std::string(format::kValue), info.shape, info.numel, info.dtype, {}, {}};
+      if (info.numel.value > 0)
+        tensor.runs.push_back({file, info.offset, info.dtype, Numel(), info.numel});
+      tensors_.push_back(std::move(tensor));
+    }
+  }
+  void sort() {
+    std::ranges::sort(tensors_, [](const SourceTensor& a, const SourceTensor& b) {
+      return a.name != b.name ? NaturalLess()(a.name, b.name) : a.kind < b.kind;
+    });
+    for (std::size_t i = 0; i < tensors_.size(); ++i)
+      places_.emplace(std::pair(tensors_[i].name, tensors_[i].kind), i);
+    for (std::size_t i = 0; i < tensors_.size(); ++i) {
+      for (const std::string& alias : tensors_[i].aliases)
+        places_.emplace(std::pair(alias, tensors_[i].kind), i);
+    }
+  }
+
+  std::string path_;
+  bool is_training_ = false;
+  std::vector<io::File> files_;
+  std::optional<format::CheckpointIndex> index_;
+  std::vector<const io::File*> open_;
+  std::vector<SourceTensor> tensors_;
+  std::map<std::pair<std::string, std::string>, std::size_t> places_;  // by name and kind
+};
 
 // How far the elements of two tensors are apart. A NaN equals a NaN, and is infinitely far from a
 // number. Numbers are compared as numbers: floating ones in fp64, which holds each of them exactly;

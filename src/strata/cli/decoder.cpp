@@ -1,5 +1,3 @@
-#include "strata/cli/decoder.h"
-
 #include <fmt/ranges.h>
 
 #include <algorithm>
@@ -9,6 +7,7 @@
 #include <sstream>
 
 #include "strata/base/error.h"
+#include "strata/cli/named_model.h"
 
 namespace strata::cli {
 namespace {

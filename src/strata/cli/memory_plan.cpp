@@ -5,7 +5,6 @@
 
 #include "strata/base/error.h"
 #include "strata/cli/commands.h"
-#include "strata/cli/plan_text.h"
 #include "strata/engine/config/config.h"
 #include "strata/engine/config/config_review.h"
 #include "strata/engine/config/config_text.h"

@@ -16,7 +16,7 @@
 #include "strata/checkpoint/folder.h"
 #include "strata/cli/console.h"
 #include "strata/format/checkpoint_index.h"
-#include "strata/io/pending_range.h"
+#include "strata/format/json.h"
 
 namespace strata::cli {
 namespace {
@@ -98,10 +98,8 @@ void append(const Module& module, const std::string& path, const std::string& na
 nlohmann::json read_config(const std::string& path) {
   std::error_code error;
   if (!fs::is_regular_file(path, error)) return nullptr;
-  const io::File file(path, io::File::Mode::kRead);
-  std::string text(std::min(file.size(), kConfigBytesMax).size(), '\0');
-  io::read_fully(file, Bytes(), std::as_writable_bytes(std::span(text)));
-  return nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
+  return nlohmann::json::parse(format::read_text(path, "a model's configuration", kConfigBytesMax),
+                               nullptr, /*allow_exceptions=*/false);
 }
 
 // A model that generates text and whose files hold no head has that of its embedding.

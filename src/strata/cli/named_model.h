@@ -4,21 +4,64 @@
 // children of one list are taken to be of one class, so that blocks are found as in a live model.
 // Headers of safetensors do not know classes, frozen parameters, or the order in which modules were
 // made: siblings are in the order of counting, embeddings first, norms and heads last. The plan
-// states its assumptions. Without weights a configuration says more (decoder.h).
+// states its assumptions. Without weights a configuration says more.
 //
 // Values. Errors: UsageError for a path that is nothing of this, that says what to do instead;
-// those of decoder.h, of format::CheckpointIndex and folder.h.
+// those of decoder_names(), of format::CheckpointIndex and folder.h.
 #pragma once
 
+#include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
 #include <vector>
 
-#include "strata/cli/decoder.h"
+#include "strata/base/dtype.h"
+#include "strata/base/units.h"
 #include "strata/plan/block_search.h"
 #include "strata/plan/param_spec.h"
 
 namespace strata::cli {
+
+struct NamedTensor {
+  std::string name;
+  std::vector<std::int64_t> shape;
+  DType dtype = DType::kFloat32;
+  bool trainable = true;
+};
+
+// An estimate of what autograd keeps of one token until backward: without dropout, by an attention
+// kernel that keeps no scores (SDPA, flash), with the loss over all tokens at once.
+struct Activations {
+  struct Values {
+    double computed = 0;  // in the dtype that the model computes in
+    double in_fp32 = 0;
+  };
+  double layers = 0;
+  double hidden = 0;
+  Values block;  // of one
+  Values head;   // of the last norm, the logits and their gradients
+
+  // `checkpointing`: the inputs of blocks are kept, and one block at a time is computed again.
+  Bytes of_token(DType dtype, bool checkpointing) const;
+};
+
+struct ModelNames {
+  std::vector<NamedTensor> tensors;
+  bool tied_head = false;  // a head shares the weight of the embedding, and has none of its own
+  bool in_order = false;   // tensors are in the order in which the model makes them
+  std::optional<Activations> activations{};
+  std::vector<std::string> remarks{};
+};
+
+// A decoder-only transformer without its files: its parameters' names and shapes by the rules of
+// its architecture, from the numbers of a Hugging Face config.json, or of a well-known model that
+// ships with the program. Names are those of transformers' classes for language modelling, in the
+// order of their constructors. `origin` names the configuration in messages. Errors: UsageError for
+// an architecture without rules, and for a number that is missing or that no model has.
+ModelNames decoder_names(const nlohmann::json& config, const std::string& origin);
+
+// The models that ship with the program, by name: their configurations.
+std::vector<std::pair<std::string, nlohmann::json>> shipped_models();
 
 // Which parameters are trained.
 struct TrainedPart {

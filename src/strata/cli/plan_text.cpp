@@ -1,8 +1,8 @@
-#include "strata/cli/plan_text.h"
-
 #include <fmt/core.h>
 
 #include <algorithm>
+
+#include "strata/cli/commands.h"
 
 namespace strata::cli {
 namespace {
