@@ -3,7 +3,7 @@
 #include <memory>
 #include <thread>
 
-#include "strata/comm/host/control_block.h"
+#include "strata/comm/host/rank_link.h"
 
 namespace strata::comm {
 namespace {

@@ -19,7 +19,6 @@
 
 #include "strata/base/error.h"
 #include "strata/comm/host/host_collectives.h"
-#include "strata/comm/peer/peer_messages.h"
 
 namespace strata::comm {
 namespace {

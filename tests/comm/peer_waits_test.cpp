@@ -7,7 +7,7 @@
 #include "strata/base/error.h"
 #include "strata/comm/host/host_collectives.h"
 #include "strata/comm/peer/peer_collectives.h"
-#include "strata/comm/peer/peer_flags.h"
+#include "strata/comm/peer/peer_signals.h"
 #include "strata/device/cpu_device.h"
 
 namespace strata::comm::conformance {

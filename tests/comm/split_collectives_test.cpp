@@ -2,7 +2,6 @@
 #include "comm/split_ranks.h"
 #include "device/limited_device.h"
 #include "strata/comm/combined/combined_collectives.h"
-#include "strata/comm/combined/transport_join.h"
 #include "strata/comm/host/host_collectives.h"
 
 namespace strata::comm::conformance {

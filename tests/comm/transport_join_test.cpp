@@ -1,6 +1,4 @@
 // Ranks join the chosen transports; one of them fails, or the other is faster.
-#include "strata/comm/combined/transport_join.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -10,6 +8,7 @@
 
 #include "comm/collective_network.h"
 #include "strata/base/error.h"
+#include "strata/comm/combined/combined_collectives.h"
 #include "strata/comm/host/host_collectives.h"
 
 namespace strata::comm {

@@ -13,7 +13,7 @@ std::span<std::byte> part_of(const SharedBuffer* buffer, Bytes offset, Bytes byt
                              const std::string& what) {
   if (buffer == nullptr) throw UsageError("{} needs a buffer; got none", what);
   const std::span<std::byte> whole = const_cast<SharedBuffer*>(buffer)->local();
-  if ((offset + bytes).size() > whole.size())
+  if (offset < Bytes() || offset + bytes > Bytes(whole.size()))
     throw UsageError("{} needs {} bytes of buffer '{}', which has {}", what, (offset + bytes).value,
                      buffer->name(), whole.size());
   return whole.subspan(offset.size(), bytes.size());

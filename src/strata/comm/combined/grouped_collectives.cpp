@@ -1,10 +1,10 @@
 #include <fmt/core.h>
 
-#include <charconv>
 #include <cstdint>
 #include <deque>
 #include <map>
 #include <memory>
+#include <nlohmann/json.hpp>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -239,27 +239,6 @@ class ReplicaSums {
   std::deque<Pending> pending_;                                         // the oldest first
 };
 
-// Texts one after the other, each behind its length.
-std::string packed(const std::vector<std::string>& texts) {
-  std::string result;
-  for (const std::string& text : texts) {
-    result += std::to_string(text.size());
-    result += ' ';
-    result += text;
-  }
-  return result;
-}
-
-void unpack(const std::string& pack, std::vector<std::string>& texts) {
-  for (std::size_t at = 0; at < pack.size();) {
-    std::size_t length = 0;
-    const char* end = pack.data() + pack.size();
-    const char* text = std::from_chars(pack.data() + at, end, length).ptr + 1;
-    texts.emplace_back(text, length);
-    at = static_cast<std::size_t>(text - pack.data()) + length;
-  }
-}
-
 // Shared by the Collectives and its Works, which may outlive it.
 class GroupedCore final : public CollectivesPair {
  public:
@@ -383,8 +362,13 @@ class GroupedCollectives final : public PairedCollectives {
       std::vector<std::string> mine = core_->inside().all_gather_text(text);
       if (groups_.count == 1) return mine;
       std::vector<std::string> all;
-      for (const std::string& pack : core_->across().all_gather_text(packed(mine)))
-        unpack(pack, all);
+      // As CBOR, in which texts may hold any bytes.
+      std::string packed;
+      nlohmann::json::to_cbor(mine, packed);
+      for (const std::string& pack : core_->across().all_gather_text(packed)) {
+        for (std::string& one : nlohmann::json::from_cbor(pack).get<std::vector<std::string>>())
+          all.push_back(std::move(one));
+      }
       return all;
     });
   }

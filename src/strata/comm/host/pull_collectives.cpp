@@ -26,27 +26,6 @@ Bytes slice_bytes(const Reduction& reduction) {
   return bytes_of(Numel(reduction.result.size()), reduction.dtype);
 }
 
-void check_arguments(const Reduction& reduction, std::string_view tag) {
-  if (reduction.source == nullptr)
-    throw UsageError("reduce_scatter needs a source buffer ('{}' has none)", tag);
-  if (!is_floating(reduction.dtype) || reduction.dtype == DType::kFloat64)
-    throw UsageError(
-        "reduce_scatter sums float32, bfloat16 and float16: convert the source first ('{}' is {})",
-        tag, name_of(reduction.dtype));
-}
-
-void check_bounds(const Reduction& reduction, const BufferView& own, int world_size,
-                  std::string_view tag) {
-  const Bytes wanted = slice_bytes(reduction) * world_size;
-  const Bytes size(own.bytes.size());
-  if (reduction.source_offset < Bytes(0) || reduction.source_offset + wanted > size)
-    throw UsageError(
-        "reduce_scatter of '{}' reads past its source '{}' (offset {}, {} slices of {} B, buffer "
-        "of {} B)",
-        tag, reduction.source->name(), reduction.source_offset.value, world_size,
-        slice_bytes(reduction).value, size.value);
-}
-
 std::string text_of(std::uint64_t number, const OperationEntry& entry) {
   return fmt::format("operation {} ({})", number, describe(entry));
 }
@@ -58,16 +37,15 @@ class ReductionQueue {
 
   // Returns the operation's number. Throws UsageError for arguments that do not fit together.
   std::uint64_t start(const Reduction& reduction, std::string_view tag) {
-    check_arguments(reduction, tag);
+    describe_reduction(reduction, link_.world_size(), tag);  // checks the arguments
     OperationEntry entry{.kind = OperationKind::kReduceScatter,
                          .detail = static_cast<std::uint32_t>(reduction.dtype),
                          .count = std::ssize(reduction.result),
                          .buffer_id = id_of(reduction.source->name()),
                          .buffer_offset = reduction.source_offset.value};
     set_tag(entry, tag);
-    const auto own = link_.memory().find(link_.rank(), entry.buffer_id);
-    if (!own) throw_foreign_buffer("source of a reduce_scatter", *reduction.source, tag);
-    check_bounds(reduction, *own, link_.world_size(), tag);
+    if (!link_.memory().find(link_.rank(), entry.buffer_id))
+      throw_foreign_buffer("source of a reduce_scatter", *reduction.source, tag);
     const std::uint64_t number = link_.publish(entry);
     pending_.push_back({number, reduction});
     return number;
@@ -173,9 +151,7 @@ class MessageRounds {
     } while (!values.empty());
   }
   void broadcast(std::span<std::byte> bytes, int root) {
-    if (root < 0 || root >= link_.world_size())
-      throw UsageError("the root of a broadcast must be a rank (root {}, world size {})", root,
-                       link_.world_size());
+    describe_broadcast(Bytes(bytes.size()), root, link_.world_size());  // checks the root
     const OperationEntry entry{.kind = OperationKind::kBroadcast,
                                .detail = static_cast<std::uint32_t>(root),
                                .count = std::ssize(bytes)};
@@ -320,7 +296,9 @@ class PullCollectives final : public Collectives {
   std::unique_ptr<Work> all_gather(const SliceMap& slices, std::span<std::byte> flat,
                                    std::string_view tag) override {
     begin("all_gather", tag);
-    check_arguments(slices, flat, tag);
+    const std::string what = describe_gather(slices, flat, rank(), world_size(), tag).what;
+    if (slices.buffer == nullptr)
+      throw UsageError("{} needs a buffer, since peers read it; got none", what);
     while (core_->reductions.pull_next()) {  // peers may be waiting for it
     }
     // Each rank starts at its right neighbour, so that not all read from the same one.
@@ -384,28 +362,16 @@ class PullCollectives final : public Collectives {
     core_->link.set_activity(std::string_view(text.data(), length));
   }
 
-  void check_arguments(const SliceMap& slices, std::span<const std::byte> flat,
-                       std::string_view tag) {
-    const Bytes wanted = slices.slice_bytes * world_size();
-    if (slices.buffer == nullptr || Bytes(flat.size()) != wanted)
-      throw UsageError(
-          "all_gather needs a buffer and a target of world size x slice bytes ('{}': {} buffer, {} "
-          "x {} B, target of {} B)",
-          tag, slices.buffer == nullptr ? "no" : "a", world_size(), slices.slice_bytes.value,
-          flat.size());
-  }
   void pull_slice(int from, const SliceMap& slices, std::span<std::byte> flat,
                   std::string_view tag) {
     const BufferView view = wait_for_buffer(from, *slices.buffer, tag);
     const Bytes offset = slices.first_offset + slices.stride * from;
     if (offset < Bytes(0) || offset + slices.slice_bytes > Bytes(view.bytes.size())) {
-      const std::string message = fmt::format(
+      core_->link.fail(fmt::format(
           "all_gather of '{}': the slice of rank {} lies outside its buffer '{}'; every rank must "
           "allocate it for the same layout (offset {}, slice of {} B, buffer of {} B)",
           tag, core_->link.name_of(from), slices.buffer->name(), offset.value,
-          slices.slice_bytes.value, view.bytes.size());
-      if (from == rank()) throw UsageError(message);
-      core_->link.fail(message);
+          slices.slice_bytes.value, view.bytes.size()));
     }
     const std::size_t bytes = slices.slice_bytes.size();
     const auto source = view.bytes.subspan(offset.size(), bytes);

@@ -23,7 +23,6 @@
 #include "strata/base/error.h"
 #include "strata/base/file_descriptor.h"
 #include "strata/comm/agreement.h"
-#include "strata/comm/host/control_block.h"
 #include "strata/comm/host/host_collectives.h"
 #include "strata/comm/host/rank_link.h"
 #include "strata/memory/host_buffer.h"

@@ -26,7 +26,7 @@
 
 #include "strata/base/error.h"
 #include "strata/comm/peer/peer_channel.h"
-#include "strata/comm/peer/peer_flags.h"
+#include "strata/comm/peer/peer_signals.h"
 #include "strata/device/device.h"
 
 namespace strata::comm {
@@ -339,11 +339,8 @@ class PeerMapper {
   }
   void note_freed() const {
     for (const int peer : peers_) {
-      try {
-        buffers_.note_freed(channel_, peer);
-      } catch (const std::exception&) {
-        continue;  // it has ended, or does not answer
-      }
+      FirstError dropped;  // it has ended, or does not answer
+      dropped.attempt([&] { buffers_.note_freed(channel_, peer); });
     }
   }
 

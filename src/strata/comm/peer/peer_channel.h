@@ -36,8 +36,7 @@
 #include "strata/base/interface.h"
 #include "strata/comm/agreement.h"
 #include "strata/comm/collectives.h"
-#include "strata/comm/peer/peer_flags.h"
-#include "strata/comm/peer/peer_messages.h"
+#include "strata/comm/peer/peer_signals.h"
 
 namespace strata::comm {
 

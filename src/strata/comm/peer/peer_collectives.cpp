@@ -131,11 +131,8 @@ class PeerWork final : public Work {
         started_(std::move(started)),
         times_(std::move(times)) {}
   ~PeerWork() override {
-    try {
-      join();
-    } catch (const std::exception&) {
-      return;  // wait() reports the error
-    }
+    FirstError dropped;  // wait() reports it
+    dropped.attempt([this] { join(); });
   }
 
   bool done() override {
@@ -330,11 +327,8 @@ class PeerCollectives final : public Collectives {
   ~PeerCollectives() override {
     link_->wait_for_readers();
     link_->buffers()->set_before_free([device = &link_->device()] {
-      try {
-        device->compute_stream().synchronize();
-      } catch (const std::exception&) {
-        return;  // a device that is lost runs nothing
-      }
+      FirstError of_lost_device;  // dropped: it runs nothing
+      of_lost_device.attempt([&] { device->compute_stream().synchronize(); });
     });
   }
 

@@ -23,7 +23,7 @@
 #include "strata/comm/agreement.h"
 #include "strata/comm/peer/peer_buffers.h"
 #include "strata/comm/peer/peer_channel.h"
-#include "strata/comm/peer/peer_flags.h"
+#include "strata/comm/peer/peer_signals.h"
 #include "strata/memory/host_buffer.h"
 
 namespace strata::comm {

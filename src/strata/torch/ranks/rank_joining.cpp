@@ -14,7 +14,6 @@
 #include <utility>
 
 #include "strata/base/error.h"
-#include "strata/comm/combined/combined_collectives.h"
 #include "strata/comm/host/host_collectives.h"
 #include "strata/comm/peer/peer_collectives.h"
 #include "strata/engine/unit/unit.h"

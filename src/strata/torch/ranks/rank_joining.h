@@ -18,7 +18,7 @@
 #include <vector>
 
 #include "strata/comm/collectives.h"
-#include "strata/comm/combined/transport_join.h"
+#include "strata/comm/combined/combined_collectives.h"
 #include "strata/device/device.h"
 #include "strata/engine/config/config.h"
 #include "strata/torch/base/placement.h"
