@@ -37,7 +37,6 @@ auto mapped(const std::optional<T>& value, const Function& function) {
   return value ? std::optional(std::invoke(function, *value)) : std::nullopt;
 }
 
-void bind_config(py::module_& module);
 void bind_runtime(py::module_& module);
 void bind_model(py::module_& module);
 void bind_interception(py::module_& module);

@@ -245,7 +245,6 @@ void bind_access(ModelClass& model) {
           [](ShardedModel& m, const std::vector<int>& p, int root) { m.values().publish(p, root); },
           unlocked)
       .def("index_of", &ShardedModel::index_of)
-      .def("gathered", &ShardedModel::gathered)
       .def("held_elsewhere", [](ShardedModel& m, int p) { return m.values().held_elsewhere(p); })
       .def("replaced", &ShardedModel::replaced)
       .def("put_back",

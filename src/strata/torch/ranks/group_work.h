@@ -112,24 +112,22 @@ class GroupFailure : NonCopyable {
 
   std::string key(int rank) const { return fmt::format("strata/notes/{}/{}", id_, rank); }
   void post(Kind kind, std::string_view text) noexcept {
-    try {
+    FirstError of_lost_store;  // dropped: the backend's own error must suffice
+    of_lost_store.attempt([&] {
       const std::string note = static_cast<char>(kind) + std::string(text);
       store_->set(key(rank_), std::vector<std::uint8_t>(note.begin(), note.end()));
-    } catch (const std::exception&) {
-      return;  // the store is gone; the backend's own error must suffice
-    }
+    });
   }
   Notes read() noexcept {
     Notes notes(static_cast<std::size_t>(world_size_));
-    try {
+    FirstError of_lost_store;  // dropped: it counts as one without notes
+    of_lost_store.attempt([&] {
       for (int r = 0; r < world_size_; ++r) {
         if (!store_->check({key(r)})) continue;
         const std::vector<std::uint8_t> bytes = store_->get(key(r));
         notes[static_cast<std::size_t>(r)].assign(bytes.begin(), bytes.end());
       }
-    } catch (const std::exception&) {
-      return notes;
-    }
+    });
     return notes;
   }
   // Like read(), but waits up to `limit` for a note of every rank.
@@ -191,13 +189,7 @@ class GroupWork final : public comm::Work {
         finish_(std::move(finish)),
         group_(std::move(group)),
         what_(std::move(what)) {}
-  ~GroupWork() override {
-    try {
-      GroupWork::wait();
-    } catch (const std::exception&) {
-      return;  // a caller that wants the error calls wait()
-    }
-  }
+  ~GroupWork() override { wait_quietly(); }
 
   bool done() override { return !work_ || work_->isCompleted(); }
   void wait() override {

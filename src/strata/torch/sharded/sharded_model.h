@@ -65,7 +65,6 @@ class ShardedModel final : public ParameterOwner {
     if (alive()) values_->release(params, discard);
   }
   bool read(int param) { return alive() && values_->read(param); }
-  bool gathered(int param) const { return alive() && values_->gathered(param); }
   bool replaced(int param) const { return parameters_.replaced(param); }
   // A parameter's index, by tensor identity; -1 for tensors that are not parameters of this model.
   int index_of(const at::Tensor& variable) const { return parameters_.index_of(variable); }
