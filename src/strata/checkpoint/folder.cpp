@@ -211,11 +211,8 @@ NewCheckpoint::NewCheckpoint(std::string folder, std::string tag, io::FolderCall
 
 NewCheckpoint::~NewCheckpoint() {
   if (staging_.empty() || owner_ != ::getpid()) return;
-  try {
-    calls_.remove_tree(staging_);
-  } catch (const Error&) {
-    // The next save tries again.
-  }
+  FirstError dropped;  // the next save tries again
+  dropped.attempt([this] { calls_.remove_tree(staging_); });
 }
 
 // A save was killed between the two renames of a file system that cannot exchange names.

@@ -74,11 +74,8 @@ void TransferRing::queue(std::size_t turn, device::Stream* stream,
   try {
     work();
   } catch (...) {
-    try {
-      if (stream != nullptr) used_until(turn, stream->record());
-    } catch (const std::exception&) {
-      // The device has failed, and does no more work.
-    }
+    FirstError of_lost_device;  // dropped: it does no more work
+    if (stream != nullptr) of_lost_device.attempt([&] { used_until(turn, stream->record()); });
     throw;
   }
   if (stream != nullptr) used_until(turn, stream->record());
@@ -96,13 +93,8 @@ void TransferRing::drain() {
 }
 
 void TransferRing::abandon() noexcept {
-  for (std::size_t turn = 0; turn < size(); ++turn) {
-    try {
-      wait(turn);
-    } catch (const std::exception&) {
-      continue;  // the use has ended; its error was told or is dropped with the ring
-    }
-  }
+  FirstError dropped;  // the uses have ended; their errors were told or go with the ring
+  for (std::size_t turn = 0; turn < size(); ++turn) dropped.attempt([&] { wait(turn); });
 }
 
 Pipeline::Pipeline(Source& source, Sink& sink, TransferRing& ring, const CopyOptions& options)

@@ -129,11 +129,8 @@ class ShardedWriter::TrackedTransfer final : public io::Transfer {
       : file_(std::move(file)), transfer_(std::move(transfer)) {}
 
   ~TrackedTransfer() override {
-    try {
-      wait();
-    } catch (...) {
-      // The file has it; seal() reports it.
-    }
+    FirstError dropped;  // the file has it; seal() reports it
+    dropped.attempt([this] { wait(); });
   }
 
   bool done() override { return transfer_->done(); }

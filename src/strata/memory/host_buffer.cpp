@@ -27,40 +27,6 @@ std::size_t mapped_size(std::size_t bytes) {
   return std::max<std::size_t>(bytes, 1);
 }
 
-}  // namespace
-
-MappedMemory MappedMemory::map(int protection, int flags, int fd, Bytes offset, Bytes bytes,
-                               std::string_view purpose) {
-  void* address = ::mmap(nullptr, mapped_size(bytes.size()), protection, flags, fd, offset.value);
-  if (address == MAP_FAILED)
-    throw OutOfMemoryError("cannot map memory for {}: free some, or use more ranks ({} wanted; {})",
-                           purpose, to_string(bytes), errno_text(errno));
-  // A hint: fewer page faults where the system allows huge pages.
-  if (bytes >= 2_MiB) ::madvise(address, bytes.size(), MADV_HUGEPAGE);
-  return MappedMemory({static_cast<std::byte*>(address), bytes.size()});
-}
-
-MappedMemory MappedMemory::anonymous(Bytes bytes, std::string_view purpose) {
-  return map(PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, Bytes(0),
-             bytes, purpose);
-}
-
-MappedMemory MappedMemory::of_file(int fd, Bytes offset, Bytes bytes, Access access,
-                                   std::string_view purpose) {
-  const int protection = access == Access::kRead ? PROT_READ : PROT_READ | PROT_WRITE;
-  return map(protection, MAP_SHARED, fd, offset, bytes, purpose);
-}
-
-void MappedMemory::give_back() const {
-  if (!bytes().empty()) ::madvise(bytes().data(), bytes().size(), MADV_DONTNEED);
-}
-
-void MappedMemory::Unmap::operator()(std::byte* memory) const noexcept {
-  ::munmap(memory, mapped_size(bytes));
-}
-
-namespace {
-
 [[noreturn]] void throw_out_of_memory(Bytes wanted, const HostBufferOptions& options, int error) {
   throw OutOfMemoryError(
       "no memory for a buffer of the {} tier ({}): {} wanted, the system refused it ({}); free "
@@ -68,6 +34,10 @@ namespace {
       "vm.max_map_count); held: {}",
       name_of(options.tier), name_of(options.kind), to_string(wanted), errno_text(error),
       options.ledger ? options.ledger->report() : "not counted");
+}
+
+Bytes address_of(const std::byte* memory) {
+  return Bytes(static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(memory)));
 }
 
 Bytes whole_pages(Bytes bytes) {
@@ -90,8 +60,7 @@ void unmap_pages(std::byte* address, Bytes bytes) noexcept {
 std::byte* map_huge_pages(Bytes bytes) {
   std::byte* const mapped = map_pages(bytes + kHugePageSize);
   if (mapped == nullptr) return nullptr;
-  const Bytes address(static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(mapped)));
-  const Bytes before = align_up(address, kHugePageSize) - address;
+  const Bytes before = align_up(address_of(mapped), kHugePageSize) - address_of(mapped);
   std::byte* const aligned = mapped + before.size();
   unmap_pages(mapped, before);
   unmap_pages(aligned + bytes.size(), kHugePageSize - before);
@@ -111,58 +80,6 @@ int populate(std::byte* begin, Bytes bytes) {
     *const_cast<volatile std::byte*>(begin + at.size()) = std::byte{0};
   return 0;
 }
-
-}  // namespace
-
-Bytes page_size() {
-  static const Bytes size(static_cast<std::int64_t>(::sysconf(_SC_PAGESIZE)));
-  return size;
-}
-
-void give_back_pages(std::span<std::byte> bytes) noexcept {
-  constexpr Bytes kAtOnce = 4_MiB;  // a tenth of a millisecond
-  const auto address = [](const std::byte* at) {
-    return Bytes(static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(at)));
-  };
-  const Bytes first = address(bytes.data());
-  Bytes at = align_up(first, page_size());
-  const Bytes end(address(bytes.data() + bytes.size()).value / page_size().value *
-                  page_size().value);
-  for (; at < end; at += kAtOnce)
-    ::madvise(bytes.data() + (at - first).size(), std::min(kAtOnce, end - at).size(),
-              MADV_DONTNEED);
-}
-
-HostBuffer::HostBuffer(Bytes bytes, const HostBufferOptions& options) {
-  STRATA_ASSERT(bytes.value >= 0);
-  if (bytes == Bytes()) return;
-  // Rounding up, and the page that aligns, must not overflow.
-  if (bytes.value > std::numeric_limits<std::int64_t>::max() - 2 * kHugePageSize.value)
-    throw_out_of_memory(bytes, options, ENOMEM);
-  const bool huge = options.huge_pages && bytes >= kHugePageSize;
-  std::byte* const mapped =
-      huge ? map_huge_pages(whole_pages(bytes)) : map_pages(whole_pages(bytes));
-  if (mapped == nullptr) throw_out_of_memory(bytes, options, errno);
-  memory_ = MappedMemory({mapped, bytes.size()});
-  try {
-    if (options.touch != nullptr) touch(*options.touch);
-    charge_ = Charge(options.ledger, options.tier, options.kind, bytes);
-  } catch (const OutOfMemoryError&) {
-    throw_out_of_memory(bytes, options, ENOMEM);
-  }
-}
-
-void HostBuffer::touch(ThreadPool& pool) {
-  // Chunks of several huge pages: long enough to pay for a call, short enough to share evenly.
-  const Bytes grain = kHugePageSize * 8;
-  pool.parallel_for(whole_pages(size()).value, grain.value,
-                    [this](std::int64_t begin, std::int64_t end) {
-                      const int error = populate(data() + begin, Bytes(end - begin));
-                      if (error != 0) throw OutOfMemoryError("pages refused");
-                    });
-}
-
-namespace {
 
 namespace fs = std::filesystem;
 
@@ -224,7 +141,97 @@ bool lists_memory(std::string_view controllers) {
   return fmt::format(",{},", controllers).find(",memory,") != std::string::npos;
 }
 
+constexpr std::size_t kSamples = 256;
+constexpr std::size_t kFew = 16;  // shared ones of them that do not matter
+// Bits of an entry of /proc/PID/pagemap.
+constexpr std::uint64_t kExclusive = std::uint64_t{1} << 56U;
+constexpr std::uint64_t kOfFile = std::uint64_t{1} << 61U;
+constexpr std::uint64_t kPresent = std::uint64_t{1} << 63U;
+
+bool is_shared(int pagemap, std::uintptr_t address) {
+  std::uint64_t entry = 0;
+  const auto at = static_cast<off_t>(address / page_size().size() * sizeof(entry));
+  if (::pread(pagemap, &entry, sizeof(entry), at) != static_cast<ssize_t>(sizeof(entry)))
+    return false;
+  return (entry & kPresent) != 0 && (entry & (kExclusive | kOfFile)) == 0;
+}
+
 }  // namespace
+
+MappedMemory MappedMemory::map(int protection, int flags, int fd, Bytes offset, Bytes bytes,
+                               std::string_view purpose) {
+  void* address = ::mmap(nullptr, mapped_size(bytes.size()), protection, flags, fd, offset.value);
+  if (address == MAP_FAILED)
+    throw OutOfMemoryError("cannot map memory for {}: free some, or use more ranks ({} wanted; {})",
+                           purpose, to_string(bytes), errno_text(errno));
+  // A hint: fewer page faults where the system allows huge pages.
+  if (bytes >= 2_MiB) ::madvise(address, bytes.size(), MADV_HUGEPAGE);
+  return MappedMemory({static_cast<std::byte*>(address), bytes.size()});
+}
+
+MappedMemory MappedMemory::anonymous(Bytes bytes, std::string_view purpose) {
+  return map(PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, Bytes(0),
+             bytes, purpose);
+}
+
+MappedMemory MappedMemory::of_file(int fd, Bytes offset, Bytes bytes, Access access,
+                                   std::string_view purpose) {
+  const int protection = access == Access::kRead ? PROT_READ : PROT_READ | PROT_WRITE;
+  return map(protection, MAP_SHARED, fd, offset, bytes, purpose);
+}
+
+void MappedMemory::give_back() const {
+  if (!bytes().empty()) ::madvise(bytes().data(), bytes().size(), MADV_DONTNEED);
+}
+
+void MappedMemory::Unmap::operator()(std::byte* memory) const noexcept {
+  ::munmap(memory, mapped_size(bytes));
+}
+
+Bytes page_size() {
+  static const Bytes size(static_cast<std::int64_t>(::sysconf(_SC_PAGESIZE)));
+  return size;
+}
+
+void give_back_pages(std::span<std::byte> bytes) noexcept {
+  constexpr Bytes kAtOnce = 4_MiB;  // a tenth of a millisecond
+  const Bytes first = address_of(bytes.data());
+  Bytes at = align_up(first, page_size());
+  const Bytes end(address_of(bytes.data() + bytes.size()).value / page_size().value *
+                  page_size().value);
+  for (; at < end; at += kAtOnce)
+    ::madvise(bytes.data() + (at - first).size(), std::min(kAtOnce, end - at).size(),
+              MADV_DONTNEED);
+}
+
+HostBuffer::HostBuffer(Bytes bytes, const HostBufferOptions& options) {
+  STRATA_ASSERT(bytes.value >= 0);
+  if (bytes == Bytes()) return;
+  // Rounding up, and the page that aligns, must not overflow.
+  if (bytes.value > std::numeric_limits<std::int64_t>::max() - 2 * kHugePageSize.value)
+    throw_out_of_memory(bytes, options, ENOMEM);
+  const bool huge = options.huge_pages && bytes >= kHugePageSize;
+  std::byte* const mapped =
+      huge ? map_huge_pages(whole_pages(bytes)) : map_pages(whole_pages(bytes));
+  if (mapped == nullptr) throw_out_of_memory(bytes, options, errno);
+  memory_ = MappedMemory({mapped, bytes.size()});
+  try {
+    if (options.touch != nullptr) touch(*options.touch);
+    charge_ = Charge(options.ledger, options.tier, options.kind, bytes);
+  } catch (const OutOfMemoryError&) {
+    throw_out_of_memory(bytes, options, ENOMEM);
+  }
+}
+
+void HostBuffer::touch(ThreadPool& pool) {
+  // Chunks of several huge pages: long enough to pay for a call, short enough to share evenly.
+  const Bytes grain = kHugePageSize * 8;
+  pool.parallel_for(whole_pages(size()).value, grain.value,
+                    [this](std::int64_t begin, std::int64_t end) {
+                      const int error = populate(data() + begin, Bytes(end - begin));
+                      if (error != 0) throw OutOfMemoryError("pages refused");
+                    });
+}
 
 Bytes available_memory(const fs::path& root) {
   Bytes left = kUnbounded;
@@ -246,30 +253,10 @@ Bytes available_memory(const fs::path& root) {
   return left;
 }
 
-namespace {
-
-constexpr std::size_t kSamples = 256;
-constexpr std::size_t kFew = 16;  // shared ones of them that do not matter
-// Bits of an entry of /proc/PID/pagemap.
-constexpr std::uint64_t kExclusive = std::uint64_t{1} << 56U;
-constexpr std::uint64_t kOfFile = std::uint64_t{1} << 61U;
-constexpr std::uint64_t kPresent = std::uint64_t{1} << 63U;
-
-bool is_shared(int pagemap, std::uintptr_t address, std::uintptr_t page_size) {
-  std::uint64_t entry = 0;
-  const auto at = static_cast<off_t>(address / page_size * sizeof(entry));
-  if (::pread(pagemap, &entry, sizeof(entry), at) != static_cast<ssize_t>(sizeof(entry)))
-    return false;
-  return (entry & kPresent) != 0 && (entry & (kExclusive | kOfFile)) == 0;
-}
-
-}  // namespace
-
 bool shares_pages(std::span<const std::span<const std::byte>> parts,
                   const std::filesystem::path& pages) {
   const FileDescriptor pagemap(::open(pages.c_str(), O_RDONLY | O_CLOEXEC));
   if (!pagemap.valid()) return false;
-  const auto page_size = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
   std::size_t total = 0;
   for (const auto part : parts) total += part.size();
   std::size_t shared = 0;
@@ -278,7 +265,7 @@ bool shares_pages(std::span<const std::span<const std::byte>> parts,
   for (const auto part : parts) {
     for (; next < part.size(); next += step) {
       const auto address = reinterpret_cast<std::uintptr_t>(part.data() + next);
-      if (is_shared(pagemap.get(), address, page_size)) ++shared;
+      if (is_shared(pagemap.get(), address)) ++shared;
     }
     next -= part.size();
   }

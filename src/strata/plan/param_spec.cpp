@@ -40,6 +40,22 @@ void transpose(std::byte* target, const std::byte* source, std::size_t count, st
   }
 }
 
+// Matrix products like their sizes round; what they lose by a tile that is not may exceed what one
+// tile more costs.
+constexpr std::int64_t kRoundRows = 128;
+
+std::int64_t parts_of(std::int64_t all, std::int64_t each) {
+  return (all + each - 1) / each;
+}
+
+void require_row_fits(std::string_view name, std::int64_t rows, Bytes row, Bytes most) {
+  if (row <= most) return;
+  throw ConfigError(
+      "strata.tiles.max_gather: a tile of '{}' holds one row at least; give {} or more; found {} "
+      "for {} rows of {} bytes",
+      name, row.value, most.value, rows, row.value);
+}
+
 }  // namespace
 
 bool orders_differ(std::span<const std::int64_t> shape) {
@@ -70,26 +86,6 @@ void reorder(std::span<std::byte> values, std::span<const std::int64_t> shape, B
       STRATA_ASSERT(false);
   }
 }
-
-namespace {
-
-// Matrix products like their sizes round; what they lose by a tile that is not may exceed what one
-// tile more costs.
-constexpr std::int64_t kRoundRows = 128;
-
-std::int64_t parts_of(std::int64_t all, std::int64_t each) {
-  return (all + each - 1) / each;
-}
-
-void require_row_fits(std::string_view name, std::int64_t rows, Bytes row, Bytes most) {
-  if (row <= most) return;
-  throw ConfigError(
-      "strata.tiles.max_gather: a tile of '{}' holds one row at least; give {} or more; found {} "
-      "for {} rows of {} bytes",
-      name, row.value, most.value, rows, row.value);
-}
-
-}  // namespace
 
 std::vector<RowRange> cut_rows(std::string_view name, std::int64_t rows, Bytes row, Bytes most) {
   require_row_fits(name, rows, row, most);
