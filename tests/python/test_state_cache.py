@@ -1,5 +1,7 @@
 """States that rest on the host are cached in free memory of a GPU, and given back when torch wants it."""
 
+import pathlib
+
 import pytest
 import torch
 from devices import ON_GPU
@@ -79,6 +81,15 @@ def _has_none(folder):
 @pytest.mark.skipif(ON_GPU, reason="is about ranks on the host")
 def test_ranks_on_the_host_have_no_cache(tmp_path):
     run_ranks(1, _has_none, str(tmp_path))
+
+
+def test_torch_tells_when_it_grows():
+    """By the name that the engine looks for: without it there is no cache."""
+    library = pathlib.Path(torch.__file__).parent / "lib" / "libc10_cuda.so"
+    if not library.exists():
+        pytest.skip("torch has no CUDA")
+    name = b"_ZN3c1031FreeCudaMemoryCallbacksRegistryB5cxx11Ev"
+    assert name in library.read_bytes()
 
 
 def test_the_key_is_checked():

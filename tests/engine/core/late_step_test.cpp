@@ -73,6 +73,35 @@ TEST_P(LateStep, HasTheBitsOfThePlainLoopWhereCachedStatesAreGivenBack) {
   });
 }
 
+TEST(StateCache, LeavesMemoryForOthersAndWaitsWhileTheyGrow) {
+  const FakeModel model(uneven_builder(DType::kBFloat16));
+  const auto cached = [&](std::optional<Bytes> free, bool grow) {
+    Case c{DType::kBFloat16, 1, 1, {}, 1.0, Over::kLatePeers};
+    c.options.engine.lanes.cache = 1_GiB;
+    c.options.engine.states = {memory::Tier::kHost, {}, {}, kTightStaging, {}};
+    c.options.engine.gradient_tier = memory::Tier::kHost;
+    c.begins = [&](FakeRank& rank) {
+      dynamic_cast<device::LateDevice&>(rank.engine().device()).free = free;
+    };
+    Bytes most;
+    c.between = [&](FakeRank& rank) {
+      if (grow) {
+        EXPECT_FALSE(rank.engine().give_back_memory());
+      }
+      most = std::max(most, cached_states(rank));
+    };
+    expect_bits_of_reference(model, c, plain_script(model));
+    return most;
+  };
+  const Bytes all = cached(std::nullopt, false);
+  EXPECT_GT(all, 1_MiB);
+  EXPECT_EQ(cached(std::nullopt, true), 0_B);
+  EXPECT_EQ(cached(1_GiB, false), 0_B);  // is for others
+  const Bytes some = cached(1_GiB + 768_KiB, false);
+  EXPECT_GT(some, 0_B);
+  EXPECT_LT(some, all);
+}
+
 TEST_P(LateStep, HasTheBitsOfThePlainLoopWhereCachedStatesAreAwayBetweenPasses) {
   if (GetParam() == 0) return;
   expect_bits_where_states_are_cached(GetParam(), true, [](FakeRank& rank) {
