@@ -139,12 +139,11 @@ py::dict offload_dict(const engine::LinkReport& report, const offload::StoreCoun
     const engine::LaneTime time = *report.lanes.*lane;
     return py::dict("elements"_a = time.numel.value, "seconds"_a = time.seconds);
   };
-  return py::dict("links"_a = links, "device_lane"_a = lanes(&engine::LaneTimes::device),
-                  "host_lane"_a = lanes(&engine::LaneTimes::host),
-                  "cached_bytes"_a = report.lanes ? report.lanes->cached.value : 0,
-                  "fetch_wait_seconds"_a = stores.seconds_waited,
-                  "copy_wait_seconds"_a = report.copy_wait, "parts"_a = stores.parts,
-                  "parts_ready"_a = stores.parts_ready, "drives"_a = drives);
+  return py::dict(
+      "links"_a = links, "device_lane"_a = lanes(&engine::LaneTimes::device),
+      "host_lane"_a = lanes(&engine::LaneTimes::host), "cached_bytes"_a = report.cached.value,
+      "fetch_wait_seconds"_a = stores.seconds_waited, "copy_wait_seconds"_a = report.copy_wait,
+      "parts"_a = stores.parts, "parts_ready"_a = stores.parts_ready, "drives"_a = drives);
 }
 
 py::dict step_dict(const engine::StepReport& report) {

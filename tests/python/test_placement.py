@@ -67,7 +67,7 @@ def _automatic(folder):
     logging.getLogger("strata").setLevel(logging.INFO)
     layers = [torch.nn.Linear(640, 640) for _ in range(20)]
     plain = all_offloaded("none", "none", folder, stage3_max_live_parameters=0, reduce_bucket_size=1)
-    auto, world = plain | {"strata": {"placement": "auto"}}, int(os.environ["WORLD_SIZE"])
+    auto, world = plain | {"strata": {"placement": "auto", "state_cache": 0}}, int(os.environ["WORLD_SIZE"])
 
     def foreseen(tier, **budgets):
         config = plain | {"strata": auto["strata"] | budgets}

@@ -327,8 +327,10 @@ StepResult Engine::step(std::span<const GroupScalars> groups, double loss_scale,
 std::optional<StepReport> Engine::step_report(bool wait) {
   auto report =
       make_step_report(recorder_, wait, collectives_->shard_position().held_count(), &links_);
-  if (report && report->links && optimizer_ != nullptr)
+  if (report && report->links && optimizer_ != nullptr) {
     report->links->lanes = optimizer_->lane_times();
+    report->links->cached = optimizer_->cached();
+  }
   return report;
 }
 

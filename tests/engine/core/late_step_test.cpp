@@ -208,6 +208,18 @@ TEST(LateTiles, HaveTheSameBitsWhereGradientsAreWrittenInPlace) {
   }
 }
 
+TEST(LateTiles, HaveTheSameBitsWhereTheirStatesAreCached) {
+  RankOptions options;
+  options.engine.gradient_clipping = 0.25;
+  RankOptions cached = options;
+  cached.engine.lanes.cache = 1_GiB;
+  cached.engine.states.tier = cached.engine.gradient_tier = memory::Tier::kHost;
+  for (const int world : {1, 2})
+    EXPECT_TRUE(trained(world, {2, true, 2, false}, cached, Over::kLatePeers) ==
+                trained(world, {2, true, 2, false}, options))
+        << world << " ranks";
+}
+
 INSTANTIATE_TEST_SUITE_P(Stages, LateStep, ::testing::Values(0, 1, 2, 3),
                          [](const auto& stage) { return fmt::format("Stage{}", stage.param); });
 

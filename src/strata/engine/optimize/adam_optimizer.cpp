@@ -149,7 +149,7 @@ void AdamOptimizer::throw_failure(bool waits) {
   if (!waits || ended_ == nullptr) return;
   // Not the driver's own wait, which counts as one of the step's.
   while (!ended_->done()) std::this_thread::sleep_for(std::chrono::microseconds(50));
-  times_ = {{on_device_, ended_->seconds_since(*began_)}, host_->time(), cache_.bytes()};
+  times_ = {{on_device_, ended_->seconds_since(*began_)}, host_->time()};
   dealer_.learn(*times_);
   ended_.reset();
 }

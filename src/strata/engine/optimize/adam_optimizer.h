@@ -41,6 +41,7 @@ class AdamOptimizer final : public ShardedOptimizer {
             std::span<const int> first, const Updated& updated) override;
   void throw_failure(bool waits) override;
   std::optional<LaneTimes> lane_times() const override { return times_; }
+  Bytes cached() const override { return cache_.bytes(); }
   bool give_back_memory() override { return cache_.give_back(); }
   device::Stream& stream() override {
     return update_ != nullptr ? *update_ : device_.compute_stream();

@@ -96,8 +96,9 @@ class ShardedOptimizer : public Interface {
   virtual void throw_failure(bool /*waits*/) {}
   // The lanes of the last step that is over; absent: it had no two.
   virtual std::optional<LaneTimes> lane_times() const { return std::nullopt; }
-  // Frees memory of the device that only makes steps faster, if others want it. Any thread. Returns
-  // whether it freed some.
+  // State of the host that is cached in free memory of the device.
+  virtual Bytes cached() const { return {}; }
+  // Frees that memory if others want it. Any thread. Returns whether it freed some.
   virtual bool give_back_memory() { return false; }
   // In which a unit's kernels run.
   virtual device::Stream& stream() = 0;

@@ -118,7 +118,6 @@ struct LaneTime {
 struct LaneTimes {
   LaneTime device;
   LaneTime host;
-  Bytes cached{};  // of states in free memory of the device, now
 };
 
 struct LinkReport {
@@ -128,6 +127,7 @@ struct LinkReport {
   std::optional<double> copy_wait;
   std::vector<offload::DriveWrites> drive_writes;  // of each folder, since the start
   std::optional<LaneTimes> lanes;  // of the last update that is over; absent: it had no two lanes
+  Bytes cached{};                  // now: state of the host in free memory of the device
 };
 
 // Without limits and drive_writes, of a rank that has these links.

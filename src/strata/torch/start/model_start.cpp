@@ -4,6 +4,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <limits>
 #include <span>
 #include <sstream>
 #include <utility>
@@ -262,9 +263,10 @@ std::unique_ptr<engine::Engine> make_engine(const PlannedModel& model, const eng
   options.lanes.threads = std::max(1, runtime.threads * 3 / 8);
   options.lanes.cores = host_cores(options.lanes.threads);
   // A graph that is being captured lets nothing be given back.
+  constexpr Bytes kAll(std::numeric_limits<std::int64_t>::max());
   if (on_growth(runtime.place, [] { return false; }) != nullptr && !config.strata.cuda_graphs)
     options.lanes.cache =
-        config.strata.state_cache.value_or(Bytes(std::numeric_limits<std::int64_t>::max()));
+        config.strata.state_cache.value_or(config.offload.device_budget ? Bytes() : kAll);
   options.name = std::move(start.name);
   engine::cap_staging(options, model.specs, model.plan, start.rule,
                       collectives.shard_position().count);
