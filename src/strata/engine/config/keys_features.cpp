@@ -161,10 +161,10 @@ strata section | Strata's own settings
 .update choice(auto|device|host) = "auto" | where the model trains on a GPU, and weights and states
     rest in host memory: the processors that update them: the GPU (device), the rank's cores (host),
     or both, each by its speed in the last steps (auto); the results have the same bits
-.state_cache bytes(>= 0) | bytes of a GPU's memory that may cache states which rest in host memory,
-    with their gradients; what torch and other programs left free after some steps is used, and
-    given back when torch grows; null or "auto": no bound, but no cache with strata.device_budget;
-    0, or with strata.cuda_graphs: no cache
+.state_cache bytes(>= 0) | bytes of a GPU's memory that may cache states and weights which rest in
+    host memory, with their gradients; what torch and other programs left free after some steps is
+    used, and given back when torch grows; null or "auto": no bound, but no cache with
+    strata.device_budget; 0, or with strata.cuda_graphs: no cache
 .device choice(auto|cpu|cuda) = "auto" | where the model trains; auto: on its current device, and
     models on the host move to the rank's GPU
 .cuda_graphs flag = false | replay compiled blocks as CUDA graphs: engine.compile() makes them, and

@@ -26,8 +26,11 @@ AdamOptimizer::AdamOptimizer(OptimizerShards& shards, device::Device& device,
 }
 
 AdamOptimizer::~AdamOptimizer() {
-  FirstError lost;  // a failed device runs nothing, and a destructor cannot report it
-  lost.attempt([this] { drop_lanes(); });
+  FirstError lost;       // a failed device runs nothing, and a destructor cannot report it
+  lost.attempt([this] {  // what is cached need not go back
+    if (update_ != nullptr) update_->synchronize();
+    device_.compute_stream().synchronize();
+  });
 }
 
 void AdamOptimizer::add(int unit, bool is_new) {
