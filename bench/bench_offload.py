@@ -7,10 +7,10 @@
 Ranks in fresh processes, an engine's after another's: a causal language model of transformers with random weights in
 bf16, of the shapes that MODEL_DIR/config.json names (without it a small one). *ready*: seconds of initialize alone.
 *step*: the mean of --steps steps after four warm ones (DeepSpeed's: two), timed as one span, since an update may go on
-beside the next forward. *device*: what is in use at the end; *locked*: pinned host memory; both of rank 0. Medians over
-rounds. With "params" behind an engine's name ("strata nvme params") its weights are offloaded, too; with "super"
-DeepSpeed's super_offload is on; "ratio=0.5" is offload_optimizer.ratio, "cache=0" strata.state_cache. DeepSpeed
-compiles its host optimizer at first use, before the clock starts.
+beside the next forward; fewer steps, if --timeout is near. *device*: what is in use at the end; *locked*: pinned host
+memory; both of rank 0. Medians over rounds. With "params" behind an engine's name ("strata nvme params") its weights
+are offloaded, too; with "super" DeepSpeed's super_offload is on; "ratio=0.5" is offload_optimizer.ratio, "cache=0"
+strata.state_cache. DeepSpeed compiles its host optimizer at first use, before the clock starts.
 
 On a GPU "strata none" also measures what the machine allows: both ways of the link and the host's memory, all at once.
 *limit*: with that, a step whose states are all on the host ("cache=0") takes at least its backward, and then the longer
@@ -30,6 +30,7 @@ from tables import show
 
 COMMON = """
 import json, os, sys, time
+deadline = time.perf_counter() + 0.8 * float(os.environ["TIMEOUT"])
 import torch, transformers
 place, folder, stage = os.environ["PLACE"], os.environ["FOLDER"], int(os.environ["STAGE"])
 tokens, steps = int(os.environ["TOKENS"]), int(os.environ["STEPS"])
@@ -125,6 +126,9 @@ for step in range(WARM + steps):
         if on_gpu:
             torch.cuda.synchronize()
         began = time.perf_counter()
+    elif step > WARM and time.perf_counter() > deadline:
+        steps = step - WARM
+        break
     for _ in range(micro):
         loss = engine(input_ids=ids, labels=ids).loss
         engine.backward(loss)
@@ -132,6 +136,7 @@ for step in range(WARM + steps):
 if on_gpu:
     torch.cuda.synchronize()
 told["step"] = (time.perf_counter() - began) / steps
+told["steps"] = steps
 told["loss"] = loss.item()
 if place == "none" and on_gpu and hasattr(engine, "step_report"):
     seen = []
@@ -167,7 +172,7 @@ def run(engine, arguments, drive, port):
     environment = {
         **os.environ, "PLACE": place, "FOLDER": drive, "STAGE": str(arguments.stage), "MODEL": arguments.config or "",
         "BUFFER": str(arguments.buffer), "WORDS": " ".join(words),
-        "MICRO": str(arguments.micro), "CLIPPING": str(arguments.clipping),
+        "TIMEOUT": str(arguments.timeout), "MICRO": str(arguments.micro), "CLIPPING": str(arguments.clipping),
         "PARAM_BUFFER": str(arguments.param_buffer), "TOKENS": str(arguments.tokens), "STEPS": str(arguments.steps),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         "WORLD_SIZE": str(arguments.ranks), "LOCAL_WORLD_SIZE": str(arguments.ranks),
@@ -246,7 +251,7 @@ def main():
             try:
                 told = run(engine, arguments, arguments.drive, 29600 + round_number * 16 + index)
                 found[engine].append(told)
-                print(f"{engine}: {told['step']:.3f} s", file=sys.stderr, flush=True)
+                print(f"{engine}: {told['step']:.3f} s, {told['steps']} steps", file=sys.stderr, flush=True)
             except RuntimeError as error:
                 print(f"not measured: {engine}: {error}", file=sys.stderr)
             except subprocess.TimeoutExpired:
