@@ -148,6 +148,7 @@ soak: export STRATA_SOAK = 1
 soak: MORE_IN_SOAK = $(addprefix tests/,python/test_offload.py python/test_sizing_page.py bench/test_step.py)
 soak: build $(VENV)/.strata-tests  ## Long versions: a hundred architectures, disks that fail, ranks that are killed
 	STRATA_FAULT_SEEDS=10000 $(BUILD)/tests/engine/checkpoint/engine_checkpoint_tests --gtest_filter='*FailingDisk.*'
+	STRATA_ADAM_BITS=31250000 $(BUILD)/tests/device/device_tests --gtest_filter='Cuda/*AnyBits'
 	STRATA_DRIVE_SEEDS=100000 $(BUILD)/tests/engine/core/engine_tests --gtest_filter='FailingDrive.*'
 	$(MAKE) sanitize STRATA_DRIVE_SEEDS=200 STRATA_FAULT_SEEDS=200 CASES=-soak
 	$(RUN_TESTS) --python-only -- tests/python tests/bench -m soak -n $(PYTHON_JOBS) --dist loadgroup $(PYTEST)

@@ -106,16 +106,6 @@ class DeviceConformance : public ::testing::Test {
   std::unique_ptr<Stream> stream_;
 };
 
-// Distance in representable values; 0 for equal bits.
-inline std::int64_t ulps_between(float a, float b) {
-  const auto order = [](float value) {
-    const auto bits = std::bit_cast<std::int32_t>(value);
-    return bits < 0 ? std::int64_t{std::numeric_limits<std::int32_t>::min()} - bits
-                    : std::int64_t{bits};
-  };
-  return std::abs(order(a) - order(b));
-}
-
 inline constexpr DType kFloatingTypes[] = {DType::kFloat64, DType::kFloat32, DType::kFloat16,
                                            DType::kBFloat16};
 inline constexpr DType kTrainingTypes[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
