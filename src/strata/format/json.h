@@ -67,12 +67,11 @@ class JsonReader {
 
  private:
   class Events;
-  [[noreturn]] void fail_wanted(std::string_view what) const;
 
   std::string_view text_;
   std::string_view path_;
   JsonSubject subject_;
-  std::size_t at_ = 0;  // where the token begins
+  std::size_t at_ = 0;  // the last byte that the parser has read
 };
 
 // Members of one object of a tree, each asked for by its name and kind.
