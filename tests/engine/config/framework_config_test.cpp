@@ -33,7 +33,7 @@ TEST(FrameworkConfig, OfTransformersTrainerIsAccepted) {
   EXPECT_EQ(c.zero.prefetch_bucket_size, Numel(3'774'873));
   EXPECT_TRUE(c.zero.gather_16bit_weights_on_model_save);
   EXPECT_EQ(c.optimizer->adam.lr, 5e-5);
-  EXPECT_EQ(c.scheduler->type, "WarmupDecayLR");
+  EXPECT_EQ(c.scheduler->params.type, "WarmupDecayLR");
   EXPECT_FALSE(c.steps_per_print.has_value());
   EXPECT_EQ(c.zero.overlap_comm, true);
 }

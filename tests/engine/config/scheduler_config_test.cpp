@@ -17,11 +17,10 @@ TEST(SchedulerConfig, ReadsTypedParameters) {
   const Config c = parsed(scheduler("WarmupDecayLR", R"({"total_num_steps": 100.0,
       "warmup_max_lr": [1e-3, 1e-4], "warmup_num_steps": 5, "warmup_type": "linear",
       "last_batch_iteration": 3})"));
-  const auto& params = std::get<WarmupDecayLrParams>(c.scheduler->params);
-  EXPECT_EQ(params.total_steps, 100);
-  EXPECT_EQ(params.warmup.max_lr->values, (std::vector<double>{1e-3, 1e-4}));
-  EXPECT_EQ(params.warmup.warmup_steps, 5);
-  EXPECT_EQ(params.warmup.shape, WarmupShape::kLinear);
+  EXPECT_EQ(c.scheduler->params.type, "WarmupDecayLR");
+  EXPECT_EQ(c.scheduler->params.values,
+            R"({"last_batch_iteration":3,"total_num_steps":100,"warmup_max_lr":[0.001,0.0001],)"
+            R"("warmup_min_lr":0.0,"warmup_num_steps":5,"warmup_type":"linear"})");
   EXPECT_EQ(c.scheduler->last_iteration, 3);
 }
 

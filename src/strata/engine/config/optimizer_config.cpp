@@ -131,58 +131,6 @@ constexpr std::array<std::string_view, 10> kTorchClasses{
     "MultiStepLR", "OneCycleLR",        "PolynomialLR",
     "StepLR"};
 
-ScheduleParams params_of(std::string_view type, const Settings& settings) {
-  const auto read = [&](std::string_view name, auto& field) {
-    settings.read(join_path("scheduler.params", name), field);
-  };
-  const auto warmup = [&] {
-    WarmupLrParams p;
-    read("warmup_min_lr", p.min_lr);
-    read("warmup_max_lr", p.max_lr);
-    read("warmup_num_steps", p.warmup_steps);
-    read("warmup_type", p.shape);
-    return p;
-  };
-  if (type == "WarmupLR") return warmup();
-  if (type == "WarmupDecayLR") {
-    WarmupDecayLrParams p{.warmup = warmup()};
-    read("total_num_steps", p.total_steps);
-    return p;
-  }
-  if (type == "WarmupCosineLR") {
-    WarmupCosineLrParams p;
-    read("total_num_steps", p.total_steps);
-    read("warmup_min_ratio", p.min_ratio);
-    read("warmup_num_steps", p.warmup_steps);
-    read("cos_min_ratio", p.cos_min_ratio);
-    read("warmup_type", p.shape);
-    return p;
-  }
-  if (type == "OneCycle") {
-    OneCycleParams p;
-    read("cycle_min_lr", p.min_lr);
-    read("cycle_max_lr", p.max_lr);
-    read("decay_lr_rate", p.decay_lr_rate);
-    read("cycle_first_step_size", p.first_step_size);
-    read("cycle_second_step_size", p.second_step_size);
-    read("cycle_first_stair_count", p.first_stair_count);
-    read("cycle_second_stair_count", p.second_stair_count);
-    read("decay_step_size", p.decay_step_size);
-    read("cycle_momentum", p.cycle_momentum);
-    read("cycle_min_mom", p.min_momentum);
-    read("cycle_max_mom", p.max_momentum);
-    read("decay_mom_rate", p.decay_momentum_rate);
-    return p;
-  }
-  STRATA_ASSERT(type == "LRRangeTest");
-  LrRangeTestParams p;
-  read("lr_range_test_min_lr", p.min_lr);
-  read("lr_range_test_step_size", p.step_size);
-  read("lr_range_test_step_rate", p.step_rate);
-  read("lr_range_test_staircase", p.staircase);
-  return p;
-}
-
 }  // namespace
 
 OptimizerConfig read_optimizer(Settings* settings, ConfigFindings* remarks) {
@@ -261,13 +209,15 @@ std::optional<SchedulerConfig> read_scheduler(Settings* settings, ConfigFindings
     for (const Key& key : keys) settings->at(key.path);
     return std::nullopt;
   }
+  json values = json::object();
   for (const Key& key : keys) {
-    if (!key.meaning.ends_with("; required") || !settings->at(key.path).is_null()) continue;
-    throw ConfigError("{}: {} needs {} ({}); found none", key.path, type, wanted(key), key.meaning);
+    const json& value = values[std::string(leaf_of(key.path))] = settings->at(key.path);
+    if (key.meaning.ends_with("; required") && value.is_null())
+      throw ConfigError("{}: {} needs {} ({}); found none", key.path, type, wanted(key),
+                        key.meaning);
   }
   return SchedulerConfig{
-      .type = type,
-      .params = params_of(type, *settings),
+      .params = {type, canonical_text(values)},
       .last_iteration = settings->integer("scheduler.params.last_batch_iteration")};
 }
 

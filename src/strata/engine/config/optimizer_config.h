@@ -35,7 +35,6 @@ struct OptimizerConfig {
 OptimizerConfig read_optimizer(Settings* settings, ConfigFindings* remarks);
 
 struct SchedulerConfig {
-  std::string type;
   ScheduleParams params;             // for make_schedule()
   std::int64_t last_iteration = -1;  // for Scheduler
 };

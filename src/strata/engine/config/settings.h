@@ -20,7 +20,6 @@
 #include "strata/base/units.h"
 #include "strata/engine/config/key.h"
 #include "strata/engine/config/remarks.h"
-#include "strata/engine/schedule/schedule.h"
 
 namespace strata::engine {
 
@@ -64,9 +63,6 @@ class Settings {
       field = dtype_from_config(value.get<std::string>()).value();
     } else if constexpr (std::is_enum_v<T>) {
       field = static_cast<T>(choice_at(path));
-    } else if constexpr (std::is_same_v<T, PerGroup>) {
-      field = value.is_array() ? PerGroup::each(value.get<std::vector<double>>())
-                               : PerGroup::all(value.get<double>());
     } else if constexpr (std::is_same_v<T, Bytes> || std::is_same_v<T, Numel>) {
       field = T(value.get<std::int64_t>());
     } else {

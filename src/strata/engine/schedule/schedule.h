@@ -1,87 +1,27 @@
 // Learning rates as a function of the optimizer step: WarmupLR, WarmupDecayLR, WarmupCosineLR,
-// OneCycle and LRRangeTest, with their parameters as scheduler.params of a configuration names
-// them; and Scheduler, a schedule with its position. Values equal those of DeepSpeed 0.19.8, whose
-// oddities are part of the contract: a logarithmic warm-up begins with two steps at the lowest rate
-// (log 1 = 0), a warm-up lasts at least two steps, OneCycle sets beta2 to 0.99. Steps are numbered
-// as the schedulers' last_batch_iteration: -1 is the state at the start, before any step.
+// OneCycle and LRRangeTest; and Scheduler, a schedule with its position. Values equal those of
+// DeepSpeed 0.19.8, whose oddities are part of the contract: a logarithmic warm-up begins with two
+// steps at the lowest rate (log 1 = 0), a warm-up lasts at least two steps, OneCycle sets beta2 to
+// 0.99. Steps are numbered as the schedulers' last_batch_iteration: -1 is the state at the start,
+// before any step.
 //
 // Threads: parameters and schedules are immutable, safe everywhere; a Scheduler, one thread at a
-// time. Errors: ConfigError for lists of a wrong length and lengths that make no schedule;
-// UsageError for a step below -1.
+// time. Errors: ConfigError for lists of a wrong length; UsageError for a step below -1.
 #pragma once
 
 #include <cstdint>
 #include <functional>
 #include <optional>
-#include <string_view>
-#include <variant>
+#include <string>
 #include <vector>
 
 namespace strata::engine {
 
-// One value for all parameter groups, or one for each.
-struct PerGroup {
-  std::vector<double> values;
-  bool scalar = true;
-
-  static PerGroup all(double value) { return {{value}, true}; }
-  static PerGroup each(std::vector<double> values) { return {std::move(values), false}; }
-
-  // One value a group. Errors: ConfigError naming `path` when the list has another length.
-  std::vector<double> spread(std::size_t groups, std::string_view path) const;
+// One of these, as a configuration describes it.
+struct ScheduleParams {
+  std::string type;    // "WarmupLR"
+  std::string values;  // of scheduler.params, as JSON text: all that the key table has for the type
 };
-
-enum class WarmupShape : std::uint8_t { kLog, kLinear };
-
-// From min_lr to max_lr, which then stays.
-struct WarmupLrParams {
-  PerGroup min_lr = PerGroup::all(0.0);
-  std::optional<PerGroup> max_lr;  // absent: each group's own rate
-  std::int64_t warmup_steps = 1000;
-  WarmupShape shape = WarmupShape::kLog;
-};
-
-// Then in a line back to min_lr, reached at total_steps.
-struct WarmupDecayLrParams {
-  std::int64_t total_steps = 0;
-  WarmupLrParams warmup;
-};
-
-// From min_ratio to 1 of each group's own rate, then by a cosine to cos_min_ratio, which stays.
-struct WarmupCosineLrParams {
-  std::int64_t total_steps = 0;
-  double min_ratio = 0.0;
-  std::int64_t warmup_steps = 1000;
-  double cos_min_ratio = 1e-4;
-  WarmupShape shape = WarmupShape::kLog;
-};
-
-// Up, down, then decay (Smith 2018).
-struct OneCycleParams {
-  PerGroup min_lr;
-  PerGroup max_lr;
-  double decay_lr_rate = 0.0;
-  double first_step_size = 2000.0;
-  std::optional<double> second_step_size;  // absent: as the first
-  std::int64_t first_stair_count = 0;
-  std::optional<std::int64_t> second_stair_count;  // absent: as the first
-  double decay_step_size = 0.0;
-  bool cycle_momentum = true;
-  PerGroup min_momentum = PerGroup::all(0.8);
-  PerGroup max_momentum = PerGroup::all(0.9);
-  double decay_momentum_rate = 0.0;
-};
-
-// Steadily up.
-struct LrRangeTestParams {
-  PerGroup min_lr = PerGroup::all(1e-3);
-  std::int64_t step_size = 2000;
-  double step_rate = 1.0;
-  bool staircase = false;
-};
-
-using ScheduleParams = std::variant<WarmupLrParams, WarmupDecayLrParams, WarmupCosineLrParams,
-                                    OneCycleParams, LrRangeTestParams>;
 
 struct Betas {
   double beta1 = 0.0;
