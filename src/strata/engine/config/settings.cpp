@@ -298,10 +298,7 @@ const json& Settings::at(std::string_view path) const {
 }
 
 std::size_t Settings::choice_at(std::string_view path) const {
-  const Key* key = nullptr;  // those of several schedulers have the same choices
-  for (const KeyTable& table : key_tables()) {
-    if (key == nullptr) key = find_key(table.keys, path);
-  }
+  const Key* key = find_key(config_keys(), path);
   STRATA_ASSERT(key != nullptr);
   const auto choices = choices_in(key->limits);
   const auto found = std::ranges::find(choices, text(path));
