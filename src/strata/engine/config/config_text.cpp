@@ -28,13 +28,13 @@ constexpr std::size_t kMaxDepth = 64;
 // JSON has no token for these, so they travel through the parser as improbable texts.
 struct Token {
   std::string_view text;
-  std::string_view sentinel;  // with its quotes
+  std::string_view sentinel;
   double value;
 };
 constexpr std::array<Token, 3> kTokens{{
-    {"-Infinity", "\"\x7f-Infinity\"", -std::numeric_limits<double>::infinity()},
-    {"Infinity", "\"\x7fInfinity\"", std::numeric_limits<double>::infinity()},
-    {"NaN", "\"\x7fNaN\"", std::numeric_limits<double>::quiet_NaN()},
+    {"-Infinity", "\x7f-Infinity", -std::numeric_limits<double>::infinity()},
+    {"Infinity", "\x7fInfinity", std::numeric_limits<double>::infinity()},
+    {"NaN", "\x7fNaN", std::numeric_limits<double>::quiet_NaN()},
 }};
 
 // Copies JSON without comments and trailing commas; lines stay where they are.
@@ -83,7 +83,7 @@ class StrictCopy {
   bool copy_token() {
     for (const Token& token : kTokens) {
       if (!starts(token.text)) continue;
-      out_ += token.sentinel;
+      out_ += fmt::format("\"{}\"", token.sentinel);
       at_ += token.text.size();
       return true;
     }
@@ -93,88 +93,6 @@ class StrictCopy {
   std::string_view text_;
   std::size_t at_ = 0;
   std::string out_;
-};
-
-// Builds the document and refuses a key that its object already has.
-class Builder : public nlohmann::json_sax<ordered_json> {
- public:
-  Builder(std::string_view text, std::string_view origin) : text_(text), origin_(origin) {}
-
-  ordered_json take() { return std::move(root_); }
-
-  bool null() override { return add(nullptr); }
-  bool boolean(bool v) override { return add(v); }
-  bool number_integer(std::int64_t v) override { return add(v); }
-  bool number_unsigned(std::uint64_t v) override { return add(v); }
-  bool number_float(double v, const std::string&) override { return add(v); }
-  bool string(std::string& v) override {
-    for (const Token& token : kTokens) {
-      if (v == token.sentinel.substr(1, token.sentinel.size() - 2)) return add(token.value);
-    }
-    return add(v);
-  }
-  bool binary(ordered_json::binary_t&) override { return false; }
-  bool start_object(std::size_t) override { return open(ordered_json::object()); }
-  bool start_array(std::size_t) override { return open(ordered_json::array()); }
-  bool end_object() override { return close(); }
-  bool end_array() override { return close(); }
-
-  bool key(std::string& name) override {
-    if (stack_.back()->contains(name)) {
-      std::string path;
-      for (const std::string& part : path_) path += part + ".";
-      throw ConfigError("{}{}: the key is given twice in {}; keep one of the two", path, name,
-                        origin_);
-    }
-    key_ = name;
-    return true;
-  }
-
-  bool parse_error(std::size_t position, const std::string&,
-                   const nlohmann::json::exception& e) override {
-    const auto end = text_.begin() + static_cast<std::ptrdiff_t>(std::min(position, text_.size()));
-    const auto line = 1 + std::count(text_.begin(), end, '\n');
-    throw JsonSyntaxError("{} is not JSON; correct line {}: {}", origin_, line, e.what());
-  }
-
- private:
-  ordered_json* place(ordered_json value) {
-    if (stack_.empty()) {
-      root_ = std::move(value);
-      return &root_;
-    }
-    ordered_json& parent = *stack_.back();
-    if (parent.is_array()) return &parent.emplace_back(std::move(value));
-    return &(parent[key_] = std::move(value));
-  }
-
-  bool add(ordered_json value) {
-    place(std::move(value));
-    return true;
-  }
-
-  bool open(ordered_json value) {
-    if (stack_.size() >= kMaxDepth)
-      throw ConfigError("{} nests objects and lists deeper than {} levels", origin_, kMaxDepth);
-    const bool member = !stack_.empty() && stack_.back()->is_object();
-    path_.push_back(member ? key_ : std::string("[]"));
-    if (stack_.empty()) path_.clear();
-    stack_.push_back(place(std::move(value)));
-    return true;
-  }
-
-  bool close() {
-    stack_.pop_back();
-    if (!path_.empty()) path_.pop_back();
-    return true;
-  }
-
-  std::string_view text_;
-  std::string_view origin_;
-  ordered_json root_;
-  std::vector<ordered_json*> stack_;  // from the root to the open object or list
-  std::vector<std::string> path_;     // the key of each, without the root's
-  std::string key_;
 };
 
 // A config is a page of text; a larger file was named by mistake.
@@ -230,9 +148,44 @@ std::string shortened(std::string_view text) {
 
 ordered_json parse_json_text(std::string_view text, std::string_view origin) {
   const std::string strict = StrictCopy(text).run();
-  Builder builder(strict, origin);
-  ordered_json::sax_parse(strict, &builder);
-  return builder.take();
+  // The keys so far of each open object; an open list has none.
+  std::vector<std::vector<std::string>> open;
+  const auto look = [&](int /*depth*/, ordered_json::parse_event_t event, ordered_json& parsed) {
+    using enum ordered_json::parse_event_t;
+    if (event == object_start || event == array_start) {
+      if (open.size() >= kMaxDepth)
+        throw ConfigError("{} nests objects and lists deeper than {} levels", origin, kMaxDepth);
+      open.emplace_back();
+    } else if (event == object_end || event == array_end) {
+      open.pop_back();
+    } else if (event == key) {
+      const auto name = parsed.get<std::string>();
+      std::vector<std::string>& names = open.back();
+      if (std::ranges::find(names, name) != names.end()) {
+        std::string path;
+        for (std::size_t i = 0; i + 1 < open.size(); ++i)
+          path += (open[i].empty() ? "[]" : open[i].back()) + ".";
+        throw ConfigError("{}{}: the key is given twice in {}; keep one of the two", path, name,
+                          origin);
+      }
+      names.push_back(name);
+    } else if (parsed.is_string()) {
+      for (const Token& token : kTokens) {
+        if (parsed == token.sentinel) parsed = token.value;
+      }
+    }
+    return true;
+  };
+  try {
+    return ordered_json::parse(strict, look);
+  } catch (const ordered_json::parse_error& error) {
+    const auto end =
+        strict.begin() + static_cast<std::ptrdiff_t>(std::min(error.byte, strict.size()));
+    throw JsonSyntaxError("{} is not JSON; correct line {}: {}", origin,
+                          1 + std::count(strict.begin(), end, '\n'), error.what());
+  } catch (const ordered_json::exception& error) {
+    throw JsonSyntaxError("{} is not JSON: {}", origin, error.what());
+  }
 }
 
 std::string canonical_text(const json& value) {
