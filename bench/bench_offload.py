@@ -72,14 +72,14 @@ ids = torch.randint(0, shapes.vocab_size, (1, tokens), device=device)
 def locked():
     status = dict(line.split(":", 1) for line in open("/proc/self/status") if ":" in line)
     return max(int(status["VmLck"].split()[0]), int(status["VmPin"].split()[0])) * 1024
-told = {"elements": elements}
+told = {"elements": elements // int(os.environ["WORLD_SIZE"])}  # of this rank's shard
 """
 
 STRATA = """
 import strata
 def machine_speed(seconds=1.0, size=2**28):
     # GB/s up, down, and of the host's memory, with copies both ways and a kernel on most cores at once.
-    torch.set_num_threads(max(1, (os.cpu_count() or 2) - 2))
+    torch.set_num_threads(max(1, (os.cpu_count() or 2) // int(os.environ["WORLD_SIZE"]) - 2))
     host = [torch.empty(size, dtype=torch.uint8).pin_memory() for _ in range(2)]
     there = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
     values = torch.ones(2**29)
@@ -174,6 +174,8 @@ def run(engine, arguments, drive, port):
         "BUFFER": str(arguments.buffer), "WORDS": " ".join(words),
         "TIMEOUT": str(arguments.timeout), "MICRO": str(arguments.micro), "CLIPPING": str(arguments.clipping),
         "PARAM_BUFFER": str(arguments.param_buffer), "TOKENS": str(arguments.tokens), "STEPS": str(arguments.steps),
+        # Its process for updates takes most cores: threads that spin on the few others would stop training.
+        **({"OMP_WAIT_POLICY": "PASSIVE"} if "super" in words else {}),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         "WORLD_SIZE": str(arguments.ranks), "LOCAL_WORLD_SIZE": str(arguments.ranks),
     }
