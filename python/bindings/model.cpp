@@ -66,12 +66,17 @@ std::shared_ptr<ShardedModel> make_model(const std::vector<ParameterTuple>& para
           &destroy_unlocked};
 }
 
-// None at a micro-step that is no boundary, else (whether the weights were updated, or None if the
-// device has not reported it yet; a message for the user, or "").
-py::object step(ShardedModel& model, const std::vector<GroupTuple>& groups) {
+std::vector<engine::GroupScalars> scalars_from(const std::vector<GroupTuple>& groups) {
   std::vector<engine::GroupScalars> scalars;
   for (const auto& [lr, beta1, beta2, eps, decay, correction] : groups)
     scalars.push_back({lr, beta1, beta2, eps, decay, correction});
+  return scalars;
+}
+
+// None at a micro-step that is no boundary, else (whether the weights were updated, or None if the
+// device has not reported it yet; a message for the user, or "").
+py::object step(ShardedModel& model, const std::vector<GroupTuple>& groups) {
+  const std::vector<engine::GroupScalars> scalars = scalars_from(groups);
   const auto result = without_lock([&] { return model.step(scalars); });
   if (!result) return py::none();
   const auto applied = mapped(result->grad_norm, [&](double) { return result->applied; });
@@ -189,7 +194,10 @@ auto of_control(ShardedModel& model) {
 void bind_passes(ModelClass& model) {
   using engine::StepControl;
   model.def("begin_forward", &ShardedModel::begin_forward, unlocked)
-      .def("begin_backward", &ShardedModel::begin_backward, unlocked)
+      .def("begin_backward",
+           [](ShardedModel& m, const std::vector<GroupTuple>& groups) {
+             without_lock([&] { m.begin_backward(scalars_from(groups)); });
+           })
       .def("end_backward", &ShardedModel::end_backward, unlocked)
       .def("abandon_backward", &ShardedModel::abandon_backward, unlocked)
       .def("scale", &ShardedModel::scale, unlocked)

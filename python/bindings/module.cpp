@@ -139,6 +139,9 @@ void bind_config(py::module_& module) {
            })
       .def_readonly("steps_per_print", &Config::steps_per_print)
       .def_readonly("async_checkpoints", &Config::async_checkpoints)
+      .def_property_readonly(
+          "updates_in_backward",
+          [](const Config& c) { return c.strata.update_at == engine::UpdateAt::kBackward; })
       .def_readonly("drop_last", &Config::drop_last)
       .def_readonly("hint_values", &Config::hint_values)
       .def_readonly("shown", &Config::shown)  // the reports that its rank shows

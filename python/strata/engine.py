@@ -114,7 +114,7 @@ class Engine(EngineCheckpoints, EngineSettings, Batches, EngineNames, EngineWeig
             retain_graph: as in ``torch.autograd.backward``.
             scale_wrt_gas: divide by the accumulation steps.
         """
-        self.core.begin_backward()
+        self.core.begin_backward(self.optimizer.scalars() if self._config.updates_in_backward else [])
         try:
             with nullcontext() if self._watching is None else self._watching.backward(loss, scale_wrt_gas):
                 self.core.factored(loss, scale_wrt_gas).backward(retain_graph=retain_graph)

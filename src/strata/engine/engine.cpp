@@ -19,170 +19,6 @@ std::shared_ptr<comm::Collectives> checked(std::shared_ptr<comm::Collectives> co
   return collectives;
 }
 
-// The last part of a step: the optimizer updates this rank's shards, and every rank gets the new
-// shards of other ranks that it holds.
-//
-// On a device that runs ahead with one-sided gathers, the optimizer first updates the units that
-// every rank's next forward needs first. Ranks gather those, in rounds, while it updates the rest.
-//
-// Errors (Engine says what they leave): if a rank's optimizer fails, that rank throws its error,
-// and all others throw one of the same class that names the rank. The collectives stay good, and
-// weights can be loaded. An error after that ends the collectives, with its reason.
-class WeightUpdate {
- public:
-  explicit WeightUpdate(Engine& engine) : engine_(engine) {}
-
-  // Collective: the parts of these units' slices that other ranks own go to this rank's copies of
-  // them (ShardPosition::parts).
-  void complete_slices(std::span<const int> indices) {
-    comm::Collectives& collectives = engine_.collectives();
-    if (collectives.shard_position().parts == 1) return;
-    std::vector<comm::SliceMap> slices;
-    for (const int index : indices) slices.push_back(nth(engine_.weights().units(), index).slices);
-    collectives.complete_slices(slices);
-  }
-  void complete_slices(Changed changed) {
-    std::vector<int> indices;
-    for (const Unit& unit : engine_.weights().units()) {
-      if (changed == Changed::kAll || unit.trainable()) indices.push_back(unit.id);
-    }
-    complete_slices(indices);
-  }
-
-  // Collective. From its beginning to its end no rank gathers the changing units.
-  void run(std::span<const GroupScalars> groups, const GradientScale& scale) {
-    try {
-      agree_on(update_shards(groups, scale));
-      bring_new_shards();
-    } catch (...) {
-      // The gathers under way copy shards of a failed update. Their errors would hide the cause.
-      FirstError().attempt([this] { engine_.gatherer().abandon_lazy_gather(); });
-      throw;
-    }
-  }
-
- private:
-  // The least bytes of one round, and the most rounds: each costs a sync point of the ranks.
-  static constexpr Bytes kFetchedTogether = 64_MiB;
-  static constexpr int kMostRounds = 64;
-
-  bool fetches_ahead() const {
-    const comm::ShardPosition place = engine_.collectives().shard_position();
-    return engine_.device().runs_ahead() && place.held_count() > 1 && place.parts == 1 &&
-           engine_.collectives().traits().one_sided;
-  }
-
-  // The units that every rank's next forward needs first, in their common order. If only some ranks
-  // need a unit, the other ranks do not report that they have updated it. Collective.
-  std::vector<int> first_needed_by_all() {
-    std::vector<int> common = engine_.gatherer().first_needed();
-    for (const std::string& text : engine_.collectives().all_gather_text(text_of_numbers(common))) {
-      const std::vector<int> theirs = numbers_of_text(text);
-      const auto end = std::ranges::mismatch(common, theirs).in1;
-      common.erase(end, common.end());
-    }
-    return common;
-  }
-
-  // Units in the order of their updates, cut into rounds.
-  std::vector<std::vector<int>> plan_rounds(std::span<const int> updated) const {
-    Bytes all;
-    for (const int index : updated)
-      all += nth(engine_.weights().units(), index).layout.flat_bytes();
-    const Bytes together = std::max(kFetchedTogether, Bytes(all.value / kMostRounds));
-    std::vector<std::vector<int>> rounds;
-    Bytes bytes = together;  // of the last round
-    for (const int index : updated) {
-      if (bytes >= together) {
-        rounds.emplace_back();
-        bytes = Bytes();
-      }
-      rounds.back().push_back(index);
-      bytes += nth(engine_.weights().units(), index).layout.flat_bytes();
-    }
-    return rounds;
-  }
-
-  // Returns the exception of this rank's optimizer, since all ranks have to learn of it.
-  std::exception_ptr update_shards(std::span<const GroupScalars> groups,
-                                   const GradientScale& scale) {
-    const std::vector<int> first = fetches_ahead() ? first_needed_by_all() : std::vector<int>();
-    std::vector<int> order = engine_.optimizer()->order(first);
-    order.resize(first.size());
-    const std::vector<std::vector<int>> rounds = plan_rounds(order);
-    std::size_t round = 0;
-    std::size_t updated = 0;  // of this round
-    try {
-      ShardedOptimizer& optimizer = *engine_.optimizer();
-      const auto begin = [&] {
-        return engine_.recorder().begin(Activity::kOptimizer, -1, {}, &optimizer.stream());
-      };
-      StepRecorder::Recording recording = begin();
-      optimizer.step(groups, scale, first, [&](int unit, auto ended) {
-        engine_.recorder().end(recording, unit, &optimizer.stream());
-        hand_over(nth(engine_.weights().units(), unit), std::move(ended));
-        if (round < rounds.size() && ++updated == rounds[round].size()) {
-          updated = 0;
-          engine_.collectives().group_barrier();
-          engine_.gatherer().fetch_first(rounds[round++]);
-        }
-        recording = begin();
-      });
-    } catch (const CommError&) {
-      throw;  // the others know already
-    } catch (...) {
-      const std::exception_ptr error = std::current_exception();
-      // The other ranks wait at a barrier in each remaining round, and learn of the error after the
-      // last one.
-      FirstError().attempt([&] {
-        for (; round < rounds.size(); ++round) engine_.collectives().group_barrier();
-      });
-      return error;
-    }
-    return nullptr;
-  }
-
-  // Lets work that needs the unit wait for its update: if the rank is alone, work that is queued
-  // later and needs it; otherwise the compute stream, in which peers learn that it is new.
-  void hand_over(Unit& unit, std::vector<std::shared_ptr<device::Event>> ended) {
-    if (ended.empty()) return;
-    unit.updating = std::move(ended);
-    if (engine_.gatherer().alone()) {
-      if (unit.whole) engine_.gatherer().to_complete(unit.id);
-      return;
-    }
-    engine_.recorder().await_copies([&] { unit.await_update(engine_.device().compute_stream()); });
-    unit.updating.clear();
-  }
-
-  void agree_on(const std::exception_ptr& mine) {
-    try {
-      if (engine_.collectives().world_size() > 1)
-        agree_on_outcome(engine_.collectives(), "updating the weights",
-                         mine != nullptr ? failure_of(mine) : Failure());
-    } catch (...) {
-      if (mine == nullptr) throw;
-    }
-    if (mine != nullptr) std::rethrow_exception(mine);
-  }
-
-  void bring_new_shards() {
-    try {
-      complete_slices(Changed::kTrainable);
-      engine_.collectives().group_barrier();  // every shard is new before any rank gathers
-      engine_.gatherer().gather_whole(Changed::kTrainable, /*late=*/true);
-    } catch (const CommError&) {
-      throw;  // the others know already
-    } catch (const std::exception& error) {
-      engine_.collectives().abort(
-          fmt::format("its update of the weights failed: {}", error.what()));
-      throw;
-    }
-  }
-
-  Engine& engine_;
-};
-
 }  // namespace
 
 Engine::Engine(std::span<const plan::ParamSpec> params, const plan::ModelPlan& plan,
@@ -225,7 +61,7 @@ void Engine::weights_changed(bool complete) {
   state_offload_.require_all("loading weights");
   weights_.back_all();
   gatherer_.invalidate(Changed::kAll);
-  WeightUpdate(*this).complete_slices(Changed::kAll);
+  update_.complete_slices(Changed::kAll);
   if (complete) {
     collectives_->barrier();
     pass_.weights_loaded();
@@ -257,7 +93,7 @@ void Engine::adopt_flat(std::span<const int> params) {
         gatherer_.flat(unit.id).data() + bytes_of(slot.offset + begin, dtype).size();
     weights_.store(param, begin, end - begin, source, dtype);
   }
-  WeightUpdate(*this).complete_slices(units);
+  update_.complete_slices(units);
 }
 
 void Engine::begin_forward() {
@@ -269,15 +105,17 @@ void Engine::begin_forward() {
   if (pass_.begin_forward()) gatherer_.start_pass();
 }
 
-void Engine::begin_backward(bool boundary, bool synchronise) {
+void Engine::begin_backward(bool boundary, bool synchronise, std::span<const GroupScalars> groups) {
   require_usable();
   state_offload_.require_for_backward("backward()");
   pass_.require_backward_may_begin();
+  reducer_.require_none_early();
   recorder_.begin_phase(Activity::kBackwardPass);
   await_updates();  // gradients of the last step have been read then
   const bool reduces = synchronise && !options_.reduce_at_boundary;
   const BackwardPass between = reduces ? BackwardPass::kReduces : BackwardPass::kKeeps;
-  reducer_.begin_backward(boundary ? BackwardPass::kLast : between, gatherer_.order().first_uses());
+  reducer_.begin_backward(boundary ? BackwardPass::kLast : between, gatherer_.order().first_uses(),
+                          boundary ? update_.in_backward(groups) : nullptr);
   pass_.begin_backward();
 }
 
@@ -336,12 +174,20 @@ std::optional<StepReport> Engine::step_report(bool wait) {
 
 void Engine::update_weights(std::span<const GroupScalars> groups, const GradientScale& scale) {
   try {
-    WeightUpdate(*this).run(groups, scale);
+    update_.run(groups, scale);
   } catch (const std::exception& error) {
     pass_.fail_update(error.what());
     static_cast<void>(reducer_.abandon_backward());  // its error would hide the cause
     throw;
   }
+}
+
+void Engine::abandon_backward() noexcept {
+  pass_.abandon_backward();
+  if (update_.forget_early())
+    pass_.fail_update("a backward pass failed after it had updated weights (strata.update_at)");
+  abandoned_.attempt([this] { recorder_.end_phase(); });
+  abandoned_.keep(reducer_.abandon_backward());
 }
 
 void Engine::await_updates() {

@@ -38,6 +38,7 @@
 #include "strata/engine/state_offload.h"
 #include "strata/engine/unit/engine_options.h"
 #include "strata/engine/unit/weights.h"
+#include "strata/engine/weight_update.h"
 
 namespace strata::engine {
 
@@ -95,8 +96,9 @@ class Engine {
   bool forward_seen() const { return pass_.forward_seen(); }
   std::int64_t backward_passes() const { return pass_.backward_passes(); }
   // `boundary`: a step follows. `synchronise`: false keeps the gradients on this rank for a later
-  // pass.
-  void begin_backward(bool boundary, bool synchronise = true);
+  // pass. `groups`: the step's, if EngineOptions::update_in_backward; none: step() updates.
+  void begin_backward(bool boundary, bool synchronise = true,
+                      std::span<const GroupScalars> groups = {});
   bool in_backward() const { return pass_.in_backward(); }
   // The gradient may be read until `owner` is let go. If `owner` is null, it may be read until this
   // returns, in the order of the compute stream.
@@ -113,11 +115,7 @@ class Engine {
   // A backward pass failed: drops the step's gradients, so that a new forward may follow. Errors on
   // the way (of a lost device) do not hide the cause of the failure: the next call that trains
   // throws the first of them.
-  void abandon_backward() noexcept {
-    pass_.abandon_backward();
-    abandoned_.attempt([this] { recorder_.end_phase(); });
-    abandoned_.keep(reducer_.abandon_backward());
-  }
+  void abandon_backward() noexcept;
 
   // --- the step --- collective
   StepResult step(std::span<const GroupScalars> groups, double loss_scale, bool skip_on_overflow);
@@ -127,6 +125,7 @@ class Engine {
   void forget_step() {    // the step so far does not count: another one begins
     reducer_.drop_gradients();
     pass_.drop_gradients();
+    update_.forget_early();
   }
   GradientCheck& gradient_check() { return check_; }  // norm and outcome of the last step
 
@@ -174,6 +173,7 @@ class Engine {
   std::unique_ptr<ShardedOptimizer> optimizer_;
   PassState pass_;
   StateOffload state_offload_;
+  WeightUpdate update_{*this};
   FirstError abandoned_;  // of abandon_backward(), until it is thrown
 };
 

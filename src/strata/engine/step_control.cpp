@@ -45,6 +45,7 @@ EngineOptions engine_options_from(const Config& config, DType weights) {
   options.gradients_in_16 =
       config.managed_accumulation && config.batch.accumulation_steps.value_or(1) == 1;
   options.lanes.which = config.strata.update;
+  options.update_in_backward = config.strata.update_at == UpdateAt::kBackward;
   options.rounds_masters = config.precision.rounds_masters;
   options.moment_dtype = config.precision.moment_dtype;
   options.max_live =
@@ -60,7 +61,8 @@ EngineOptions engine_options_from(const Config& config, DType weights) {
   options.gradient_clipping = config.gradient_clipping;
   options.trace = config.strata.trace.value_or("");
   options.trace_steps = config.strata.trace_steps;
-  options.check_finite = !config.precision.param_dtype || config.precision.skip_on_overflow;
+  options.check_finite = (!config.precision.param_dtype && !options.update_in_backward) ||
+                         config.precision.skip_on_overflow;
   options.decay_unused = config.strata.decay_unused;
   options.max_skipped_steps = config.strata.max_skipped_steps;
   return options;

@@ -45,7 +45,10 @@ class StepControl {
   // Inside no_sync, gradients stay on the rank and are not reduced.
   void set_synchronise(bool synchronise) { synchronise_ = synchronise; }
 
-  void begin_backward() { engine_.begin_backward(at_boundary(), synchronise_); }
+  // `groups`: the step's, for strata.update_at: "backward".
+  void begin_backward(std::span<const GroupScalars> groups = {}) {
+    engine_.begin_backward(at_boundary(), synchronise_, groups);
+  }
   void end_backward() {
     engine_.end_backward();
     ++passes_;

@@ -76,8 +76,7 @@ std::vector<int> WeightUpdate::first_needed_by_all() {
 // Units in the order of their updates, cut into rounds.
 std::vector<std::vector<int>> WeightUpdate::plan_rounds(std::span<const int> updated) const {
   Bytes all;
-  for (const int index : updated)
-    all += nth(engine_.weights().units(), index).layout.flat_bytes();
+  for (const int index : updated) all += nth(engine_.weights().units(), index).layout.flat_bytes();
   const Bytes together = std::max(kFetchedTogether, Bytes(all.value / kMostRounds));
   std::vector<std::vector<int>> rounds;
   Bytes bytes = together;  // of the last round
@@ -94,7 +93,7 @@ std::vector<std::vector<int>> WeightUpdate::plan_rounds(std::span<const int> upd
 
 // Returns the exception of this rank's optimizer, since all ranks have to learn of it.
 std::exception_ptr WeightUpdate::update_shards(std::span<const GroupScalars> groups,
-                                 const GradientScale& scale) {
+                                               const GradientScale& scale) {
   const std::vector<int> first = fetches_ahead() ? first_needed_by_all() : std::vector<int>();
   std::vector<int> order = engine_.optimizer()->order(first);
   order.resize(first.size());
@@ -169,8 +168,7 @@ void WeightUpdate::bring_new_shards() {
   } catch (const CommError&) {
     throw;  // the others know already
   } catch (const std::exception& error) {
-    engine_.collectives().abort(
-        fmt::format("its update of the weights failed: {}", error.what()));
+    engine_.collectives().abort(fmt::format("its update of the weights failed: {}", error.what()));
     throw;
   }
 }

@@ -85,6 +85,8 @@ struct AdamScalars {
   // from here when the step runs, so the value lies in that device's memory. NaN: the step changes
   // nothing.
   const float* late_scale = nullptr;
+
+  bool operator==(const AdamScalars&) const = default;
 };
 
 void adam_step(const AdamSpans& spans, const AdamScalars& scalars, ThreadPool* pool);

@@ -137,7 +137,7 @@ void Trainer::require_root(const ::torch::nn::Module& root) const {
 }
 
 void Trainer::backward(const at::Tensor& loss) {
-  model_->begin_backward();
+  model_->begin_backward(groups_);
   try {
     model_->factored(loss, /*by_accumulation=*/true).backward();
     model_->end_backward();

@@ -219,6 +219,11 @@ class FakeRank {
     inside();
     for (const int unit : scope.units) gatherer().release(unit);
   }
+  // The coming step's, for updates in the backward pass.
+  std::vector<GroupScalars> groups;
+  void begin_backward(bool boundary, bool synchronise = true) {
+    engine_->begin_backward(boundary, synchronise, groups);
+  }
   void forward() {
     engine_->begin_forward();
     for (const plan::ScopeSpec& scope : model_.plan.scopes) {
@@ -248,7 +253,7 @@ class FakeRank {
   // Scopes in reverse; `gradients` are those of one scope's own parameters, in reverse too.
   void backward(bool boundary, const std::function<void(int param)>& gradient,
                 bool synchronise = true) {
-    engine_->begin_backward(boundary, synchronise);
+    begin_backward(boundary, synchronise);
     std::vector<bool> given(model_.params.size());
     const auto& scopes = model_.plan.scopes;
     for (std::size_t s = scopes.size(); s-- > 0;) {
@@ -257,9 +262,15 @@ class FakeRank {
         for (int p = model_.count(); p-- > 0;) {
           const auto index = static_cast<std::size_t>(p);
           const int unit = model_.plan.unit_of_param[index];
-          const auto& units = scopes[s].units;
-          const bool here = std::find(units.begin(), units.end(), unit) != units.end();
-          if (given[index] || !here || !model_.params[index].trainable) continue;
+          const auto has = [unit](const plan::ScopeSpec& scope) {
+            return std::ranges::find(scope.units, unit) != scope.units.end();
+          };
+          // As autograd's, where it matters: after the last use.
+          const bool early =
+              engine_->options().update_in_backward &&
+              std::any_of(scopes.begin(), scopes.begin() + static_cast<long>(s),
+                          [&](const auto& scope) { return runs(scope) && has(scope); });
+          if (given[index] || early || !has(scopes[s]) || !model_.params[index].trainable) continue;
           given[index] = true;
           gradient(p);
         }

@@ -104,7 +104,7 @@ inline void add_all(FakeRank& rank, const Gradients& gradients, const std::vecto
   if (arrival.empty()) {
     rank.backward(boundary, add);
   } else {
-    rank.engine().begin_backward(boundary);
+    rank.begin_backward(boundary);
     for (const int p : arrival) add(p);
     rank.engine().end_backward();
   }
@@ -137,6 +137,7 @@ inline void expect_bits_of_reference(const FakeModel& model, const Case& c, cons
     rank.expect_weights(reference.weights());
     expect_same_weights(rank, reference);
     for (int step = 0; step < kSteps; ++step) {
+      rank.groups = groups_of(step);
       for (int micro = 0; micro < c.accumulation; ++micro) {
         const bool boundary = micro + 1 == c.accumulation;
         rank.forward();

@@ -79,6 +79,7 @@ StrataConfig read_strata(const Settings& s) {
   read("reduce_at", config.reduce_at);
   read("refresh_at", config.refresh_at);
   read("update", config.update);
+  read("update_at", config.update_at);
   read("state_cache", config.state_cache);
   read("device", config.device);
   read("collectives", config.transports.collectives);
@@ -252,6 +253,8 @@ Config Config::parse(std::string_view text_or_path) {
   s.read("checkpoint.async", config.async_checkpoints);
   s.read("checkpoint.keep", config.keep_checkpoints);
   s.read("managed_gradient_accumulation", config.managed_accumulation);
+  if (config.strata.update_at == UpdateAt::kBackward)
+    require_no_late_factor(config.precision, config.gradient_clipping, config.managed_accumulation);
   s.read("dataloader_drop_last", config.drop_last);
   config.steps_per_print = read_steps_per_print(s);
   const bool has_optimizer = !s.at("optimizer.type").is_null();

@@ -47,6 +47,7 @@ enum class GradientOp : std::uint8_t { kMean, kSum };
 enum class ReduceAt : std::uint8_t { kMicroStep, kBoundary };
 enum class LazyGather : std::uint8_t { kAuto, kStep, kForward };
 enum class UpdateWhere : std::uint8_t { kAuto, kDevice, kHost };
+enum class UpdateAt : std::uint8_t { kStep, kBackward };
 enum class DeviceKind : std::uint8_t { kAuto, kCpu, kCuda };
 
 // The section "strata".
@@ -54,6 +55,7 @@ struct StrataConfig {
   ReduceAt reduce_at = ReduceAt::kMicroStep;
   LazyGather refresh_at = LazyGather::kAuto;
   UpdateWhere update = UpdateWhere::kAuto;
+  UpdateAt update_at = UpdateAt::kStep;
   std::optional<Bytes> state_cache;  // absent: no bound
   DeviceKind device = DeviceKind::kAuto;
   comm::TransportSettings transports;  // collectives, gather, reduce

@@ -161,6 +161,11 @@ strata section | Strata's own settings
 .update choice(auto|device|host) = "auto" | where the model trains on a GPU, and weights and states
     rest in host memory: the processors that update them: the GPU (device), the rank's cores (host),
     or both, each by its speed in the last steps (auto); the results have the same bits
+.update_at choice(step|backward) = "step" | when weights are updated: in step(), or in the
+    engine.backward() that ends a step, each unit when its gradients are complete (backward): the
+    bits are the same, but nothing may clip, skip or change the update, so it needs
+    gradient_clipping 0, check_grad_overflow false under bf16, no fp16, Adam or AdamW, and one
+    backward() and the rates of then for each step
 .state_cache bytes(>= 0) | bytes of a GPU's memory that may cache states and weights which rest in
     host memory, with their gradients; what torch and other programs left free after some steps is
     used, and given back when torch grows; null or "auto": no bound, but no cache with

@@ -97,4 +97,20 @@ PrecisionConfig read_precision(const Settings& s) {
   return precision;
 }
 
+void require_no_late_factor(const PrecisionConfig& precision, double clipping, bool counts) {
+  const auto fail = [](std::string_view found, std::string_view remedy) {
+    throw ConfigError(
+        "strata.update_at: \"backward\" updates weights before the step's last gradient is there, "
+        "so nothing may scale or skip the update; {}, or write \"step\"; found {}",
+        remedy, found);
+  };
+  if (clipping > 0.0)
+    fail(fmt::format("gradient_clipping: {}", clipping), "write \"gradient_clipping\": 0");
+  if (precision.scales_loss()) fail("a loss scale of fp16", "train in bf16 or fp32");
+  if (precision.skip_on_overflow)
+    fail("bf16.check_grad_overflow: true", "write \"bf16\": {\"check_grad_overflow\": false}");
+  if (!counts)
+    fail("managed_gradient_accumulation: false", "write true, so that the engine counts passes");
+}
+
 }  // namespace strata::engine

@@ -36,4 +36,8 @@ struct PrecisionConfig {
 
 PrecisionConfig read_precision(const Settings& settings);
 
+// ConfigError if something may scale or skip an update when the step's last gradient has come:
+// strata.update_at "backward" updates before that. `counts`: managed_gradient_accumulation.
+void require_no_late_factor(const PrecisionConfig& precision, double clipping, bool counts);
+
 }  // namespace strata::engine

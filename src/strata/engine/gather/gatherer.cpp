@@ -155,6 +155,7 @@ Gatherer::Gatherer(std::vector<Unit>& units, const WeightShards& shards,
 void Gatherer::acquire(int index) {
   if (unit(index).away)
     offload::throw_offloaded(fmt::format("unit '{}' of the weights", unit(index).name()));
+  unit(index).require_not_early();
   order_.record_use(index);
   gathered_.drop_idle_tiles(index);
   if (unit(index).whole)

@@ -92,24 +92,29 @@ void AdamOptimizer::drop_lanes() {
 void AdamOptimizer::step(std::span<const GroupScalars> groups, const GradientScale& scale,
                          std::span<const int> first, const Updated& updated) {
   prepare();
-  states_.begin_step();
-  dealer_.begin_step();
-  on_device_ = Numel();
+  begin_step();
+  states_.leave_out();
   const std::scoped_lock lock(cache_);
   const std::vector<int> units = order(first);
   if (update_ != nullptr) {
     update_->wait_for(*device_.compute_stream().record());
+    if (host_ != nullptr && !early_.empty()) update_->wait_for(*host_->stream().record());
     const auto may = [this](const Unit& unit) {
       return shards_.states_on_host(unit) && shards_.gradients().filled(unit.id);
     };
     cache_.begin_step(units, may, *update_, watch_);
   }
+  const bool timed = host_ != nullptr && early_.empty();
+  if (timed) began_ = stream().record_timed();
   if (host_ != nullptr) {
-    began_ = stream().record_timed();
     const float known = scale.value;
     host_->begin(scale.on_host ? scale.on_host : [known] { return known; });
   }
   for (const int unit : units) {
+    if (const auto early = early_.find(unit); early != early_.end()) {
+      updated(unit, std::move(early->second));
+      continue;
+    }
     const OptimizerShards::UnitShard& shard = shards_.units()[shards_.index_of(unit)];
     if (shards_.gradients().filled(unit)) {
       for (const Part& part : deal(shard)) update(part, groups, scale);
@@ -117,13 +122,45 @@ void AdamOptimizer::step(std::span<const GroupScalars> groups, const GradientSca
     }
     updated(unit, ended());
   }
-  if (host_ != nullptr) ended_ = stream().record_timed();
+  if (timed) ended_ = stream().record_timed();
+  early_.clear();
   store_.advance();  // writes what was updated last
 }
 
+void AdamOptimizer::begin_step() {
+  if (!early_.empty()) return;
+  states_.count_step();
+  dealer_.begin_step();
+  on_device_ = Numel();
+}
+
+// Not with states on drives, whose memory for staging the pass's gathers use.
+bool AdamOptimizer::update_early(int unit, std::span<const GroupScalars> groups) {
+  const OptimizerShards::UnitShard& shard = shards_.units()[shards_.index_of(unit)];
+  const Unit& of = nth(shards_.weights().units(), unit);
+  const bool on_drive =
+      shards_.states_on_drive(of) ||
+      (of.offloaded && shards_.weights().shards().tier_of(of) == memory::Tier::kNvme);
+  if (on_drive || !of.frozen.empty() || of.layout.dtype() == DType::kFloat64) return false;
+  prepare();
+  begin_step();
+  const std::scoped_lock lock(cache_);
+  nth(shards_.weights().units(), unit).early = true;
+  device::Event* const arrived = shards_.gradients().arrived(unit);
+  if (update_ != nullptr) update_->wait_for(*device_.compute_stream().record());
+  if (arrived != nullptr) stream().wait_for(*arrived);
+  if (host_ != nullptr) {
+    if (arrived != nullptr) host_->wait_for(*arrived);
+    host_->begin([] { return 1.0F; });
+  }
+  for (const Part& part : deal(shard)) update(part, groups, {});
+  early_[unit] = ended();
+  return true;
+}
+
 // The ends of the work that was queued so far in other streams than the compute stream.
-std::vector<std::shared_ptr<device::Event>> AdamOptimizer::ended() {
-  std::vector<std::shared_ptr<device::Event>> events;
+AdamOptimizer::Events AdamOptimizer::ended() {
+  Events events;
   if (update_ != nullptr) events.push_back(update_->record());
   if (host_ != nullptr) events.push_back(host_->stream().record());
   return events;

@@ -8,6 +8,7 @@
 // the host's lane.
 #pragma once
 
+#include <map>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -39,6 +40,8 @@ class AdamOptimizer final : public ShardedOptimizer {
   std::vector<int> order(std::span<const int> first) const override { return shards_.order(first); }
   void step(std::span<const GroupScalars> groups, const GradientScale& scale,
             std::span<const int> first, const Updated& updated) override;
+  bool update_early(int unit, std::span<const GroupScalars> groups) override;
+  void forget_early() override { early_.clear(); }
   void throw_failure(bool waits) override;
   std::optional<LaneTimes> lane_times() const override { return times_; }
   Bytes cached() const override { return cache_.bytes(); }
@@ -68,6 +71,7 @@ class AdamOptimizer final : public ShardedOptimizer {
   };
   Far far_of(const Unit& unit) const;
   bool host_can_update(const Unit& unit) const;
+  void begin_step();
   void make_lanes();
   void drop_lanes();
   // Elements of a unit that one lane updates in a step.
@@ -80,7 +84,8 @@ class AdamOptimizer final : public ShardedOptimizer {
   std::vector<Part> deal(const OptimizerShards::UnitShard& shard);
   void update(const Part& part, std::span<const GroupScalars> groups, const GradientScale& scale);
   GradientShards::Resting gradient_of(const Unit& unit, bool on_host);
-  std::vector<std::shared_ptr<device::Event>> ended();
+  using Events = std::vector<std::shared_ptr<device::Event>>;
+  Events ended();
   void round_wide_weights(const OptimizerShards::UnitShard& shard);
 
   OptimizerShards& shards_;
@@ -94,7 +99,8 @@ class AdamOptimizer final : public ShardedOptimizer {
   std::unique_ptr<device::Stream> update_;  // the device's lane; null: the compute stream
   std::unique_ptr<HostLane> host_;          // null: there is nothing for it
   LaneDealer dealer_;
-  Numel on_device_;  // elements of the last step that the device's lane updated
+  std::map<int, Events> early_;  // units that update_early() has updated for the next step()
+  Numel on_device_;              // elements of the last step that the device's lane updated
   std::unique_ptr<device::TimedEvent> began_;
   std::unique_ptr<device::TimedEvent> ended_;
   std::optional<LaneTimes> times_;

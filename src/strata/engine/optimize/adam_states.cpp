@@ -26,9 +26,12 @@ void AdamStates::add(std::span<const OptimizerShards::UnitShard> shards) {
   for (std::size_t i = 0; i < added.size(); i += 2) states_.push_back({added[i], added[i + 1]});
 }
 
-void AdamStates::begin_step() {
+void AdamStates::count_step() {
   ++steps_;
   shards_.weights().masters().note_update();
+}
+
+void AdamStates::leave_out() {
   left_out_ = shards_.gradients().left_out();
   for (const int param : left_out_) ++nth(missed_, param);
 }

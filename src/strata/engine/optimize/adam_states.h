@@ -28,8 +28,9 @@ class AdamStates {
   }
   void add(std::span<const OptimizerShards::UnitShard> shards);
 
-  // Counts a step for all parameters but those that GradientShards leave out.
-  void begin_step();
+  // Counts a step for all parameters, and then not for those that GradientShards leave out.
+  void count_step();
+  void leave_out();
   void forget_step();
   // A parameter that has taken part in no step.
   void add_param(int param) { nth(missed_, param) = steps_; }

@@ -48,6 +48,8 @@ class HostLane : NonCopyable {
            const Weights& weights);
   ~HostLane();
 
+  // The next begin() waits for this, too.
+  void wait_for(device::Event& event) { coming_->wait_for(event); }
   // A step begins. Its jobs run after what the compute stream holds now, and with the factor of
   // gradients that `factor` gives then, in the lane's thread. NaN: they change nothing.
   void begin(std::function<float()> factor);

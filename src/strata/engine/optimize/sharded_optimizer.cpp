@@ -70,6 +70,11 @@ std::unique_ptr<ShardedOptimizer> make_optimizer(UpdateRule rule, const EngineOp
                                                  offload::StateStore& states,
                                                  offload::LinkWatch& watch) {
   if (rule == UpdateRule::kNone) return nullptr;
+  if (rule == UpdateRule::kExternal && options.update_in_backward)
+    throw ConfigError(
+        "strata.update_at: \"backward\" is for Adam and AdamW of Strata, and this optimizer "
+        "updates "
+        "all parameters in its own step(); write \"step\"");
   if (rule == UpdateRule::kExternal)
     return std::make_unique<ExternalOptimizer>(shards, device, watch);
   return std::make_unique<AdamOptimizer>(shards, device, states, rule == UpdateRule::kAdamW,

@@ -91,6 +91,13 @@ class ShardedOptimizer : public Interface {
   // order.
   virtual void step(std::span<const GroupScalars> groups, const GradientScale& scale,
                     std::span<const int> first, const Updated& updated) = 0;
+  // Before step(), in its backward pass: updates a unit whose gradients are complete, with nothing
+  // left out, and with factor 1. step() then leaves it. False: it did nothing.
+  virtual bool update_early(int /*unit*/, std::span<const GroupScalars> /*groups*/) {
+    return false;
+  }
+  // No step() follows such updates, which are lost: all states are set anew.
+  virtual void forget_early() {}
   // Work of step() may go on beside the caller. This throws the first error of it, once, and with
   // `waits` returns when all of it is done.
   virtual void throw_failure(bool /*waits*/) {}

@@ -42,6 +42,8 @@ GradientCheck::Outcome GradientCheck::check(double loss_scale, bool allows_overf
       norm_.available()) {
     norm_.begin(loss_scale, options_.gradient_clipping);
     recorder_.end(span);
+    if (!options_.check_finite)  // nothing depends on the norm
+      return {true, std::nullopt, kernels::scale_of(0.0, loss_scale, 0.0)};
     return {true, std::nullopt, 1.0F, norm_.factor(), norm_.factor_on_host()};
   }
   last_finding_ = measure(loss_scale);
@@ -193,14 +195,14 @@ void GradientCheck::report_unlike_drops(std::size_t rank) {
 void GradientCheck::look_at_norm() {
   if (!norm_.begun()) return;
   last_finding_ = norm_.finish();
-  applied_ = last_finding_.finite;
+  applied_ = last_finding_.finite || !options_.check_finite;
+  if (!last_finding_.finite) last_finding_.norm = std::numeric_limits<double>::infinity();
   if (applied_) {
     in_a_row_ = 0;
     return;
   }
   ++in_a_row_;
   ++skipped_;
-  last_finding_.norm = std::numeric_limits<double>::infinity();
   notify_late_ = true;
 }
 

@@ -50,7 +50,6 @@ void GradientShards::finish(int unit) {
     device::Stream& stream = leaves ? *leaving_ : compute;
     const auto first = static_cast<std::size_t>(unit);
     if (on_host(unit) && shard.filled && dtype_ == DType::kFloat32)
-
       host_sums_.add_to(as_floats(*shard.arriving, nth(units_, unit).layout.shard()), kept(unit),
                         shard.left.get(), stream);
     if (dtype_ == DType::kFloat32) measure_run(first, first + 1, stream);
@@ -152,6 +151,7 @@ std::span<float> GradientShards::values(int unit) {
 
 std::span<std::byte> GradientShards::change(int unit) {
   Shard& shard = nth(shards_, unit);
+  nth(units_, unit).require_not_early();
   if (rests_in_16(nth(units_, unit))) keep_in_32();
   const std::span<std::byte> values = kept(unit);
   wait_for_arrived();

@@ -53,6 +53,10 @@ class GradientShards {
     DType dtype = DType::kFloat32;
   };
   Resting resting(int unit);
+  // After this event a filled shard of the host is complete; null: it is in the compute stream.
+  device::Event* arrived(int unit) const {
+    return moves(unit) ? nth(shards_, unit).left.get() : nullptr;
+  }
   DType resting_dtype(int unit) const { return kept_dtype(nth(units_, unit)); }
   // Queues the sum of an fp32 shard's squares, for squares(), in the stream of reductions, behind
   // the one that fills the shard. squares() sums shards to which reductions are added, and tiles.

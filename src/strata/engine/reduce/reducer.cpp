@@ -23,6 +23,7 @@ Bytes most_reducing(const EngineOptions& options, std::span<const Unit> units, B
 
 void GradientEdits::drop_all() {
   if (!reducer_.record_.collects()) return;
+  reducer_.require_none_early();
   reducer_.writes_.drop();
   // Shard groups add up their parts later, also with ranks that have dropped nothing: zeroes then.
   GradientShards& shards = reducer_.shards_;
@@ -37,6 +38,7 @@ void GradientEdits::drop_all() {
 }
 
 void GradientEdits::drop(int unit, int slot, bool came) {
+  reducer_.require_none_early();
   reducer_.writes_.drop(unit, slot);
   if (reducer_.shards_.filled(unit)) write(unit, slot, nullptr);
   reducer_.record_.record_dropped(reducer_.slot(unit, slot).param, came);
@@ -97,8 +99,19 @@ Reducer::Reducer(std::vector<Unit>& units, comm::Collectives& collectives, devic
       of_group_(units.size()),
       record_(units) {}
 
-void Reducer::begin_backward(BackwardPass pass, std::span<const int> first_uses) {
+void Reducer::begin_backward(BackwardPass pass, std::span<const int> first_uses,
+                             std::function<void(int unit)> summed) {
   pass_ = pass;
+  summed_ = summed != nullptr;
+  if (summed_) {
+    in_flight_.notify([this, summed = std::move(summed)](int unit) {
+      const auto& slots = nth(units_, unit).layout.slots();
+      if (std::ranges::all_of(slots, [this](const plan::Slot& slot) {
+            return slot.numel.value == 0 || record_.got(slot.param);
+          }))
+        summed(unit);
+    });
+  }
   record_.begin_pass();
   if (pass == BackwardPass::kKeeps) writes_.widen();
   arrivals_.begin_pass(first_uses);
@@ -114,6 +127,7 @@ void Reducer::begin_backward(BackwardPass pass, std::span<const int> first_uses)
 
 void Reducer::add(int unit, int slot, const std::byte* gradient, DType dtype,
                   std::shared_ptr<const void> owner) {
+  nth(units_, unit).require_not_early();
   const auto index = static_cast<std::size_t>(slot);
   const plan::Slot& place = this->slot(unit, slot);
   record_.record_gradient(place.param);
@@ -129,6 +143,7 @@ void Reducer::add(int unit, int slot, const std::byte* gradient, DType dtype,
 
 GradientTarget Reducer::begin_add(int unit, int slot) {
   STRATA_ASSERT(!is_pushed(unit));
+  nth(units_, unit).require_not_early();
   record_.record_gradient(this->slot(unit, slot).param);
   open_buffer(unit);
   return writes_.place(unit, slot);
@@ -184,6 +199,7 @@ void Reducer::end_backward() {
   record_.record_reduced_pass();
   while (const std::optional<int> unit = arrivals_.next()) start_reduction(*unit);
   in_flight_.finish();
+  if (std::exchange(summed_, false)) in_flight_.notify({});
   writes_.end_pushing();
   writes_.compute_follows();
   buffers_.end_round();
@@ -195,6 +211,7 @@ std::exception_ptr Reducer::abandon_backward() noexcept {
   FirstError error;
   writes_.end_pushing();
   error.attempt([this] { in_flight_.abandon(); });
+  if (std::exchange(summed_, false)) in_flight_.notify({});
   error.keep(writes_.abandon().get());
   forget_step();
   return error.get();

@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <deque>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <span>
 #include <vector>
@@ -51,6 +52,15 @@ class ReductionsInFlight {
   void progress() {
     if (!pending_.empty()) pending_.back().work->done();
   }
+  // Finishes those that have ended.
+  void finish_ended() {
+    while (!pending_.empty() && pending_.front().work->done()) {
+      free_buffer(pending_.front());
+      finish_front();
+    }
+  }
+  // From now on called with each unit whose reduction is finished; may be empty.
+  void notify(std::function<void(int unit)> finished) { finished_ = std::move(finished); }
   // Waits until buffers hold at most `at_most`, and finishes the ended reductions.
   void free_buffers(Bytes at_most) {
     for (Pending& pending : pending_) {
@@ -99,13 +109,16 @@ class ReductionsInFlight {
     Pending& pending = pending_.front();
     recorder_.measure(Activity::kReduceWait, pending.unit, [&] { pending.work->wait(); });
     recorder_.end(pending.recording);
-    shards_.finish(pending.unit);
+    const int unit = pending.unit;
+    shards_.finish(unit);
     pending_.pop_front();
+    if (finished_) finished_(unit);
   }
 
   GradientShards& shards_;
   StepRecorder& recorder_;
   std::deque<Pending> pending_;
+  std::function<void(int unit)> finished_;
   Bytes held_;  // by buffers of pending_
 };
 
@@ -154,8 +167,10 @@ class Reducer {
   }
 
   // A backward pass starts. `first_uses`: the units in the order in which forward first used them.
-  // The first pass reduces in the reverse of that order, as rank 0 has it.
-  void begin_backward(BackwardPass pass, std::span<const int> first_uses);
+  // The first pass reduces in the reverse of that order, as rank 0 has it. `summed` is called, in
+  // this pass, when the sum of a unit is complete all of whose parameters have gradients here.
+  void begin_backward(BackwardPass pass, std::span<const int> first_uses,
+                      std::function<void(int unit)> summed = {});
   // One gradient of one parameter: contiguous, with the parameter's number of elements. `owner`
   // keeps its memory; null: it is read in the order of the compute stream, before this returns.
   void add(int unit, int slot, const std::byte* gradient, DType dtype,
@@ -202,10 +217,15 @@ class Reducer {
   }
 
   GradientShards& shards() { return shards_; }
+  // Throws UsageError if units are updated before the step.
+  void require_none_early() const {
+    for (const Unit& unit : units_) unit.require_not_early();
+  }
 
  private:
   friend class GradientEdits;
   void forget_step() {
+    for (Unit& unit : units_) unit.early = false;
     shards_.clear();
     std::fill(of_group_.begin(), of_group_.end(), false);
     record_.forget();
@@ -221,6 +241,7 @@ class Reducer {
   }
   void record_written(int unit, std::size_t slot) {
     in_flight_.progress();
+    if (summed_) in_flight_.finish_ended();
     if (!arrivals_.record(unit, slot, writes_.bytes(unit)) || pass_ == BackwardPass::kKeeps) return;
     while (const std::optional<int> ready = arrivals_.next_ready()) start_reduction(*ready);
   }
@@ -245,6 +266,7 @@ class Reducer {
   GradientArrivals arrivals_;
   ReductionsInFlight in_flight_;
   BackwardPass pass_ = BackwardPass::kLast;
+  bool summed_ = false;         // someone waits for sums
   bool adds_up_later_;          // over several groups, in the last pass of a step
   std::vector<bool> of_group_;  // by unit: its shard holds what no other group has added to
   GradientRecord record_;

@@ -55,6 +55,9 @@ struct EngineOptions {
     return states.offloads() || weights.offloads() || gradient_tier == memory::Tier::kHost;
   }
   UpdateLanes lanes;
+  // In the backward pass that ends a step units are updated one by one, as soon as their gradients
+  // are complete. Only without clipping and check_finite, for Adam and AdamW.
+  bool update_in_backward = false;
   // bf16 weights are updated in fp32 and rounded at each step, without any kept master. Then their
   // moments may be bf16, too.
   bool rounds_masters = false;
@@ -79,7 +82,7 @@ struct EngineOptions {
   // The norm is computed without a host wait. Absent: where the device runs ahead.
   std::optional<bool> late_norm;
   bool wants_late_norm(bool runs_ahead) const {
-    return late_norm.value_or(runs_ahead) && check_finite;
+    return late_norm.value_or(runs_ahead) && (check_finite || gradient_clipping == 0.0);
   }
   bool check_finite = true;  // fp32, bf16: the step is skipped where a gradient is not finite
   // The most steps in a row that may be skipped for that; the next one is an error.

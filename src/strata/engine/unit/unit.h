@@ -49,6 +49,20 @@ struct Unit {
     for (const auto& event : updating) stream.wait_for(*event);
   }
 
+  // The backward pass has updated it, before its step: until that nothing may use it, or change its
+  // gradient. Then require_not_early() throws UsageError.
+  bool early = false;
+  void require_not_early() const {
+    if (!early) return;
+    throw UsageError(
+        "strata.update_at: \"backward\" has updated unit '{}' in the backward pass that ends a "
+        "step; "
+        "until step() nothing may read its parameters or change their gradients: no second "
+        "backward "
+        "pass, no zero_grad(), no use after the gradient has come. Call step(), or write \"step\"",
+        name());
+  }
+
   // The frozen parameters of a trainable unit; others of it were unfrozen.
   std::vector<int> frozen = {};
 

@@ -69,14 +69,14 @@ void TrainingPasses::show_gradients() {
   if (engine_.reducer().record().collects()) shown_.show();
 }
 
-void TrainingPasses::begin_backward() {
+void TrainingPasses::begin_backward(std::span<const engine::GroupScalars> groups) {
   pass_.settle();
   scopes_.failure().rethrow();
   frozen_.train_unfrozen();
   shown_.take_back();
   unforeseen_ = !engine_.forward_seen();
   if (unforeseen_) engine_.begin_forward();
-  control_.begin_backward();
+  control_.begin_backward(groups);
   scopes_.begin_backward();
   hooks_.begin_pass(1.0);
   pass_.drive(true);

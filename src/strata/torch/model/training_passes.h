@@ -369,7 +369,8 @@ class TrainingPasses {
   // Shows the gradients again that begin_backward(), or offloading states, has taken back.
   void show_gradients();
 
-  void begin_backward();
+  // `groups`: the coming step's, for strata.update_at: "backward".
+  void begin_backward(std::span<const engine::GroupScalars> groups = {});
   void end_backward();
   // Called after any failure since begin_backward(); ends the pass.
   void abandon_backward() noexcept;

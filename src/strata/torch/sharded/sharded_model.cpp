@@ -109,9 +109,9 @@ void ShardedModel::enter_root() {
   passes_->enter_root();
 }
 
-void ShardedModel::begin_backward() {
+void ShardedModel::begin_backward(std::span<const engine::GroupScalars> groups) {
   values().gather_what_was_saved();
-  passes_->begin_backward();
+  passes_->begin_backward(groups);
 }
 
 std::optional<engine::StepResult> ShardedModel::step(std::span<const engine::GroupScalars> groups) {

@@ -44,7 +44,7 @@ class ShardedModel final : public ParameterOwner {
 
   // --- training: TrainingPasses says what they do ---
   engine::StepControl& control() { return passes().control(); }
-  void begin_backward();
+  void begin_backward(std::span<const engine::GroupScalars> groups = {});
   void end_backward() { passes().end_backward(); }
   void abandon_backward() noexcept {
     if (alive()) passes_->abandon_backward();
