@@ -102,10 +102,10 @@ TEST(AdamParts, GiveTheBitsOfTheWholeFromAMegabyteOfMemory) {
   device::CpuDevice device;
   const testing::TemporaryFolder folder;
   const auto memory = make_memory_store(memory::Tier::kHost, device);
-  const auto made_drive = make_nvme_store(
-      device, {.arena = std::make_shared<StagingArena>(device, 1_MiB),
-               .file = make_block_file(std::make_shared<io::ThreadEngine>(), folder / "states"),
-               .verify = true});
+  const auto made_drive =
+      make_nvme_store(device, {.arena = std::make_shared<StagingArena>(device, 1_MiB),
+                               .file = file_below(std::make_shared<io::ThreadEngine>(), folder),
+                               .verify = true});
   StateStore& drive = *made_drive;
   Model whole = random_model();
   Model in_parts = whole;

@@ -83,9 +83,8 @@ TEST(NvmeWorkload, SystemCallsThatMisbehaveAreToldAndNeverLendWrongBytes) {
     const bool fails = seed % 2 == 0;
     if (fails) calls->fail_at(4096_B * (1 + seed % 16), seed % 4 == 0 ? -EIO : -ENOSPC);
     auto arena = std::make_shared<StagingArena>(device, 80_KiB);
-    const auto made_store = make_nvme_store(
-        device,
-        {.arena = arena, .file = make_block_file(io, folder / fmt::format("states {}", seed))});
+    const auto made_store =
+        make_nvme_store(device, {.arena = arena, .file = file_below(io, folder)});
     StateStore& store = *made_store;
     RandomWorkload workload(store, seed,
                             {.room = arena->budget(), .operations = 40, .may_fail = fails});

@@ -8,6 +8,7 @@
 #include <span>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "device/late_device.h"
 #include "device/limited_device.h"
@@ -57,6 +58,14 @@ struct LateAccessOn {
   Device device;
 };
 using LateAccess = LateAccessOn<device::LateDevice>;
+
+// A file in a folder of its own below this one.
+inline std::unique_ptr<BlockFile> file_below(std::shared_ptr<io::IoEngine> io,
+                                             const testing::TemporaryFolder& folder) {
+  std::vector<std::unique_ptr<SwapFolder>> folders;
+  folders.push_back(std::make_unique<SwapFolder>(folder.path(), /*rank=*/0));
+  return make_block_file(std::move(io), std::move(folders));
+}
 
 // A drive with no more space than this.
 class LimitedFile final : public BlockFile {
@@ -128,8 +137,7 @@ class NvmeMaker {
 
  protected:
   std::unique_ptr<StateStore> make_on(device::Device& device) {
-    const auto path = folder_ / fmt::format("states {}", ++made_);
-    auto file = std::make_unique<LimitedFile>(make_block_file(io_, path), kRoom);
+    auto file = std::make_unique<LimitedFile>(file_below(io_, folder_), kRoom);
     auto arena = std::make_shared<StagingArena>(device, kPartAlignment * kPages);
     return make_nvme_store(
         device,
@@ -138,7 +146,6 @@ class NvmeMaker {
 
  private:
   testing::TemporaryFolder folder_;
-  int made_ = 0;
   std::shared_ptr<io::IoEngine> io_ =
       std::make_shared<io::ThreadEngine>(io::EngineOptions{.threads = 2});
 };

@@ -99,10 +99,10 @@ bool is_removed(int fd) {
 // One file on a drive that takes its space before it is used.
 class DriveFile {
  public:
-  // Makes the file, which only its owner may read. `folder`: null where another object keeps the
-  // folder.
-  DriveFile(const std::string& path, std::unique_ptr<SwapFolder> folder)
-      : folder_(std::move(folder)), file_(io::File(path, io::File::Mode::kCreateNew).direct()) {}
+  // Makes the file, which only its owner may read.
+  explicit DriveFile(std::unique_ptr<SwapFolder> folder)
+      : folder_(std::move(folder)),
+        file_(io::File(below(folder_->path(), "states"), io::File::Mode::kCreateNew).direct()) {}
 
   const io::File& file() const { return file_; }
   Bytes size() const { return size_; }
@@ -127,8 +127,7 @@ class DriveFile {
   void count_written(Bytes bytes) { written_ += bytes; }
   // Counted for the folder that users named: the parent of the rank's own folder.
   DriveWrites drive_writes() const {
-    const std::filesystem::path place(folder_ != nullptr ? folder_->path() : file_.path());
-    return {place.parent_path().string(), written_};
+    return {std::filesystem::path(folder_->path()).parent_path().string(), written_};
   }
   // Gives back the space beyond; no transfer is under way there.
   void shrink(Bytes size) noexcept {
@@ -357,19 +356,9 @@ std::string SwapFolder::warning() const {
 }
 
 std::unique_ptr<BlockFile> make_block_file(std::shared_ptr<io::IoEngine> io,
-                                           const std::string& path) {
-  std::vector<DriveFile> files;
-  files.emplace_back(path, nullptr);
-  return std::make_unique<StripedBlockFile>(std::move(io), std::move(files));
-}
-
-std::unique_ptr<BlockFile> make_block_file(std::shared_ptr<io::IoEngine> io,
                                            std::vector<std::unique_ptr<SwapFolder>> folders) {
   std::vector<DriveFile> files;
-  for (std::unique_ptr<SwapFolder>& folder : folders) {
-    const std::string path = fmt::format("{}/states", folder->path());
-    files.emplace_back(path, std::move(folder));
-  }
+  for (std::unique_ptr<SwapFolder>& folder : folders) files.emplace_back(std::move(folder));
   return std::make_unique<StripedBlockFile>(std::move(io), std::move(files));
 }
 

@@ -86,11 +86,8 @@ class BlockFile : public Interface {
   virtual std::vector<DriveWrites> drive_writes() const { return {}; }
 };
 
-// Makes a file at this path, which only its owner may read. Transfers bypass the page cache where
-// the file system offers that.
-std::unique_ptr<BlockFile> make_block_file(std::shared_ptr<io::IoEngine> io,
-                                           const std::string& path);
-// Makes a file in folders of one or several drives; the folders are removed with the file. Where
+// Makes a file in folders of one or several drives; the folders are removed with the file. Only its
+// owner may read it, and transfers bypass the page cache where the file system offers that. Where
 // there are several drives, this measures each for a moment, and the faster drives get more of the
 // bytes (io/striping.h).
 std::unique_ptr<BlockFile> make_block_file(std::shared_ptr<io::IoEngine> io,
