@@ -80,7 +80,8 @@ struct SyncPoint {
     std::thread rank_1([&, control = std::shared_ptr<Collectives>(group.rank(1))] {
       std::string mine;
       FileDescriptor listener = listen_at_new_address(mine);
-      script.address = control->all_gather_text("+" + mine)[0].substr(1);
+      control->all_gather_text("");
+      script.address = control->all_gather_text(mine)[0];
       script.asked = accept_from(listener.get());
       receive_message(script.asked.get());  // its hello
       if (connecting) connecting(script);

@@ -81,21 +81,15 @@ class PeerChannel : NonCopyable {
       : service_(service), rank_(control.rank()), timeout_(timeout), names_(names) {
     FileDescriptor listener;
     std::string address;
-    const std::string error = error_of([&] {
+    const auto all_can = [&](std::string_view what, const auto& step) {
+      agree_all_can(control.all_gather_text(error_of(step)), what, names_);
+    };
+    all_can("listen to the others", [&] {
       wake_ = FileDescriptor(::eventfd(0, EFD_CLOEXEC));
       if (!wake_.valid()) throw CommError("the system has no event to give: {}", errno_text(errno));
       listener = listen_at_new_address(address);
     });
-    const std::vector<std::string> addresses =
-        control.all_gather_text(error.empty() ? "+" + address : "-" + error);
-    for (std::size_t r = 0; r < addresses.size(); ++r) {
-      if (addresses[r][0] == '+') continue;
-      throw CommError("rank {} cannot be reached: {}", names_.of(static_cast<int>(r)),
-                      addresses[r].substr(1));
-    }
-    const auto all_can = [&](std::string_view what, const auto& step) {
-      agree_all_can(control.all_gather_text(error_of(step)), what, names_);
-    };
+    const std::vector<std::string> addresses = control.all_gather_text(address);
     all_can("reach the others", [&] { connect_to_peers(addresses); });
     all_can("be reached by the others", [&] { accept_peers(listener.get()); });
     thread_ = std::thread([this] { serve(); });
@@ -181,7 +175,7 @@ class PeerChannel : NonCopyable {
     outward_.resize(addresses.size());
     for (std::size_t r = 0; r < addresses.size(); ++r) {
       if (static_cast<int>(r) == rank_) continue;
-      outward_[r] = connect_to(addresses[r].substr(1));
+      outward_[r] = connect_to(addresses[r]);
       send_message(outward_[r].get(), fmt::format("{} {}", kHello, rank_), {});
     }
   }

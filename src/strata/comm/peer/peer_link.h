@@ -53,7 +53,7 @@ class PeerLink final : public PeerChannel::Service {
         reductions_(device_->create_stream()) {
     std::string error;
     // Rank 0 pins before it shares: to pin may migrate pages, which fails while others pin them.
-    if (rank_ == 0) error = error_of([this] { map_flags(make_flags_file()); });
+    if (rank_ == 0) error = error_of([this] { map_flags(flags_file_ = make_flags_file()); });
     channel_ = std::make_unique<PeerChannel>(*control_, *this, timeout_, names_);
     if (rank_ != 0) error = error_of([this] { map_flags(ask_for_flags_file()); });
     agree_all_can(control_->all_gather_text(error), "share memory with the others", names_);
@@ -282,7 +282,6 @@ class PeerLink final : public PeerChannel::Service {
     FileDescriptor file(::memfd_create("strata-flags", MFD_CLOEXEC));
     if (!file.valid() || ::ftruncate(file.get(), bytes.value) != 0)
       throw CommError("no shared memory of {}: {}", to_string(bytes), errno_text(errno));
-    flags_file_ = FileDescriptor(::fcntl(file.get(), F_DUPFD_CLOEXEC, 0));
     return file;
   }
   // of the other ranks
@@ -292,7 +291,7 @@ class PeerLink final : public PeerChannel::Service {
       throw CommError("the first rank has no shared memory to give");
     return std::move(parts->pieces.front().descriptor);
   }
-  void map_flags(FileDescriptor file) {
+  void map_flags(const FileDescriptor& file) {
     flags_memory_ =
         memory::MappedMemory::of_file(file.get(), Bytes(), flags_bytes(),
                                       memory::MappedMemory::Access::kReadWrite, "flags of ranks");
