@@ -13,7 +13,6 @@
 #include <optional>
 #include <sstream>
 #include <string>
-#include <string_view>
 
 #include "strata/base/error.h"
 #include "strata/base/file_descriptor.h"
@@ -158,30 +157,17 @@ bool is_shared(int pagemap, std::uintptr_t address) {
 
 }  // namespace
 
-MappedMemory MappedMemory::map(int protection, int flags, int fd, Bytes offset, Bytes bytes,
-                               std::string_view purpose) {
-  void* address = ::mmap(nullptr, mapped_size(bytes.size()), protection, flags, fd, offset.value);
+MappedMemory MappedMemory::of_file(int fd, Bytes offset, Bytes bytes, Access access,
+                                   std::string_view purpose) {
+  const int protection = access == Access::kRead ? PROT_READ : PROT_READ | PROT_WRITE;
+  void* address =
+      ::mmap(nullptr, mapped_size(bytes.size()), protection, MAP_SHARED, fd, offset.value);
   if (address == MAP_FAILED)
     throw OutOfMemoryError("cannot map memory for {}: free some, or use more ranks ({} wanted; {})",
                            purpose, to_string(bytes), errno_text(errno));
   // A hint: fewer page faults where the system allows huge pages.
   if (bytes >= 2_MiB) ::madvise(address, bytes.size(), MADV_HUGEPAGE);
   return MappedMemory({static_cast<std::byte*>(address), bytes.size()});
-}
-
-MappedMemory MappedMemory::anonymous(Bytes bytes, std::string_view purpose) {
-  return map(PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, Bytes(0),
-             bytes, purpose);
-}
-
-MappedMemory MappedMemory::of_file(int fd, Bytes offset, Bytes bytes, Access access,
-                                   std::string_view purpose) {
-  const int protection = access == Access::kRead ? PROT_READ : PROT_READ | PROT_WRITE;
-  return map(protection, MAP_SHARED, fd, offset, bytes, purpose);
-}
-
-void MappedMemory::give_back() const {
-  if (!bytes().empty()) ::madvise(bytes().data(), bytes().size(), MADV_DONTNEED);
 }
 
 void MappedMemory::Unmap::operator()(std::byte* memory) const noexcept {

@@ -29,9 +29,7 @@ class MappedMemory {
  public:
   enum class Access { kRead, kReadWrite };
 
-  // Private memory of this process. `purpose` is for the error.
-  static MappedMemory anonymous(Bytes bytes, std::string_view purpose);
-  // Shared pages of a file; `offset` is a multiple of the page size.
+  // Shared pages of a file; `offset` is a multiple of the page size. `purpose` is for the error.
   static MappedMemory of_file(int fd, Bytes offset, Bytes bytes, Access access,
                               std::string_view purpose);
 
@@ -42,14 +40,8 @@ class MappedMemory {
   std::span<std::byte> bytes() const {
     return memory_ ? std::span(memory_.get(), memory_.get_deleter().bytes) : std::span<std::byte>();
   }
-  // Only for anonymous() memory: gives its pages back to the system. A later access gets new,
-  // zeroed pages.
-  void give_back() const;
 
  private:
-  static MappedMemory map(int protection, int flags, int fd, Bytes offset, Bytes bytes,
-                          std::string_view purpose);
-
   struct Unmap {
     std::size_t bytes;
     void operator()(std::byte* memory) const noexcept;

@@ -17,7 +17,7 @@ namespace {
 struct LocalRank {
   ControlBlock control;
   std::mutex mutex;
-  std::unordered_map<std::uint64_t, std::shared_ptr<const memory::MappedMemory>> buffers;  // by id
+  std::unordered_map<std::uint64_t, std::shared_ptr<memory::HostBuffer>> buffers;  // by id
   bool taken = false;
 };
 
@@ -40,7 +40,7 @@ namespace {
 class LocalBuffer final : public SharedBuffer {
  public:
   LocalBuffer(std::shared_ptr<LocalGroup::State> state, int rank, std::string name,
-              std::shared_ptr<const memory::MappedMemory> memory)
+              std::shared_ptr<memory::HostBuffer> memory)
       : SharedBuffer(std::move(name)),
         state_(std::move(state)),
         rank_(rank),
@@ -55,12 +55,12 @@ class LocalBuffer final : public SharedBuffer {
 
   std::span<std::byte> local() override { return memory_->bytes(); }
   bool releasable() const override { return true; }
-  void release() override { memory_->give_back(); }
+  void release() override { memory::give_back_pages(memory_->bytes()); }
 
  private:
   std::shared_ptr<LocalGroup::State> state_;
   int rank_;
-  std::shared_ptr<const memory::MappedMemory> memory_;
+  std::shared_ptr<memory::HostBuffer> memory_;
 };
 
 class LocalRankMemory final : public RankMemory {
@@ -74,8 +74,7 @@ class LocalRankMemory final : public RankMemory {
   ControlBlock& control(int rank) override { return state_->at(rank).control; }
 
   std::unique_ptr<SharedBuffer> allocate(std::string name, Bytes bytes) override {
-    auto memory =
-        std::make_shared<const memory::MappedMemory>(memory::MappedMemory::anonymous(bytes, name));
+    auto memory = std::make_shared<memory::HostBuffer>(bytes);
     LocalRank& owner = state_->at(rank_);
     const std::lock_guard lock(owner.mutex);
     if (!owner.buffers.emplace(id_of(name), memory).second)
