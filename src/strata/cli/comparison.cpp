@@ -8,7 +8,6 @@
 #include <limits>
 #include <set>
 
-#include "strata/base/error.h"
 #include "strata/checkpoint/pipeline.h"
 #include "strata/cli/commands.h"
 #include "strata/io/striping.h"

@@ -4,9 +4,7 @@
 #include <ranges>
 #include <set>
 #include <span>
-#include <string>
 #include <type_traits>
-#include <utility>
 
 #include "strata/format/safetensors.h"
 #include "strata/io/file.h"

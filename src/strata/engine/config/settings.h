@@ -13,7 +13,6 @@
 #include <string>
 #include <string_view>
 #include <type_traits>
-#include <vector>
 
 #include "strata/base/dtype.h"
 #include "strata/base/error.h"

@@ -4,7 +4,6 @@
 // shards and the store. Errors: those of StateStore::add_all().
 #pragma once
 
-#include <algorithm>
 #include <functional>
 #include <string_view>
 #include <vector>

@@ -1,8 +1,6 @@
 #include "strata/engine/unit/engine_options.h"
 
 #include <algorithm>
-#include <cstdint>
-#include <vector>
 
 #include "strata/engine/config/offload_config.h"
 #include "strata/offload/staging_arena.h"

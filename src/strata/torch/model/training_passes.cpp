@@ -1,12 +1,8 @@
 #include "strata/torch/model/training_passes.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/core/grad_mode.h>
-
-#include <algorithm>
 
 #include "strata/base/dtype.h"
-#include "strata/base/error.h"
 
 namespace strata::torch {
 namespace {
