@@ -53,7 +53,8 @@ TEST_F(BenchIo, MeasuresEveryBlockAtEveryDepthAndLeavesNothingBehind) {
 }
 
 TEST_F(BenchIo, ShowsATableAndTheSectionOfTheConfiguration) {
-  const CommandRun result = bench({"--size", "256KiB", "--block", "64KiB", "--depth", "2"});
+  const CommandRun result =  // sizes that are given go before those of --quick
+      bench({"--size", "256KiB", "--block", "64KiB", "--depth", "2", "--quick"});
   EXPECT_EQ(result.code, kDone) << result.err;
   EXPECT_THAT(result.out, AllOf(HasSubstr(folder_.path() + ": "), HasSubstr("a file of 256 KiB"),
                                 HasSubstr("block     depth  read GB/s  write GB/s  both GB/s"),

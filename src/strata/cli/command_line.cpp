@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdlib>
+#include <map>
 #include <system_error>
 
 #include "strata/base/error.h"
@@ -21,6 +22,10 @@ constexpr int kWorldMax = 1'000'000;
 constexpr int kDepthMax = 1024;
 constexpr int kRankMax = 65'536;
 constexpr int kTokensMax = 100'000'000;
+
+const std::map<std::string, io::EngineKind> kEngines{{"auto", io::EngineKind::kAuto},
+                                                     {"io_uring", io::EngineKind::kUring},
+                                                     {"threads", io::EngineKind::kThreads}};
 
 // STRATA_PYTHON if it is set, else the Python that was installed beside this program, or beside the
 // link by which it was called, else python3 of PATH.
@@ -61,13 +66,6 @@ bool has_doctor(const std::string& python) {
            return ::execlp(python.c_str(), python.c_str(), "-c", "import strata.doctor", nullptr);
          }) == 0;
 }
-
-// Sizes that are given go before those of --quick.
-struct DriveOptions : DriveRequest {
-  std::optional<Bytes> given_size;
-  std::vector<Bytes> given_blocks;
-  bool quick = false;
-};
 
 struct DoctorOptions : MachineRequest {
   int ranks = 0;
@@ -279,28 +277,29 @@ class CommandLine {
   }
 
   void add_bench_io() {
-    const auto [command, o] = add<DriveOptions>(
+    const auto [command, o] = add<DriveRequest>(
         "bench-io", "Measure how fast drives are read and written, for offloading",
         "Makes a file in each folder, which is gone at the end, reads and writes it past the "
         "page\ncache with blocks of several sizes and queues of several depths, and says what to "
         "write\ninto the configuration.\n\nExamples:\n  strata bench-io /mnt/nvme\n  strata "
         "bench-io /mnt/nvme0 /mnt/nvme1 --size 16GiB\n  strata bench-io /mnt/nvme --block "
         "1MiB,8MiB --depth 32,128\n  strata bench-io /mnt/nvme --quick --json | jq .aio",
-        [this](DriveOptions& given) {
-          if (given.quick) {
-            given.size = 256_MiB;
-            given.blocks = {1_MiB};
-          }
-          given.size = given.given_size.value_or(given.size);
-          if (!given.given_blocks.empty()) given.blocks = given.given_blocks;
-          return measure_drives(given, ledger_, console_);
-        });
+        [this](DriveRequest& request) { return measure_drives(request, ledger_, console_); });
     command.add_option("PATH", o.paths, "Folders, each on a drive")->required();
-    add_size(command, "--size", o.given_size, "Size of the file, as 16GiB; 1GiB, if not given");
+    // The options that follow are read after it, and go before its sizes.
+    command.add_flag_callback(
+        "--quick",
+        [&size = o.size, &blocks = o.blocks] {
+          size = 256_MiB;
+          blocks = {1_MiB};
+        },
+        "A file of 256MiB and blocks of 1MiB, if not given");
+    add_size(command, "--size", o.size, "Size of the file, as 16GiB; 1GiB, if not given");
     command
         .add_option_function<std::vector<std::string>>(
             "--block",
-            [&blocks = o.given_blocks](const std::vector<std::string>& texts) {
+            [&blocks = o.blocks](const std::vector<std::string>& texts) {
+              blocks.clear();
               for (const std::string& text : texts)
                 blocks.push_back(parse_byte_size(text, "--block"));
             },
@@ -310,12 +309,9 @@ class CommandLine {
         ->delimiter(',')
         ->check(CLI::Range(1, kDepthMax));
     add_text(command, "--engine", "auto, io_uring or threads",
-             [&engine = o.engine](const std::string& name) {
-               engine = io::engine_kind_from(name).value();
-             })
+             [&engine = o.engine](const std::string& name) { engine = kEngines.at(name); })
         ->default_str("auto")
-        ->check(CLI::IsMember({"auto", "io_uring", "threads"}));
-    command.add_flag("--quick", o.quick, "A file of 256MiB and blocks of 1MiB, if not given");
+        ->check(CLI::IsMember(kEngines));
   }
 
   void add_doctor() {

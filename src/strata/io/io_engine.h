@@ -77,9 +77,6 @@ class IoEngine : public Interface {
 // seccomp profiles of many containers do. UsageError for impossible options; a refusal is no error.
 enum class EngineKind { kAuto, kUring, kThreads };
 
-// "auto", "io_uring", "threads"; absent for any other name.
-std::optional<EngineKind> engine_kind_from(std::string_view name);
-
 struct EngineOptions {
   EngineKind kind = EngineKind::kAuto;  // for make_io_engine()
   Bytes piece = 1_MiB;                  // of one request

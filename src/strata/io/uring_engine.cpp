@@ -537,13 +537,6 @@ std::unique_ptr<IoEngine> make_uring_engine(const EngineOptions& options,
   return std::make_unique<UringEngine>(options, make_ring(options.depth));
 }
 
-std::optional<EngineKind> engine_kind_from(std::string_view name) {
-  if (name == "auto") return EngineKind::kAuto;
-  if (name == "io_uring") return EngineKind::kUring;
-  if (name == "threads") return EngineKind::kThreads;
-  return std::nullopt;
-}
-
 ChosenEngine make_io_engine(const EngineOptions& options, const RingMaker& make_ring) {
   ChosenEngine chosen;
   if (options.kind != EngineKind::kThreads) {
