@@ -95,8 +95,7 @@ void store(ShardedModel& model, int param, const at::Tensor& values) {
 class Reader {
  public:
   explicit Reader(ShardedModel& model)
-      : io_(torch::reading_options(model.threads())),
-        way_(checkpoint::read_way_from(model.config().strata.init_read).value()) {}
+      : io_(torch::reading_options(model.threads())), way_(model.config().strata.init_read) {}
 
   void load(ShardedModel& model, Checkpoint& checkpoint, const format::WeightMap& map,
             const std::vector<int>& params) {

@@ -12,8 +12,10 @@
 namespace strata::testing {
 namespace {
 
+using checkpoint::choose_read;
 using checkpoint::ReadFigures;
 using checkpoint::ReadWay;
+using checkpoint::wants_probe;
 using ::testing::HasSubstr;
 
 constexpr ReadFigures probed(double cached, double buffered, double direct) {
@@ -58,13 +60,6 @@ TEST(ReadChoice, ProbesOnlyWhereThatCanDecide) {
   EXPECT_FALSE(wants_probe(ReadWay::kAuto, {.direct_offered = true, .cached = 0.95}));
   EXPECT_FALSE(wants_probe(ReadWay::kAuto, {.direct_offered = false, .cached = 0.0}));
   EXPECT_FALSE(wants_probe(ReadWay::kDirect, {.direct_offered = true, .cached = 0.0}));
-}
-
-TEST(ReadChoice, KnowsItsNames) {
-  EXPECT_EQ(checkpoint::read_way_from("auto"), ReadWay::kAuto);
-  EXPECT_EQ(checkpoint::read_way_from("buffered"), ReadWay::kBuffered);
-  EXPECT_EQ(checkpoint::read_way_from("direct"), ReadWay::kDirect);
-  EXPECT_EQ(checkpoint::read_way_from("fast"), std::nullopt);
 }
 
 // A file of 2 MiB that was just written, and so is in the page cache.

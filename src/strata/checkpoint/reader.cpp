@@ -4,7 +4,6 @@
 #include <xxhash.h>
 
 #include <algorithm>
-#include <array>
 #include <chrono>
 #include <filesystem>
 #include <system_error>
@@ -22,13 +21,6 @@ std::string share_of(const ReadFigures& figures) {
 }
 
 }  // namespace
-
-std::optional<ReadWay> read_way_from(std::string_view name) {
-  constexpr std::array<std::string_view, 3> kNames{"auto", "buffered", "direct"};
-  const auto found = std::ranges::find(kNames, name);
-  if (found == kNames.end()) return std::nullopt;
-  return static_cast<ReadWay>(found - kNames.begin());
-}
 
 bool wants_probe(ReadWay asked, const ReadFigures& figures) {
   return asked == ReadWay::kAuto && figures.direct_offered &&

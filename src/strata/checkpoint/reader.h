@@ -15,7 +15,6 @@
 #include <set>
 #include <span>
 #include <string>
-#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -34,10 +33,7 @@ using format::owners_of;
 // memory. Others are read faster past the cache where the drive is faster than the copies through
 // it, and slower where the cache's reading ahead helps; ReadProbe measures which. Pure; safe
 // everywhere.
-enum class ReadWay { kAuto, kBuffered, kDirect };
-
-// "auto", "buffered", "direct"; absent for any other name.
-std::optional<ReadWay> read_way_from(std::string_view name);
+using io::ReadWay;
 
 // Absent: not known.
 struct ReadFigures {

@@ -107,6 +107,9 @@ void allow_descriptors(std::size_t more);
 // them is. Threads: safe everywhere. Errors: none; systems and file systems that do not report it
 // are no error.
 
+// How files are read: through the cache, past it, or as each reader finds out to be faster.
+enum class ReadWay { kAuto, kBuffered, kDirect };
+
 // Whether the page at `offset` is in the cache; absent if that is unknown. This does not use
 // mincore(2), which calls all pages of other users' files resident.
 std::optional<bool> in_page_cache(const File& file, Bytes offset);

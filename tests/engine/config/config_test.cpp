@@ -67,7 +67,7 @@ TEST(Config, HasDefaultsOfItsOwnSection) {
   EXPECT_FALSE(s.max_live || s.unit_size || s.threads);
   EXPECT_TRUE(s.wrap.empty());
   EXPECT_EQ(s.init_tier, "auto");
-  EXPECT_EQ(s.init_read, "auto");
+  EXPECT_EQ(s.init_read, io::ReadWay::kAuto);
   EXPECT_EQ(s.init_report, std::nullopt);
 }
 
@@ -87,7 +87,7 @@ TEST(Config, ReadsItsOwnSection) {
   EXPECT_EQ(s.unit_size, Bytes(1'000'000));
   EXPECT_EQ(s.threads, 3);
   EXPECT_EQ(s.init_tier, "device_grow");
-  EXPECT_EQ(s.init_read, "direct");
+  EXPECT_EQ(s.init_read, io::ReadWay::kDirect);
   EXPECT_EQ(s.init_report, "start.json");
   EXPECT_EQ(s.timeout_s, 7.5);
 }

@@ -67,7 +67,7 @@ struct StrataConfig {
   std::optional<int> threads;          // absent: cores over ranks
   std::string init_tier = "auto";      // else the tier that was asked for
   Numel replay_above;                  // elements of a parameter whose constructors are replayed
-  std::string init_read = "auto";      // or "buffered", "direct": how files are read
+  io::ReadWay init_read = io::ReadWay::kAuto;
   std::optional<std::string> init_report;  // a file; absent: none
   double timeout_s = 300.0;
   bool decay_unused = false;         // parameters without a gradient decay, too

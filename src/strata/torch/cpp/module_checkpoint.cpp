@@ -163,9 +163,8 @@ void load_module(ShardedModel& model, const ::torch::nn::Module& module, const s
   std::vector<int> params(static_cast<std::size_t>(engine.weights().param_count()));
   std::iota(params.begin(), params.end(), 0);
   io::ThreadEngine io(reading_options(model.threads()));
-  const checkpoint::ReadWay way =
-      checkpoint::read_way_from(model.config().strata.init_read).value();
-  engine::load_weights_together(engine, {index->open_files(), *map, params, io, {}, way});
+  engine::load_weights_together(
+      engine, {index->open_files(), *map, params, io, {}, model.config().strata.init_read});
   engine::agree_after(collectives, fmt::format("loading '{}'", path), [&] {
     for (const auto& buffer : buffers) {
       const format::CheckpointTensor& tensor = *index->find(buffer.key());
