@@ -273,11 +273,10 @@ class CudaModule : NonCopyable {
   template <typename... Arguments>
   void launch_at_most(unsigned blocks_most, CUfunction function, std::int64_t threads,
                       CUstream stream, Arguments... arguments) const {
-    void* pointers[] = {&arguments...};
     const auto wanted = static_cast<std::uint64_t>((threads + kThreads - 1) / kThreads);
     const std::uint64_t blocks =
         std::min({wanted, std::uint64_t{blocks_max_}, std::uint64_t{blocks_most}});
-    launch_grid(function, {static_cast<unsigned>(blocks), 1, kThreads}, stream, pointers);
+    launch_grid(function, {static_cast<unsigned>(blocks), 1, kThreads}, stream, arguments...);
   }
   // A grid of its own.
   struct Grid {
@@ -285,9 +284,12 @@ class CudaModule : NonCopyable {
     unsigned y = 1;
     unsigned threads = 1;  // of a block
   };
-  void launch_grid(CUfunction function, const Grid& grid, CUstream stream, void** arguments) const {
+  template <typename... Arguments>
+  void launch_grid(CUfunction function, const Grid& grid, CUstream stream,
+                   Arguments... arguments) const {
+    void* pointers[] = {&arguments...};
     context_->call("cuLaunchKernel", &CudaDriver::LaunchKernel, function, grid.x, grid.y, 1U,
-                   grid.threads, 1U, 1U, 0U, stream, arguments, nullptr);
+                   grid.threads, 1U, 1U, 0U, stream, pointers, nullptr);
   }
 
  private:

@@ -62,32 +62,7 @@ struct GradientArguments {
 
 class CudaKernels : public Device {
  public:
-  explicit CudaKernels(std::shared_ptr<const CudaContext> context) : module_(std::move(context)) {
-    const auto find = [this](const char* kernel, std::string_view suffix) {
-      return module_.find(fmt::format("strata_{}_{}", kernel, suffix));
-    };
-    for (std::size_t to = 0; to < kKernelTypes; ++to) {
-      const char* const suffix = kKernelSuffixes[to];
-      for (std::size_t from = 0; from < kKernelTypes; ++from) {
-        const auto pair = fmt::format("{}_{}", suffix, kKernelSuffixes[from]);
-        cast_[to][from] = find("cast", pair);
-        if (to > 0 && from > 0) accumulate_[to][from] = find("accumulate", pair);
-      }
-      if (to > 0) adam_[to] = find("adam", suffix);
-      remainder_[to] = find("remainder", suffix);
-      adopt_[to] = find("adopt", suffix);
-      if (to > 0) sum_in_order_[to] = find("sum", suffix);
-    }
-    copy_ = module_.find("strata_copy");
-    chunk_sums_ = module_.find("strata_chunk_sums");
-    totals_ = module_.find("strata_totals");
-    gradient_factor_ = module_.find("strata_gradient_factor");
-    fingerprints_ = module_.find("strata_fingerprints");
-    adam_remainder_ = module_.find("strata_adam_remainder");
-    join_masters_ = module_.find("strata_join_masters");
-    adam_rounded_ = module_.find("strata_adam_rounded_f32");
-    adam_rounded16_ = module_.find("strata_adam_rounded_bf16");
-  }
+  explicit CudaKernels(std::shared_ptr<const CudaContext> context) : module_(std::move(context)) {}
 
   void cast(std::byte* target, DType target_dtype, const std::byte* source, DType source_dtype,
             Numel numel, Stream& stream) override {
@@ -125,11 +100,8 @@ class CudaKernels : public Device {
   }
   void gradient_factor(kernels::GradientFactor& result, std::span<const double> sums,
                        double loss_scale, double clipping, Stream& stream) override {
-    kernels::GradientFactor* target = &result;
-    const double* from = sums.data();
-    auto count = static_cast<std::int64_t>(sums.size());
-    void* arguments[] = {&target, &from, &count, &loss_scale, &clipping};
-    module_.launch_grid(gradient_factor_, {1, 1, kWarp}, CudaStream::handle_of(stream), arguments);
+    module_.launch_grid(gradient_factor_, {1, 1, kWarp}, CudaStream::handle_of(stream), &result,
+                        sums.data(), std::int64_t{std::ssize(sums)}, loss_scale, clipping);
   }
   // The update and its masters: cuda_adam.cuh.
   void adam_step(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
@@ -207,9 +179,8 @@ class CudaKernels : public Device {
       }
       if (taken.chunks > 0)
         module_.launch(chunk_sums_, taken.chunks * kWarp, stream, chunks, taken);
-      void* arguments[] = {&sums, &chunks, &taken};
-      module_.launch_grid(totals_, {static_cast<unsigned>(taken.count), 1, kWarp}, stream,
-                          arguments);
+      module_.launch_grid(totals_, {static_cast<unsigned>(taken.count), 1, kWarp}, stream, sums,
+                          chunks, taken);
       sums += taken.count;
       chunks += taken.chunks;
       arrays = arrays.subspan(here.size());
@@ -229,25 +200,38 @@ class CudaKernels : public Device {
     // enough to do at once.
     constexpr std::int64_t kWordsPerThread = 64;
     constexpr std::int64_t kWordsLeast = 4;
-    const std::byte* from = bytes.data();
-    auto size = static_cast<std::int64_t>(bytes.size());
+    const std::int64_t size = std::ssize(bytes);
     const std::int64_t share =
         size / 8 / (std::int64_t{CudaModule::kThreads} * module_.blocks_max());
     const std::int64_t words_per_thread = std::clamp(share, kWordsLeast, kWordsPerThread);
-    std::int64_t piece_size = piece.value;
-    const std::int64_t pieces = (size + piece_size - 1) / piece_size;
-    const std::int64_t words = std::min(size, piece_size) / 8 + 1;
+    const std::int64_t pieces = (size + piece.value - 1) / piece.value;
+    const std::int64_t words = std::min(size, piece.value) / 8 + 1;
     const auto blocks = static_cast<unsigned>(
         std::max<std::int64_t>(1, words / (std::int64_t{CudaModule::kThreads} * words_per_thread)));
-    void* arguments[] = {&sums, &from, &size, &piece_size};
     // Pieces lie along x, which holds any number of them.
     module_.launch_grid(fingerprints_,
-                        {static_cast<unsigned>(pieces), blocks, CudaModule::kThreads}, stream,
-                        arguments);
+                        {static_cast<unsigned>(pieces), blocks, CudaModule::kThreads}, stream, sums,
+                        bytes.data(), size, piece.value);
   }
 
  private:
   using ByType = std::array<CUfunction, kKernelTypes>;
+  using ByTypes = std::array<ByType, kKernelTypes>;
+
+  // `first`: the place of the first type that the kernel has; null where it has none.
+  ByType by_type(const std::string& kernel, std::size_t first) const {
+    ByType found{};
+    for (std::size_t place = first; place < kKernelTypes; ++place)
+      found[place] = module_.find(fmt::format("strata_{}_{}", kernel, kKernelSuffixes[place]));
+    return found;
+  }
+  // By target and source.
+  ByTypes by_types(std::string_view kernel, std::size_t first) const {
+    ByTypes found{};
+    for (std::size_t to = first; to < kKernelTypes; ++to)
+      found[to] = by_type(fmt::format("{}_{}", kernel, kKernelSuffixes[to]), first);
+    return found;
+  }
 
   // By processors: copy engines have links to serve, and copies of the model. False: not aligned to
   // 16 bytes, nothing was done.
@@ -267,21 +251,21 @@ class CudaKernels : public Device {
   }
 
   const CudaModule module_;
-  std::array<ByType, kKernelTypes> cast_{};
-  std::array<ByType, kKernelTypes> accumulate_{};  // null where fp64 takes part
-  ByType sum_in_order_{};
-  CUfunction copy_ = nullptr;
-  CUfunction chunk_sums_ = nullptr;
-  CUfunction totals_ = nullptr;
-  CUfunction gradient_factor_ = nullptr;
-  CUfunction fingerprints_ = nullptr;
-  ByType adam_{};
-  ByType remainder_{};
-  ByType adopt_{};
-  CUfunction adam_remainder_ = nullptr;
-  CUfunction join_masters_ = nullptr;
-  CUfunction adam_rounded_ = nullptr;
-  CUfunction adam_rounded16_ = nullptr;  // with bf16 moments
+  const ByTypes cast_ = by_types("cast", 0);
+  const ByTypes accumulate_ = by_types("accumulate", 1);
+  const ByType sum_in_order_ = by_type("sum", 1);
+  const ByType adam_ = by_type("adam", 1);
+  const ByType remainder_ = by_type("remainder", 0);
+  const ByType adopt_ = by_type("adopt", 0);
+  const CUfunction copy_ = module_.find("strata_copy");
+  const CUfunction chunk_sums_ = module_.find("strata_chunk_sums");
+  const CUfunction totals_ = module_.find("strata_totals");
+  const CUfunction gradient_factor_ = module_.find("strata_gradient_factor");
+  const CUfunction fingerprints_ = module_.find("strata_fingerprints");
+  const CUfunction adam_remainder_ = module_.find("strata_adam_remainder");
+  const CUfunction join_masters_ = module_.find("strata_join_masters");
+  const CUfunction adam_rounded_ = module_.find("strata_adam_rounded_f32");
+  const CUfunction adam_rounded16_ = module_.find("strata_adam_rounded_bf16");
 };
 
 }  // namespace strata::device
