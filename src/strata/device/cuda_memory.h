@@ -78,6 +78,24 @@ inline memory::HostBuffer touched_buffer(const CudaPool& pool, Bytes bytes, memo
   return memory::HostBuffer(bytes, {.ledger = pool.ledger, .kind = kind, .touch = &threads});
 }
 
+// Maps physical memory at a reserved address, for this device to read and write. A failure gives
+// the handle back. `whose`: in errors; `zeroes`: whether to fill it with them.
+inline void map_at(const CudaContext& context, CUdeviceptr address, Bytes bytes,
+                   CUmemGenericAllocationHandle handle, std::string_view whose, bool zeroes) {
+  const CudaDriver& cuda = context.driver();
+  const CUmemAccessDesc access{{CU_MEM_LOCATION_TYPE_DEVICE, context.index()},
+                               CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
+  const CUresult mapped = cuda.MemMap(address, bytes.size(), 0, handle, 0);
+  CUresult usable = mapped;
+  if (usable == CUDA_SUCCESS) usable = cuda.MemSetAccess(address, bytes.size(), &access, 1);
+  if (usable == CUDA_SUCCESS && zeroes)
+    usable = cuda.MemsetD8Async(address, 0, bytes.size(), CU_STREAM_LEGACY);
+  if (usable == CUDA_SUCCESS) return;
+  if (mapped == CUDA_SUCCESS) cuda.MemUnmap(address, bytes.size());
+  cuda.MemRelease(handle);
+  cuda.fail(usable, fmt::format("{}{}", mapped == usable ? "cuMemMap" : "cuMemSetAccess", whose));
+}
+
 class CudaMemory final : public Memory {
  public:
   // `kind` nullopt: the caller charges it.
@@ -232,22 +250,7 @@ class CudaGrowableMemory final : public GrowableMemory {
     if (created == CUDA_ERROR_OUT_OF_MEMORY)
       pool_.throw_out_of_memory(bytes, memory::name_of(kind_), "the driver has no more");
     cuda.check(created, "cuMemCreate");
-    const CUdeviceptr at = base_ + backed_.size();
-    CUmemAccessDesc access{};
-    access.location = property_.location;
-    access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-    const CUresult mapped = cuda.MemMap(at, bytes.size(), 0, piece.handle, 0);
-    if (mapped != CUDA_SUCCESS) {
-      cuda.MemRelease(piece.handle);
-      cuda.fail(mapped, "cuMemMap");
-    }
-    CUresult usable = cuda.MemSetAccess(at, bytes.size(), &access, 1);
-    if (usable == CUDA_SUCCESS) usable = cuda.MemsetD8Async(at, 0, bytes.size(), CU_STREAM_LEGACY);
-    if (usable != CUDA_SUCCESS) {
-      cuda.MemUnmap(at, bytes.size());
-      cuda.MemRelease(piece.handle);
-      cuda.fail(usable, "cuMemSetAccess");
-    }
+    map_at(*pool_.context, base_ + backed_.size(), bytes, piece.handle, "", /*zeroes=*/true);
     pieces_.push_back(std::move(piece));
     backed_ += bytes;
     charge_.grow(bytes);
@@ -296,21 +299,8 @@ class CudaPeerMapping final : public PeerMapping {
     cuda.check(cuda.MemImportFromShareableHandle(&handle, descriptor,
                                                  CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR),
                "cuMemImportFromShareableHandle");
-    const CUdeviceptr at = base_ + mapped_.size();
-    const CUresult mapped = cuda.MemMap(at, piece.bytes.size(), 0, handle, 0);
-    if (mapped != CUDA_SUCCESS) {
-      cuda.MemRelease(handle);
-      cuda.fail(mapped, "cuMemMap of a peer's memory");
-    }
-    CUmemAccessDesc access{};
-    access.location = {CU_MEM_LOCATION_TYPE_DEVICE, context_->index()};
-    access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-    const CUresult usable = cuda.MemSetAccess(at, piece.bytes.size(), &access, 1);
-    if (usable != CUDA_SUCCESS) {
-      cuda.MemUnmap(at, piece.bytes.size());
-      cuda.MemRelease(handle);
-      cuda.fail(usable, "cuMemSetAccess of a peer's memory");
-    }
+    map_at(*context_, base_ + mapped_.size(), piece.bytes, handle, " of a peer's memory",
+           /*zeroes=*/false);
     handles_.push_back(handle);
     mapped_ += piece.bytes;
   }
