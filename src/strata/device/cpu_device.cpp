@@ -154,18 +154,12 @@ class CpuPeerMapping final : public PeerMapping {
   std::size_t pieces_ = 0;
 };
 
-class CpuEvent final : public Event {
- public:
-  bool done() override { return true; }
-  void wait() override {}
-};
-
-class CpuTimedEvent final : public TimedEvent {
+class CpuEvent final : public TimedEvent {
  public:
   bool done() override { return true; }
   void wait() override {}
   double seconds_since(TimedEvent& earlier) override {
-    const auto* ours = dynamic_cast<const CpuTimedEvent*>(&earlier);
+    const auto* ours = dynamic_cast<const CpuEvent*>(&earlier);
     STRATA_ASSERT(ours != nullptr);
     return std::chrono::duration<double>(time_ - ours->time_).count();
   }
@@ -177,7 +171,7 @@ class CpuTimedEvent final : public TimedEvent {
 class CpuStream final : public Stream {
  public:
   std::unique_ptr<Event> record() override { return std::make_unique<CpuEvent>(); }
-  std::unique_ptr<TimedEvent> record_timed() override { return std::make_unique<CpuTimedEvent>(); }
+  std::unique_ptr<TimedEvent> record_timed() override { return std::make_unique<CpuEvent>(); }
   void wait_for(Event& event) override { event.wait(); }
   void synchronize() override {}
 };
