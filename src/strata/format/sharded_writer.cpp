@@ -48,29 +48,23 @@ std::optional<Span1d> RangeCover::claim(Span1d span) {
   STRATA_ASSERT(0 <= span.begin && span.begin <= span.end && span.end <= size_);
   if (span.begin == span.end) return std::nullopt;
   const auto after = parts_.upper_bound(span.begin);
-  const auto before = after == parts_.begin() ? parts_.end() : std::prev(after);
-  if (before != parts_.end() && before->second > span.begin)
-    return Span1d{span.begin, std::min(before->second, span.end)};
-  if (after != parts_.end() && after->first < span.end)
-    return Span1d{after->first, std::min(after->second, span.end)};
-  claimed_ += span.end - span.begin;
-  if (after != parts_.end() && after->first == span.end) {
-    span.end = after->second;
-    parts_.erase(after);
+  for (auto part = after == parts_.begin() ? after : std::prev(after);
+       part != parts_.end() && part->first < span.end; ++part) {
+    if (part->second > span.begin)
+      return Span1d{std::max(part->first, span.begin), std::min(part->second, span.end)};
   }
-  if (before != parts_.end() && before->second == span.begin)
-    before->second = span.end;
-  else
-    parts_.emplace(span.begin, span.end);
+  claimed_ += span.end - span.begin;
+  parts_.emplace_hint(after, span.begin, span.end);
   return std::nullopt;
 }
 
 std::optional<Span1d> RangeCover::first_gap() const {
-  if (complete()) return std::nullopt;
-  auto next = parts_.begin();
-  const bool begun = next != parts_.end() && next->first == 0;
-  const std::int64_t begin = begun ? next++->second : 0;
-  return Span1d{begin, next == parts_.end() ? size_ : next->first};
+  std::int64_t begin = 0;
+  for (const auto& [first, end] : parts_) {
+    if (first != begin) return Span1d{begin, first};
+    begin = end;
+  }
+  return begin == size_ ? std::nullopt : std::optional(Span1d{begin, size_});
 }
 
 struct ShardedWriter::File {

@@ -30,8 +30,7 @@
 namespace strata::format {
 
 // Which parts of [0, size) have been claimed, when nothing may be claimed twice and in the end
-// everything must have been. Neighbouring parts are merged, so work in order costs constant memory.
-// Threads: one thread. Units: whatever the caller counts.
+// everything must have been. Threads: one thread. Units: whatever the caller counts.
 struct Span1d {
   std::int64_t begin = 0;
   std::int64_t end = 0;
@@ -47,14 +46,13 @@ class RangeCover {
   std::optional<Span1d> claim(Span1d span);
   // The first part that was not claimed.
   std::optional<Span1d> first_gap() const;
-  bool complete() const { return claimed_ == size_; }
   std::int64_t claimed() const { return claimed_; }
   std::int64_t size() const { return size_; }
 
  private:
   std::int64_t size_;
   std::int64_t claimed_ = 0;
-  std::map<std::int64_t, std::int64_t> parts_;  // begin to end; never touching
+  std::map<std::int64_t, std::int64_t> parts_;  // begin to end
 };
 
 // How a model's tensors are spread over files of a checkpoint folder: in their order, a new file
