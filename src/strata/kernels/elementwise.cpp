@@ -16,7 +16,6 @@
 HWY_BEFORE_NAMESPACE();
 namespace strata::kernels::HWY_NAMESPACE {
 
-#if STRATA_KERNELS_HAVE_LANES
 // fp64 takes a whole vector for half a vector of fp32.
 template <typename Target, typename Source>
 using CastLanes =
@@ -25,25 +24,29 @@ using CastLanes =
 
 template <typename Target, typename Source>
 void cast_range_of(std::byte* target, const std::byte* source, std::size_t numel) {
-  const CastLanes<Target, Source> d;
-  const std::size_t body = numel - numel % hn::Lanes(d);
-  for (std::size_t i = 0; i < body; i += hn::Lanes(d)) {
-    const auto value = Lanes<Source>::load(d, source + i * sizeof(Source));
-    Lanes<Target>::store(d, value, target + i * sizeof(Target));
+  std::size_t i = 0;
+  if constexpr (kHaveLanes) {
+    const CastLanes<Target, Source> d;
+    for (; i + hn::Lanes(d) <= numel; i += hn::Lanes(d)) {
+      const auto value = Lanes<Source>::load(d, source + i * sizeof(Source));
+      Lanes<Target>::store(d, value, target + i * sizeof(Target));
+    }
   }
-  cast_scalars<Target, Source>(target, source, body, numel);
+  cast_scalars<Target, Source>(target, source, i, numel);
 }
 
 template <typename Target, typename Source>
 void accumulate_range_of(std::byte* target, const std::byte* source, std::size_t numel) {
-  const hn::ScalableTag<float> d;
-  const std::size_t body = numel - numel % hn::Lanes(d);
-  for (std::size_t i = 0; i < body; i += hn::Lanes(d)) {
-    std::byte* const to = target + i * sizeof(Target);
-    const auto addend = Lanes<Source>::load(d, source + i * sizeof(Source));
-    Lanes<Target>::store(d, hn::Add(Lanes<Target>::load(d, to), addend), to);
+  std::size_t i = 0;
+  if constexpr (kHaveLanes) {
+    const hn::ScalableTag<float> d;
+    for (; i + hn::Lanes(d) <= numel; i += hn::Lanes(d)) {
+      std::byte* const to = target + i * sizeof(Target);
+      const auto addend = Lanes<Source>::load(d, source + i * sizeof(Source));
+      Lanes<Target>::store(d, hn::Add(Lanes<Target>::load(d, to), addend), to);
+    }
   }
-  accumulate_scalars<Target, Source>(target, source, body, numel);
+  accumulate_scalars<Target, Source>(target, source, i, numel);
 }
 
 // The most sources that are read side by side: more streams defeat the prefetchers. With more
@@ -77,53 +80,36 @@ HWY_INLINE void add_streams(const SumTask& task, std::size_t first, std::size_t 
 
 template <typename Source>
 void sum_range_of(const SumTask& task, std::size_t begin, std::size_t end) {
-  HWY_ALIGN float partial[kBlock];
-  const std::size_t body = end - (end - begin) % hn::Lanes(hn::ScalableTag<float>());
-  for (std::size_t block = begin; block < body; block += kBlock) {
-    const std::size_t block_end = std::min(body, block + kBlock);
-    for (std::size_t first = 0; first < task.sources.size(); first += kStreams) {
-      const std::size_t count = std::min(kStreams, task.sources.size() - first);
-      add_streams<Source>(task, first, count, block, block_end, partial);
+  if constexpr (kHaveLanes) {
+    HWY_ALIGN float partial[kBlock];
+    const std::size_t body = end - (end - begin) % hn::Lanes(hn::ScalableTag<float>());
+    for (; begin < body; begin += std::min(kBlock, body - begin)) {
+      const std::size_t block_end = std::min(body, begin + kBlock);
+      for (std::size_t first = 0; first < task.sources.size(); first += kStreams) {
+        const std::size_t count = std::min(kStreams, task.sources.size() - first);
+        add_streams<Source>(task, first, count, begin, block_end, partial);
+      }
     }
   }
-  sum_scalars<Source>(task, body, end);
-}
-
-template <typename Source>
-void adopt_range_of(float* masters, const std::byte* weights, std::size_t numel) {
-  const CastLanes<float, Source> d;
-  HWY_ALIGN std::byte rounded[sizeof(Source) * hn::MaxLanes(d)];
-  const std::size_t body = numel - numel % hn::Lanes(d);
-  for (std::size_t i = 0; i < body; i += hn::Lanes(d)) {
-    const auto master = hn::LoadU(d, masters + i);
-    const auto written = Lanes<Source>::load(d, weights + i * sizeof(Source));
-    Lanes<Source>::store(d, master, rounded);
-    const auto kept = hn::Eq(Lanes<Source>::load(d, rounded), written);
-    hn::StoreU(hn::IfThenElse(kept, master, written), d, masters + i);
-  }
-  adopt_scalars<Source>(masters, weights, body, numel);
-}
-#else
-template <typename Target, typename Source>
-void cast_range_of(std::byte* target, const std::byte* source, std::size_t numel) {
-  cast_scalars<Target, Source>(target, source, 0, numel);
-}
-
-template <typename Target, typename Source>
-void accumulate_range_of(std::byte* target, const std::byte* source, std::size_t numel) {
-  accumulate_scalars<Target, Source>(target, source, 0, numel);
-}
-
-template <typename Source>
-void sum_range_of(const SumTask& task, std::size_t begin, std::size_t end) {
   sum_scalars<Source>(task, begin, end);
 }
 
 template <typename Source>
 void adopt_range_of(float* masters, const std::byte* weights, std::size_t numel) {
-  adopt_scalars<Source>(masters, weights, 0, numel);
+  std::size_t i = 0;
+  if constexpr (kHaveLanes) {
+    const CastLanes<float, Source> d;
+    HWY_ALIGN std::byte rounded[sizeof(Source) * hn::MaxLanes(d)];
+    for (; i + hn::Lanes(d) <= numel; i += hn::Lanes(d)) {
+      const auto master = hn::LoadU(d, masters + i);
+      const auto written = Lanes<Source>::load(d, weights + i * sizeof(Source));
+      Lanes<Source>::store(d, master, rounded);
+      const auto kept = hn::Eq(Lanes<Source>::load(d, rounded), written);
+      hn::StoreU(hn::IfThenElse(kept, master, written), d, masters + i);
+    }
+  }
+  adopt_scalars<Source>(masters, weights, i, numel);
 }
-#endif
 
 // From DType values to the loops of two storage types.
 void cast_range(std::byte* target, DType target_dtype, const std::byte* source, DType source_dtype,

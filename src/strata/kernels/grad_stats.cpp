@@ -50,33 +50,28 @@ double total_of(PartialSums& sums) {
 HWY_BEFORE_NAMESPACE();
 namespace strata::kernels::HWY_NAMESPACE {
 
-#if STRATA_KERNELS_HAVE_LANES
 double chunk_sum(std::span<const float> values) {
+  PartialSums sums{};
+  std::size_t body = 0;
+#if STRATA_KERNELS_HAVE_LANES
   const hn::CappedTag<double, kLanes> d;
   const hn::Rebind<float, decltype(d)> narrow;
   constexpr std::size_t kWidth = hn::MaxLanes(d);
   constexpr std::size_t kVectors = kLanes / kWidth;
   hn::Vec<decltype(d)> vectors[kVectors];
   for (std::size_t k = 0; k < kVectors; ++k) vectors[k] = hn::Zero(d);
-  const std::size_t body = values.size() - values.size() % kLanes;
+  body = values.size() - values.size() % kLanes;
   for (std::size_t i = 0; i < body; i += kLanes) {
     for (std::size_t k = 0; k < kVectors; ++k) {
       const auto value = hn::PromoteTo(d, hn::LoadU(narrow, values.data() + i + k * kWidth));
       vectors[k] = hn::MulAdd(value, value, vectors[k]);
     }
   }
-  PartialSums sums;
   for (std::size_t k = 0; k < kVectors; ++k) hn::StoreU(vectors[k], d, sums.data() + k * kWidth);
+#endif
   add_scalars(sums, values.subspan(body));
   return total_of(sums);
 }
-#else
-double chunk_sum(std::span<const float> values) {
-  PartialSums sums{};
-  add_scalars(sums, values);
-  return total_of(sums);
-}
-#endif
 
 }  // namespace strata::kernels::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();

@@ -27,9 +27,11 @@
 #define STRATA_KERNELS_HAVE_LANES 0
 #endif
 
-#if STRATA_KERNELS_HAVE_LANES
 HWY_BEFORE_NAMESPACE();
 namespace strata::kernels::HWY_NAMESPACE {
+
+// For templates, of which a target without lanes compiles nothing else.
+constexpr bool kHaveLanes = STRATA_KERNELS_HAVE_LANES != 0;
 
 namespace hn = hwy::HWY_NAMESPACE;
 
@@ -113,6 +115,5 @@ struct Lanes<Float16> {
 
 }  // namespace strata::kernels::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
-#endif  // STRATA_KERNELS_HAVE_LANES
 
 #endif  // toggle
