@@ -101,7 +101,6 @@ class TrainingSaver : NonCopyable {
   void wait() {
     if (async_ != nullptr) async_->wait();
   }
-  bool files_written() const { return async_ == nullptr || async_->files_written(); }
 
  private:
   std::shared_ptr<ShardedModel> model_;
@@ -248,8 +247,7 @@ void bind_training(py::module_& module) {
   py::class_<TrainingSaver>(module, "TrainingSaver")
       .def(py::init<std::shared_ptr<ShardedModel>, std::int64_t>(), unlocked)
       .def("save", &TrainingSaver::save, unlocked)
-      .def("wait", &TrainingSaver::wait, unlocked)
-      .def_property_readonly("files_written", &TrainingSaver::files_written);
+      .def("wait", &TrainingSaver::wait, unlocked);
   module.def("fingerprint", [](const at::Tensor& values) {
     return format::checksum_text(format::checksum_of(torch::const_bytes(values)));
   });

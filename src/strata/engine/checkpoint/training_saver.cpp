@@ -98,7 +98,6 @@ struct AsyncSaver::Job {
   std::vector<std::span<std::byte>> images;  // copies of the files
   std::promise<void> written;                // this rank's files
   std::promise<void> published;              // of rank 0
-  std::atomic<bool> ended = false;           // the writing of these files
   std::atomic<bool> give_up = false;         // a rank has failed
 };
 
@@ -232,7 +231,6 @@ void AsyncSaver::write_files(Job& job, ShardStates* states) {
     }
     calls_->rename(path + ".new", path);
   });
-  job.ended = true;
 }
 
 // On rank 0, when the parts of all ranks are there.
@@ -251,10 +249,6 @@ void AsyncSaver::publish(Job& job) {
     for (int rank = 0; rank < manifest.world_size; ++rank) calls_->remove_tree(job.part_path(rank));
     job.checkpoint->publish(manifest, job.request.publish, *io_);
   });
-}
-
-bool AsyncSaver::files_written() const {
-  return job_ == nullptr || job_->ended;
 }
 
 void AsyncSaver::wait() {

@@ -68,8 +68,6 @@ class AsyncSaver {
   void wait();
   // Whether one was started that no wait() has ended. The same on every rank.
   bool pending() const { return pending_; }
-  // Whether this rank's files are on disk, or have failed.
-  bool files_written() const;
 
  private:
   struct Job;
