@@ -313,27 +313,27 @@ void SwapFolder::remove_leftovers() {
   std::filesystem::directory_iterator entries(root_, failed);
   while (!failed && entries != std::filesystem::directory_iterator()) {
     const std::string name = entries->path().filename().string();
-    if (name.starts_with(kPrefix) && remove_leftover(below(root_, name))) ++removed_;
+    if (name.starts_with(kPrefix)) remove_leftover(below(root_, name));
     entries.increment(failed);
   }
 }
 
-bool SwapFolder::remove_leftover(const std::string& folder) const {
+void SwapFolder::remove_leftover(const std::string& folder) const {
   const FileDescriptor opened(
       ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
   struct stat status {};
   if (!opened.valid() || ::fstat(opened.get(), &status) != 0 || status.st_uid != ::geteuid())
-    return false;
+    return;
   FileDescriptor file(
       ::openat(opened.get(), std::string(kLockName).c_str(), O_RDWR | O_NOFOLLOW | O_CLOEXEC));
-  // Its owner died before it had a lock; or lives, and makes another one when this is gone.
-  if (!file.valid()) return errno == ENOENT && ::rmdir(folder.c_str()) == 0;
+  // Its owner died before it had a lock; or lives, and makes another one when this is gone. Where a
+  // lock is there, the folder stays.
+  if (!file.valid()) return static_cast<void>(::rmdir(folder.c_str()));
   io::FileLock lock(std::move(file));
-  if (lock.take() != io::FileLock::Outcome::kTaken) return false;
-  if (file_system_.medium == Medium::kNetwork && !is_of_this_host(lock.file().get())) return false;
-  std::error_code failed;
-  std::filesystem::remove_all(folder, failed);
-  return !failed;
+  if (lock.take() != io::FileLock::Outcome::kTaken) return;
+  if (file_system_.medium == Medium::kNetwork && !is_of_this_host(lock.file().get())) return;
+  std::error_code ignored;
+  std::filesystem::remove_all(folder, ignored);
 }
 
 std::string SwapFolder::warning() const {

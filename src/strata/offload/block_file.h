@@ -49,23 +49,20 @@ class SwapFolder : NonCopyable {
   const std::string& path() const { return folder_; }  // its own, absolute
 
   const FileSystem& file_system() const { return file_system_; }
-  // The number of folders of ended jobs that were removed.
-  int removed() const { return removed_; }
   // A message for users, shown once, if the path is not on a drive; empty otherwise.
   std::string warning() const;
 
  private:
   bool make(int rank);
   void remove_leftovers();
-  bool remove_leftover(const std::string& folder) const;
+  void remove_leftover(const std::string& folder) const;
 
   std::string root_;
   std::string folder_;
   io::FileLock lock_;
   FileSystem file_system_;
   bool locks_ = true;  // whether the file system has them
-  int removed_ = 0;
-  pid_t owner_ = 0;  // a process that was forked removes nothing
+  pid_t owner_ = 0;    // a process that was forked removes nothing
 };
 
 // One range of bytes that begins at 0 and grows. It is read and written at multiples of 4 KiB.
