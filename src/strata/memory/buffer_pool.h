@@ -111,9 +111,6 @@ class BufferPool : NonCopyable {
     ++ended_;
   }
 
-  // Buffers made since construction. The number no longer grows once every set of sizes that is in
-  // use at a time was seen.
-  std::int64_t allocations() const { return allocations_; }
   Bytes leased_bytes() const { return leased_bytes_; }
   Bytes cached_bytes() const {
     Bytes all;
@@ -137,7 +134,6 @@ class BufferPool : NonCopyable {
     keep_limit(bytes);
     std::unique_ptr<Buffer> buffer = allocate_(bytes);
     STRATA_ASSERT(buffer && size_of(*buffer) == bytes);
-    ++allocations_;
     return lease(std::move(buffer));
   }
 
@@ -170,7 +166,6 @@ class BufferPool : NonCopyable {
   std::map<std::int64_t, Use> uses_;             // by size
   std::size_t leases_ = 0;
   Bytes leased_bytes_;
-  std::int64_t allocations_ = 0;
   std::size_t ended_ = 0;  // rounds
 };
 

@@ -34,7 +34,7 @@ TEST(GradientBuffers, AreKeptForReuseAndFreedWhenAPassHadNoUseForThem) {
   pool.use(2);
   EXPECT_EQ(pool.held(), 4_KiB * 2);
   for (int i = 0; i < 3; ++i) pool.use(2);
-  EXPECT_EQ(pool.buffers.allocations(), 5);
+  EXPECT_EQ(pool.ledger->charges(kDevice), 5);
 }
 
 TEST(GradientBuffers, AreThoseOfTheBusiestOfTheLastPasses) {
@@ -43,7 +43,7 @@ TEST(GradientBuffers, AreThoseOfTheBusiestOfTheLastPasses) {
   pool.use(4);
   for (int pass = 0; pass < 30; ++pass) pool.use(pass % 8 == 0 ? 4 : 2);
   EXPECT_EQ(pool.held(), 4_KiB * 4);
-  EXPECT_EQ(pool.buffers.allocations(), 9);
+  EXPECT_EQ(pool.ledger->charges(kDevice), 9);
   for (int pass = 0; pass < 20; ++pass) pool.use(1);
   EXPECT_EQ(pool.held(), 4_KiB);
 }
