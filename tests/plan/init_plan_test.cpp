@@ -36,7 +36,7 @@ InitFacts on_device(Bytes free, Bytes values) {
 }
 
 InitTier choose(const InitDemand& demand, const std::vector<InitFacts>& facts) {
-  return choose_init(demand, facts, std::nullopt, {}).tier;
+  return choose_init(demand, facts, InitTier::kAuto, {}).tier;
 }
 
 template <typename Call>
@@ -98,7 +98,7 @@ TEST(InitPlan, TheRankWithTheLeastRoomDecidesForAll) {
   const InitFacts rich = on_device(40_GiB, 20_GiB);
   const InitFacts poor = on_device(20_GiB, 20_GiB);
   const InitChoice choice =
-      choose_init(demand_of(30_GiB), std::vector{rich, poor}, std::nullopt, {});
+      choose_init(demand_of(30_GiB), std::vector{rich, poor}, InitTier::kAuto, {});
   EXPECT_EQ(choice.tier, InitTier::kDeviceGrow);
   EXPECT_THAT(choice.reason, HasSubstr("device_copy lacks"));
   EXPECT_THAT(choice.reason, HasSubstr("on rank 1"));
@@ -108,7 +108,7 @@ TEST(InitPlan, TheRankWithTheLeastRoomDecidesForAll) {
 TEST(InitPlan, SaysWhoLacksHowMuchAndWhatWouldFit) {
   const std::vector<InitFacts> facts{on_device(20_GiB, 5_GiB), on_device(9_GiB, 5_GiB)};
   const std::string message = message_of([&] {
-    choose_init(demand_of(30_GiB), facts, std::nullopt,
+    choose_init(demand_of(30_GiB), facts, InitTier::kAuto,
                 std::vector<InitAlternative>{{"stage 3", 10_GiB}, {"stage 2", 29_GiB}});
   });
   EXPECT_THAT(message, HasSubstr("rank 1 lacks 16.1 GiB of device memory"));
@@ -128,9 +128,9 @@ TEST(InitPlan, AWayThatWasAskedForIsTakenOrRefused) {
 }
 
 TEST(InitPlan, TiersHaveNames) {
-  EXPECT_EQ(init_tier_from("device_grow"), InitTier::kDeviceGrow);
+  EXPECT_EQ(name_of(InitTier::kDeviceGrow), "device_grow");
   EXPECT_EQ(name_of(InitTier::kDistributed), "distributed");
-  EXPECT_EQ(init_tier_from("auto"), std::nullopt);
+  EXPECT_EQ(name_of(InitTier::kBornFlat), "born_flat");
 }
 
 }  // namespace

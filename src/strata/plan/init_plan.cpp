@@ -14,8 +14,8 @@ namespace {
 // Left free in every way: the staging of transfers, and what the driver rounds up.
 constexpr Bytes kMargin = 128_MiB;
 
-constexpr std::array<std::string_view, 5> kNames = {"born_flat", "device_copy", "device_grow",
-                                                    "distributed", "host"};
+constexpr std::array<std::string_view, 6> kNames = {"auto",        "device_copy", "device_grow",
+                                                    "distributed", "host",        "born_flat"};
 
 // How many bytes a rank lacks for a way; 0 or less when it can be taken.
 struct Lack {
@@ -92,12 +92,6 @@ std::string_view name_of(InitTier tier) {
   return kNames[static_cast<std::size_t>(tier)];
 }
 
-std::optional<InitTier> init_tier_from(std::string_view name) {
-  const auto* found = std::find(kNames.begin(), kNames.end(), name);
-  if (found == kNames.end()) return std::nullopt;
-  return static_cast<InitTier>(found - kNames.begin());
-}
-
 InitDemand init_demand(std::span<const ParamSpec> params, const ModelPlan& plan, int stage,
                        int world_size, const OptimizerNeeds& optimizer, int parts) {
   InitDemand demand;
@@ -118,21 +112,20 @@ InitDemand init_demand(std::span<const ParamSpec> params, const ModelPlan& plan,
 }
 
 InitChoice choose_init(const InitDemand& demand, std::span<const InitFacts> by_rank,
-                       std::optional<InitTier> wanted,
-                       std::span<const InitAlternative> alternatives) {
+                       InitTier wanted, std::span<const InitAlternative> alternatives) {
   STRATA_ASSERT(!by_rank.empty());
   if (suits(InitTier::kBornFlat, by_rank)) {
     if (worst_of(InitTier::kBornFlat, demand, by_rank).bytes.value > 0)
       throw_nothing_fits(InitTier::kBornFlat, demand, by_rank, alternatives);
     return {InitTier::kBornFlat, numbers(demand, by_rank)};
   }
-  if (wanted) {
-    const bool possible = suits(*wanted, by_rank);
-    const Lack worst = worst_of(*wanted, demand, by_rank);
+  if (wanted != InitTier::kAuto) {
+    const bool possible = suits(wanted, by_rank);
+    const Lack worst = worst_of(wanted, demand, by_rank);
     if (possible && worst.bytes.value <= 0)
-      return {*wanted, "as strata.init.tier says; " + numbers(demand, by_rank)};
+      return {wanted, "as strata.init.tier says; " + numbers(demand, by_rank)};
     throw ConfigError(
-        "strata.init.tier: '{}' cannot be taken, {}; write \"auto\". {}", name_of(*wanted),
+        "strata.init.tier: '{}' cannot be taken, {}; write \"auto\". {}", name_of(wanted),
         possible ? fmt::format("rank {} lacks {} of {} memory for it", worst.rank,
                                to_string(worst.bytes), worst.where)
                  : std::string("it is no way for values that lie where this model's do"),

@@ -23,11 +23,10 @@
 
 namespace strata::plan {
 
-enum class InitTier { kBornFlat, kDeviceCopy, kDeviceGrow, kDistributed, kHost };
+// kAuto: choose_init() may take any.
+enum class InitTier { kAuto, kDeviceCopy, kDeviceGrow, kDistributed, kHost, kBornFlat };
 
 std::string_view name_of(InitTier tier);
-// nullopt for "auto", and for any text that names no tier.
-std::optional<InitTier> init_tier_from(std::string_view name);
 
 // The values that an optimizer keeps.
 struct OptimizerNeeds {
@@ -74,7 +73,6 @@ struct InitAlternative {
 };
 
 InitChoice choose_init(const InitDemand& demand, std::span<const InitFacts> by_rank,
-                       std::optional<InitTier> wanted,
-                       std::span<const InitAlternative> alternatives);
+                       InitTier wanted, std::span<const InitAlternative> alternatives);
 
 }  // namespace strata::plan

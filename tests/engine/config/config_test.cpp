@@ -66,7 +66,7 @@ TEST(Config, HasDefaultsOfItsOwnSection) {
   EXPECT_EQ(s.transports.reduce, comm::TransportKind::kAuto);
   EXPECT_FALSE(s.max_live || s.unit_size || s.threads);
   EXPECT_TRUE(s.wrap.empty());
-  EXPECT_EQ(s.init_tier, "auto");
+  EXPECT_EQ(s.init_tier, plan::InitTier::kAuto);
   EXPECT_EQ(s.init_read, io::ReadWay::kAuto);
   EXPECT_EQ(s.init_report, std::nullopt);
 }
@@ -86,7 +86,7 @@ TEST(Config, ReadsItsOwnSection) {
   EXPECT_EQ(s.wrap, std::vector<std::string>{"Block"});
   EXPECT_EQ(s.unit_size, Bytes(1'000'000));
   EXPECT_EQ(s.threads, 3);
-  EXPECT_EQ(s.init_tier, "device_grow");
+  EXPECT_EQ(s.init_tier, plan::InitTier::kDeviceGrow);
   EXPECT_EQ(s.init_read, io::ReadWay::kDirect);
   EXPECT_EQ(s.init_report, "start.json");
   EXPECT_EQ(s.timeout_s, 7.5);

@@ -18,6 +18,7 @@
 #include "strata/engine/config/optimizer_config.h"
 #include "strata/engine/config/precision_config.h"
 #include "strata/engine/config/remarks.h"
+#include "strata/plan/init_plan.h"
 #include "strata/plan/unit_plan.h"
 
 namespace strata::engine {
@@ -65,8 +66,8 @@ struct StrataConfig {
   std::vector<std::string> wrap;       // empty: blocks are found by themselves
   std::optional<Bytes> unit_size;      // absent: the engine's own
   std::optional<int> threads;          // absent: cores over ranks
-  std::string init_tier = "auto";      // else the tier that was asked for
-  Numel replay_above;                  // elements of a parameter whose constructors are replayed
+  plan::InitTier init_tier = plan::InitTier::kAuto;
+  Numel replay_above;  // elements of a parameter whose constructors are replayed
   io::ReadWay init_read = io::ReadWay::kAuto;
   std::optional<std::string> init_report;  // a file; absent: none
   double timeout_s = 300.0;

@@ -199,7 +199,7 @@ plan::InitChoice choose_init(const ModelInput& input, const PlannedModel& model,
   }
   return plan::choose_init(
       plan::init_demand(model.specs, model.plan, stage, shards, needs, place.parts), by_rank,
-      plan::init_tier_from(config.strata.init_tier), alternatives);
+      config.strata.init_tier, alternatives);
 }
 
 // Throws OutOfMemoryError if the ranks of a host together need more than the host has for staging,
