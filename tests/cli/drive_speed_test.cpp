@@ -123,9 +123,8 @@ TEST(DriveFolder, HasAFileWithoutAName) {
                     EXPECT_TRUE(folder.names().empty());
                     return Clock::now();
                   }};
-  const Report report =
-      measure_drives({.paths = {folder.path()}, .size = 1_MiB, .blocks = {64_KiB}, .depths = {2}},
-                     std::make_shared<memory::Ledger>(), console);
+  const Report report = measure_drives(
+      {.paths = {folder.path()}, .size = 1_MiB, .blocks = {64_KiB}, .depths = {2}}, console);
   EXPECT_TRUE(measured);
   EXPECT_NE(report.json["drives"][0]["file_system"], "");
 }

@@ -188,14 +188,13 @@ std::size_t best_of(const DriveSpeeds& drives) {
   return best;
 }
 
-Report measure_drives(const DriveRequest& request, const std::shared_ptr<memory::Ledger>& ledger,
-                      Console& console) {
+Report measure_drives(const DriveRequest& request, Console& console) {
   check(request);
   // Refuses what cannot be meant before there is anything to wait for.
   for (const std::string& path : request.paths) make_file(path, request.size);
   const std::int64_t blocks =
       std::int64_t{kBlocksAhead} * *std::ranges::max_element(request.depths);
-  memory::HostBuffer memory(*std::ranges::max_element(request.blocks) * blocks, {.ledger = ledger});
+  memory::HostBuffer memory(*std::ranges::max_element(request.blocks) * blocks);
   offload::fill_with_noise(memory.bytes());  // no drive compresses it
   DriveSpeeds speeds;
   Report report;

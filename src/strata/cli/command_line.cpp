@@ -168,7 +168,7 @@ class CommandLine {
         "is\nread, and each wrong block is named by file, bytes and tensors.\n\nExamples:\n  "
         "strata inspect run/global_step100\n  strata inspect run --verify          the checkpoint "
         "that run/latest names\n  strata inspect run --json | jq .tags",
-        [this](InspectRequest& request) { return inspect(request, ledger_, console_); });
+        [this](InspectRequest& request) { return inspect(request, console_); });
     command.add_option("CKPT", o.path, "A checkpoint's folder, or a folder of checkpoints")
         ->required();
     command.add_flag("--verify", o.verify, "Read everything and compare checksums");
@@ -183,7 +183,9 @@ class CommandLine {
         "run merged                      in the dtypes that were trained\n  strata consolidate "
         "run/global_step100 merged --dtype bf16\n  strata consolidate run merged --dtype fp32 "
         "--max-shard 2GB",
-        [this](ConsolidationRequest& request) { return consolidate(request, ledger_, console_); });
+        [this](ConsolidationRequest& request) {
+          return consolidate(request, std::make_shared<memory::Ledger>(), console_);
+        });
     command.add_option("CKPT", o.path, "A checkpoint's folder, or a folder of checkpoints")
         ->required();
     command.add_option("OUT", o.out, "The folder that is written")->required();
@@ -207,7 +209,7 @@ class CommandLine {
         "compared\nwith. Exit code 0: equal; 1: different.\n\nExamples:\n  strata diff "
         "run/global_step100 run/global_step200 --top 5\n  strata diff run/global_step100 "
         "other/global_step100 --kinds   moments, too\n  strata diff run merged",
-        [this](ComparisonRequest& request) { return compare(request, ledger_, console_); });
+        [this](ComparisonRequest& request) { return compare(request, console_); });
     command.add_option("A", o.a, "A checkpoint")->required();
     command.add_option("B", o.b, "Another one")->required();
     command.add_option("--top", o.top, "List this number of tensors that differ most")
@@ -284,7 +286,7 @@ class CommandLine {
         "write\ninto the configuration.\n\nExamples:\n  strata bench-io /mnt/nvme\n  strata "
         "bench-io /mnt/nvme0 /mnt/nvme1 --size 16GiB\n  strata bench-io /mnt/nvme --block "
         "1MiB,8MiB --depth 32,128\n  strata bench-io /mnt/nvme --quick --json | jq .aio",
-        [this](DriveRequest& request) { return measure_drives(request, ledger_, console_); });
+        [this](DriveRequest& request) { return measure_drives(request, console_); });
     command.add_option("PATH", o.paths, "Folders, each on a drive")->required();
     // The options that follow are read after it, and go before its sizes.
     command.add_flag_callback(
@@ -351,7 +353,6 @@ class CommandLine {
   CLI::App app_{"strata: training checkpoints and memory, on the command line", "strata"};
   Console& console_;
   bool json_ = false;
-  std::shared_ptr<memory::Ledger> ledger_ = std::make_shared<memory::Ledger>();
   std::function<Report()> command_;
 };
 

@@ -31,8 +31,7 @@ struct InspectRequest {
   std::string path;
   bool verify = false;  // read every byte and compare checksums
 };
-Report inspect(const InspectRequest& request, const std::shared_ptr<memory::Ledger>& ledger,
-               Console& console);
+Report inspect(const InspectRequest& request, Console& console);
 
 // One line: the file, the range, what is wrong, and the tensors.
 std::string text_of(const format::Manifest& manifest, const checkpoint::WrongRange& wrong);
@@ -66,8 +65,7 @@ struct ComparisonRequest {
   std::size_t top = 20;  // the most tensors that are listed
   bool kinds = false;    // also what optimizers keep
 };
-Report compare(const ComparisonRequest& request, const std::shared_ptr<memory::Ledger>& ledger,
-               Console& console);
+Report compare(const ComparisonRequest& request, Console& console);
 
 // `strata check`: the treatment of each key of a DeepSpeed configuration, and the same
 // configuration rewritten so that initialize() accepts it. Errors: ConfigError for a file that is
@@ -150,8 +148,7 @@ struct DriveRequest {
   std::vector<int> depths{8, 32};
   io::EngineKind engine = io::EngineKind::kAuto;
 };
-Report measure_drives(const DriveRequest& request, const std::shared_ptr<memory::Ledger>& ledger,
-                      Console& console);
+Report measure_drives(const DriveRequest& request, Console& console);
 
 // GB/s with one size of blocks and one depth.
 struct DriveFigures {

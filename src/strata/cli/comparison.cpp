@@ -330,8 +330,7 @@ void DifferenceMeter::add(std::span<const std::byte> a, DType a_dtype, std::span
   }
 }
 
-Report compare(const ComparisonRequest& request, const std::shared_ptr<memory::Ledger>& ledger,
-               Console& console) {
+Report compare(const ComparisonRequest& request, Console& console) {
   const TensorSource a(request.a, request.kinds);
   const TensorSource b(request.b, request.kinds);
   for (const TensorSource* source : {&a, &b}) {
@@ -347,7 +346,7 @@ Report compare(const ComparisonRequest& request, const std::shared_ptr<memory::L
   {
     io::ThreadEngine io;
     Progress progress("comparing", bytes_to_read(pairs), console);
-    checkpoint::TransferRing ring(kRing, ledger);
+    checkpoint::TransferRing ring(kRing, nullptr);
     PairSource source(a, b, pairs, io, ring.buffer_bytes());
     DifferenceMeter meter;
     checkpoint::Taker sink([&](const checkpoint::Piece& piece) {

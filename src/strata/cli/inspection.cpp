@@ -150,8 +150,7 @@ std::vector<std::optional<io::File>> open_files(const std::string& folder,
 
 // Reads every byte of the files. Wrong blocks beside each other are one finding.
 void verify(std::span<const std::optional<io::File>> files, const format::Manifest& manifest,
-            const std::shared_ptr<memory::Ledger>& ledger, Console& console,
-            std::vector<Finding>& findings) {
+            Console& console, std::vector<Finding>& findings) {
   std::vector<checkpoint::ReadableFile> ways;
   std::vector<checkpoint::FileRange> ranges;
   Bytes total;
@@ -178,7 +177,7 @@ void verify(std::span<const std::optional<io::File>> files, const format::Manife
     progress.add(piece.bytes);
     return nullptr;
   });
-  checkpoint::TransferRing ring(kStreaming, ledger);
+  checkpoint::TransferRing ring(kStreaming, nullptr);
   checkpoint::RangeSource source(ways, ranges, io, ring.buffer_bytes(),
                                  {.aligned = 16_B, .verify = &verification});
   copy(source, sink, ring);
@@ -246,14 +245,13 @@ std::string text_of(const format::Manifest& manifest, const checkpoint::WrongRan
       owners.empty() ? "the header or the space between tensors" : format::first_ten(owners));
 }
 
-Report inspect(const InspectRequest& request, const std::shared_ptr<memory::Ledger>& ledger,
-               Console& console) {
+Report inspect(const InspectRequest& request, Console& console) {
   const checkpoint::ChosenCheckpoint folder = checkpoint::choose_checkpoint(request.path);
   const format::Manifest manifest = format::read_manifest(folder.path);
   const Json training = Json::parse(manifest.training);
   std::vector<Finding> findings;
   const auto files = open_files(folder.path, manifest, findings);
-  if (request.verify) verify(files, manifest, ledger, console, findings);
+  if (request.verify) verify(files, manifest, console, findings);
   std::size_t tied = 0;  // names that belong to a parameter of another name
   for (const format::ManifestTensor& tensor : manifest.tensors) tied += tensor.aliases.size();
   Bytes total;
