@@ -23,12 +23,6 @@ constexpr std::size_t kFilesShown = 32;
 constexpr std::array<const char*, 5> kTrainingKeys{"global_steps", "micro_steps", "skipped_steps",
                                                    "loss_scale", "written_by"};
 
-// A problem of a file.
-struct Finding {
-  Json json;
-  std::string text;
-};
-
 // How many tensors of a role there are, of how many elements, and in which dtypes the model
 // computes with them.
 Json count_of_role(const format::Manifest& manifest, Role role) {
@@ -133,16 +127,16 @@ std::string files_table(const std::vector<format::ManifestFile>& files, Bytes to
 // Files of the manifest that are there, inside the folder and as long as they were.
 std::vector<std::optional<io::File>> open_files(const std::string& folder,
                                                 const format::Manifest& manifest,
-                                                std::vector<Finding>& findings) {
+                                                Report& findings) {
   std::vector<std::optional<io::File>> files(manifest.files.size());
   for (std::size_t i = 0; i < files.size(); ++i) {
     try {
       files[i].emplace(checkpoint::open_file(folder, manifest.files[i]));
     } catch (const Error& error) {
-      findings.push_back({{{"file", manifest.files[i].name},
-                           {"problem", error.what()},
-                           {"tensors", Json::array()}},
-                          error.what()});
+      findings.json.push_back({{"file", manifest.files[i].name},
+                               {"problem", error.what()},
+                               {"tensors", Json::array()}});
+      findings.text += fmt::format("  {}\n", error.what());
     }
   }
   return files;
@@ -150,7 +144,7 @@ std::vector<std::optional<io::File>> open_files(const std::string& folder,
 
 // Reads every byte of the files. Wrong blocks beside each other are one finding.
 void verify(std::span<const std::optional<io::File>> files, const format::Manifest& manifest,
-            Console& console, std::vector<Finding>& findings) {
+            Console& console, Report& findings) {
   std::vector<checkpoint::ReadableFile> ways;
   std::vector<checkpoint::FileRange> ranges;
   Bytes total;
@@ -181,23 +175,22 @@ void verify(std::span<const std::optional<io::File>> files, const format::Manife
   checkpoint::RangeSource source(ways, ranges, io, ring.buffer_bytes(),
                                  {.aligned = 16_B, .verify = &verification});
   copy(source, sink, ring);
-  for (const checkpoint::WrongRange& wrong : found)
-    findings.push_back(
-        {{{"file", manifest.files[wrong.file].name},
-          {"begin", wrong.begin.value},
-          {"end", wrong.end.value},
-          {"problem", wrong.problem},
-          {"tensors", checkpoint::owners_of(manifest, wrong.file, wrong.begin, wrong.end)}},
-         text_of(manifest, wrong)});
+  for (const checkpoint::WrongRange& wrong : found) {
+    findings.json.push_back(
+        {{"file", manifest.files[wrong.file].name},
+         {"begin", wrong.begin.value},
+         {"end", wrong.end.value},
+         {"problem", wrong.problem},
+         {"tensors", checkpoint::owners_of(manifest, wrong.file, wrong.begin, wrong.end)}});
+    findings.text += fmt::format("  {}\n", text_of(manifest, wrong));
+  }
 }
 
-std::string verdict_text(const std::vector<Finding>& findings, bool verified) {
-  if (findings.empty())
-    return verified ? "every byte is what was written\n"
-                    : "all files are there at their sizes; --verify reads every byte\n";
-  std::string text = fmt::format("WRONG: {}\n", count_of(findings.size(), "finding"));
-  for (const Finding& finding : findings) text += "  " + finding.text + "\n";
-  return text;
+std::string verdict_text(const Report& findings, bool verified) {
+  if (!findings.json.empty())
+    return fmt::format("WRONG: {}\n", count_of(findings.json.size(), "finding")) + findings.text;
+  return verified ? "every byte is what was written\n"
+                  : "all files are there at their sizes; --verify reads every byte\n";
 }
 
 // The lines before the tables.
@@ -249,7 +242,7 @@ Report inspect(const InspectRequest& request, Console& console) {
   const checkpoint::ChosenCheckpoint folder = checkpoint::choose_checkpoint(request.path);
   const format::Manifest manifest = format::read_manifest(folder.path);
   const Json training = Json::parse(manifest.training);
-  std::vector<Finding> findings;
+  Report findings{Json::array(), ""};  // what is wrong
   const auto files = open_files(folder.path, manifest, findings);
   if (request.verify) verify(files, manifest, console, findings);
   std::size_t tied = 0;  // names that belong to a parameter of another name
@@ -275,14 +268,13 @@ Report inspect(const InspectRequest& request, Console& console) {
                {"files", listed},
                {"bytes", total.value},
                {"verified", request.verify},
-               {"whole", findings.empty()},
-               {"findings", Json::array()}};
+               {"whole", findings.json.empty()},
+               {"findings", findings.json}};
   for (const char* key : kTrainingKeys) json[key] = training.value(key, Json());
-  for (const Finding& finding : findings) json["findings"].push_back(finding.json);
   const std::string text = head_text(json, training) + "\n" + kinds_table(json["kinds"]) + "\n" +
                            files_table(manifest.files, total) + "\n" +
                            verdict_text(findings, request.verify);
-  return {json, text, findings.empty()};
+  return {json, text, findings.json.empty()};
 }
 
 }  // namespace strata::cli
