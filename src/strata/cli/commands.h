@@ -57,8 +57,9 @@ Report consolidate(const ConsolidationRequest& request,
 // `strata diff`: the differences of two checkpoints of either kind: names, shapes, dtypes, and by
 // how much values do. Where one is a training checkpoint and the other is not, the fp32 masters of
 // the one are rounded to the dtype that the other has, which says nothing of dtypes then: so a
-// checkpoint equals what was consolidated from it. Memory: a ring, and two pieces in fp64. Errors:
-// of TensorSource; UsageError where optimizer states are asked for that one of them cannot have.
+// checkpoint equals what was consolidated from it. Memory: a ring, two pieces in fp64, and a list
+// of the pieces, each of some MiB. Errors: of TensorSource; UsageError where optimizer states are
+// asked for that one of them cannot have.
 struct ComparisonRequest {
   std::string a;
   std::string b;

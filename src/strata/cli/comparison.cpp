@@ -2,6 +2,7 @@
 
 #include <fmt/core.h>
 
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -18,7 +19,8 @@ namespace {
 
 using Json = nlohmann::json;
 
-constexpr checkpoint::RingOptions kRing{8, 8_MiB};  // half of a buffer is for each of the two
+constexpr checkpoint::RingOptions kRing{8, 8_MiB};
+constexpr Bytes kHalf = kRing.buffer_bytes / 2;  // of a buffer: for each of the two
 constexpr std::size_t kNamesShown = 20;
 
 // A tensor of both.
@@ -115,87 +117,67 @@ std::vector<ComparedTensor> match(const TensorSource& a, const TensorSource& b,
   return result;
 }
 
-// Elements [begin, end) of a pair, which lie in one run of each.
-struct PairPiece {
-  Numel begin;
-  Numel end;
-  const ElementRange& a;
-  const ElementRange& b;
-
-  // In the halves of a buffer.
-  std::span<std::byte> of_a(std::span<std::byte> content) const {
-    return content.first(bytes_of(end - begin, a.dtype).size());
-  }
-  std::span<std::byte> of_b(std::span<std::byte> content) const {
-    return content.subspan(content.size() / 2, bytes_of(end - begin, b.dtype).size());
-  }
+// Elements of a tensor, which lie in one of its runs.
+struct Part {
+  const io::File& file;
+  Bytes offset;
+  Bytes bytes;
+  DType dtype;
 };
 
-// The elements of a pipeline's piece, whose offset counts elements of a pair: as many as half of a
-// buffer holds.
-PairPiece piece_of(std::span<const ComparedTensor> pairs, const checkpoint::Piece& piece) {
-  const ComparedTensor& pair = pairs[piece.file];
-  const Numel begin(piece.offset.value);
-  const ElementRange& a = *std::ranges::upper_bound(pair.a->runs, begin, {}, &ElementRange::end);
-  const ElementRange& b = *std::ranges::upper_bound(pair.b->runs, begin, {}, &ElementRange::end);
-  const Numel most(piece.bytes / 2 / std::max(size_of(a.dtype), size_of(b.dtype)));
-  return {begin, std::min({a.end, b.end, begin + most}), a, b};
+// The same elements of both, from `begin` on.
+struct PairPiece {
+  std::size_t pair;
+  Numel begin;
+  std::array<Part, 2> parts;
+};
+
+// All elements that are compared: in each piece as many as half of a buffer holds.
+std::vector<PairPiece> pieces_of(std::span<const ComparedTensor> pairs, const TensorSource& a,
+                                 const TensorSource& b) {
+  std::vector<PairPiece> pieces;
+  for (std::size_t p = 0; p < pairs.size(); ++p) {
+    if (!pairs[p].compared) continue;
+    auto in_a = pairs[p].a->runs.begin();
+    auto in_b = pairs[p].b->runs.begin();
+    for (Numel at, end; at < pairs[p].a->numel; at = end) {
+      while (in_a->end <= at) ++in_a;
+      while (in_b->end <= at) ++in_b;
+      const Bytes element = std::max(size_of(in_a->dtype), size_of(in_b->dtype));
+      end = std::min({in_a->end, in_b->end, at + Numel(kHalf / element)});
+      const auto part = [&](const TensorSource& source, const format::ManifestRange& run) {
+        return Part{source.file(run.file), run.offset + bytes_of(at - run.begin, run.dtype),
+                    bytes_of(end - at, run.dtype), run.dtype};
+      };
+      pieces.push_back({p, at, {part(a, *in_a), part(b, *in_b)}});
+    }
+  }
+  return pieces;
 }
 
-// The pieces of both, each pair in one buffer.
+// The parts of each piece, in the halves of one buffer.
 class PairSource final : public checkpoint::Source {
  public:
-  PairSource(const TensorSource& a, const TensorSource& b, std::span<const ComparedTensor> pairs,
-             io::IoEngine& io, Bytes buffer)
-      : a_(a), b_(b), pairs_(pairs), io_(io), half_(buffer / 2 - buffer / 2 % 16_B) {}
+  PairSource(std::span<const PairPiece> pieces, io::IoEngine& io) : pieces_(pieces), io_(io) {}
 
   bool next(checkpoint::Piece& piece) override {
-    while (pair_ < pairs_.size() && (!pairs_[pair_].compared || at_ == pairs_[pair_].a->numel)) {
-      ++pair_;
-      at_ = Numel();
-    }
-    if (pair_ == pairs_.size()) return false;
-    piece.file = pair_;
-    piece.offset = Bytes(at_.value);
-    piece.bytes = half_ * 2;
-    at_ = piece_of(pairs_, piece).end;
-    return true;
+    piece.bytes = kRing.buffer_bytes;
+    return next_++ < pieces_.size();
   }
   std::unique_ptr<io::Transfer> fill(checkpoint::Piece& piece, std::span<std::byte>) override {
-    const PairPiece pair = piece_of(pairs_, piece);
+    const auto& [a, b] = pieces_[piece.index].parts;
     std::vector<std::unique_ptr<io::Transfer>> reads;
-    reads.push_back(read(a_, pair.begin, pair.a, pair.of_a(piece.content)));
-    reads.push_back(read(b_, pair.begin, pair.b, pair.of_b(piece.content)));
+    reads.push_back(io_.read(a.file, a.offset, piece.content.first(a.bytes.size())));
+    reads.push_back(
+        io_.read(b.file, b.offset, piece.content.subspan(kHalf.size(), b.bytes.size())));
     return io::joined(std::move(reads));
   }
 
  private:
-  std::unique_ptr<io::Transfer> read(const TensorSource& source, Numel begin,
-                                     const ElementRange& run, std::span<std::byte> target) {
-    return io_.read(source.file(run.file), run.offset + bytes_of(begin - run.begin, run.dtype),
-                    target);
-  }
-
-  const TensorSource& a_;
-  const TensorSource& b_;
-  std::span<const ComparedTensor> pairs_;
+  std::span<const PairPiece> pieces_;
   io::IoEngine& io_;
-  Bytes half_;
-  std::size_t pair_ = 0;
-  Numel at_;
+  std::size_t next_ = 0;
 };
-
-Bytes bytes_to_read(std::span<const ComparedTensor> pairs) {
-  Bytes total;
-  for (const ComparedTensor& pair : pairs) {
-    if (!pair.compared) continue;
-    for (const auto* tensor : {pair.a, pair.b}) {
-      for (const ElementRange& run : tensor->runs)
-        total += bytes_of(run.end - run.begin, run.dtype);
-    }
-  }
-  return total;
-}
 
 // The place of an element in a tensor of this shape.
 std::vector<std::int64_t> place_in(const std::vector<std::int64_t>& shape, Numel element) {
@@ -218,82 +200,62 @@ std::string names_text(const char* title, const std::vector<std::string>& names)
   return text;
 }
 
-std::string shapes_text(std::span<const ComparedTensor> pairs) {
-  std::string text;
-  for (const ComparedTensor& pair : pairs) {
-    const std::string name = label_of(format::in_quotes(pair.a->name), *pair.a);
-    if (!pair.same_shape)
-      text += fmt::format("{}: shape {} in A, {} in B\n", name, format::shape_text(pair.a->shape),
-                          format::shape_text(pair.b->shape));
-    if (!pair.same_dtype)
-      text += fmt::format("{}: {} in A, {} in B\n", name, name_of(pair.a->dtype),
-                          name_of(pair.b->dtype));
-  }
-  return text;
-}
-
-// A table of the first `top` pairs that differ.
-std::string differences_text(std::span<const ComparedTensor> differing, std::size_t top) {
-  if (differing.empty()) return "";
-  TextTable table({"tensor", "largest difference", "at element", "A", "B", "elements that differ"});
-  for (const ComparedTensor& pair : differing.first(std::min(differing.size(), top))) {
-    const ElementDifference& d = pair.difference;
-    const auto number = [&](double value) {
-      return d.has_values ? fmt::format("{:.9g}", value) : "-";
-    };
-    table.add({label_of(format::in_quotes(pair.a->name), *pair.a),
-               !d.has_values           ? "bytes"
-               : std::isinf(d.largest) ? "not finite"
-                                       : fmt::format("{:.4g}", d.largest),
-               format::shape_text(place_in(pair.a->shape, d.at)), number(d.a), number(d.b),
-               fmt::format("{} of {}", with_commas(d.differing.value),
-                           with_commas(pair.a->numel.value))});
-  }
-  std::string text = table.text();
-  if (top < differing.size())
-    text +=
-        fmt::format("and {} more; --top {} lists all\n", differing.size() - top, differing.size());
-  return text;
-}
-
 // JSON has no word for what is not finite.
 Json json_number(double number) {
   if (std::isfinite(number)) return number;
   return std::isnan(number) ? "nan" : number > 0 ? "inf" : "-inf";
 }
 
-Json json_of_difference(const ComparedTensor& pair) {
-  const ElementDifference& d = pair.difference;
-  Json json = {{"name", pair.a->name},
-               {"kind", pair.a->kind},
-               {"differing", d.differing.value},
-               {"elements", pair.a->numel.value},
-               {"at", d.at.value},
-               {"place", place_in(pair.a->shape, d.at)}};
-  if (!d.has_values) return json;
-  json["largest"] = json_number(d.largest);
-  json["a"] = json_number(d.a);
-  json["b"] = json_number(d.b);
-  return json;
+void add_unlike(Report& report, const ComparedTensor& pair) {
+  const auto add = [&](const char* what, const Json& a, const Json& b, const std::string& text) {
+    report.json[what].push_back(
+        {{"name", pair.a->name}, {"kind", pair.a->kind}, {"a", a}, {"b", b}});
+    report.text +=
+        fmt::format("{}: {}\n", label_of(format::in_quotes(pair.a->name), *pair.a), text);
+  };
+  const auto& [a, b] = std::pair(pair.a, pair.b);
+  if (!pair.same_shape)
+    add("shapes", a->shape, b->shape,
+        fmt::format("shape {} in A, {} in B", format::shape_text(a->shape),
+                    format::shape_text(b->shape)));
+  if (!pair.same_dtype)
+    add("dtypes", name_of(a->dtype), name_of(b->dtype),
+        fmt::format("{} in A, {} in B", name_of(a->dtype), name_of(b->dtype)));
 }
 
-Json json_of(std::span<const ComparedTensor> pairs, std::span<const ComparedTensor> differing,
-             std::size_t top) {
-  Json json = {{"tensors", pairs.size()},
-               {"differing", differing.size()},
-               {"shapes", Json::array()},
-               {"dtypes", Json::array()},
-               {"largest", Json::array()}};
-  const auto add = [&](const char* what, const ComparedTensor& pair, const Json& a, const Json& b) {
-    json[what].push_back({{"name", pair.a->name}, {"kind", pair.a->kind}, {"a", a}, {"b", b}});
-  };
-  for (const ComparedTensor& pair : pairs) {
-    if (!pair.same_shape) add("shapes", pair, pair.a->shape, pair.b->shape);
-    if (!pair.same_dtype) add("dtypes", pair, name_of(pair.a->dtype), name_of(pair.b->dtype));
+// The first `top` pairs that differ.
+void add_differences(Report& report, std::span<const ComparedTensor> differing, std::size_t top) {
+  TextTable table({"tensor", "largest difference", "at element", "A", "B", "elements that differ"});
+  for (const ComparedTensor& pair : differing.first(std::min(differing.size(), top))) {
+    const ElementDifference& d = pair.difference;
+    const auto place = place_in(pair.a->shape, d.at);
+    Json json = {{"name", pair.a->name},
+                 {"kind", pair.a->kind},
+                 {"differing", d.differing.value},
+                 {"elements", pair.a->numel.value},
+                 {"at", d.at.value},
+                 {"place", place}};
+    std::vector<std::string> row{
+        label_of(format::in_quotes(pair.a->name), *pair.a),
+        "bytes",
+        format::shape_text(place),
+        "-",
+        "-",
+        fmt::format("{} of {}", with_commas(d.differing.value), with_commas(pair.a->numel.value))};
+    if (d.has_values) {
+      json.update(
+          {{"largest", json_number(d.largest)}, {"a", json_number(d.a)}, {"b", json_number(d.b)}});
+      row[1] = std::isinf(d.largest) ? "not finite" : fmt::format("{:.4g}", d.largest);
+      row[3] = fmt::format("{:.9g}", d.a);
+      row[4] = fmt::format("{:.9g}", d.b);
+    }
+    report.json["largest"].push_back(std::move(json));
+    table.add(std::move(row));
   }
-  for (const ComparedTensor& pair : differing.first(std::min(differing.size(), top)))
-    json["largest"].push_back(json_of_difference(pair));
-  return json;
+  if (!differing.empty()) report.text += table.text();
+  if (top < differing.size())
+    report.text +=
+        fmt::format("and {} more; --top {} lists all\n", differing.size() - top, differing.size());
 }
 
 }  // namespace
@@ -344,19 +306,20 @@ Report compare(const ComparisonRequest& request, Console& console) {
   std::vector<std::string> only_b;
   std::vector<ComparedTensor> pairs = match(a, b, only_a, only_b);
   {
+    const std::vector<PairPiece> pieces = pieces_of(pairs, a, b);
+    Bytes total;
+    for (const PairPiece& piece : pieces) total += piece.parts[0].bytes + piece.parts[1].bytes;
     io::ThreadEngine io;
-    Progress progress("comparing", bytes_to_read(pairs), console);
+    Progress progress("comparing", total, console);
     checkpoint::TransferRing ring(kRing, nullptr);
-    PairSource source(a, b, pairs, io, ring.buffer_bytes());
+    PairSource source(pieces, io);
     DifferenceMeter meter;
     checkpoint::Taker sink([&](const checkpoint::Piece& piece) {
-      const PairPiece pair = piece_of(pairs, piece);
-      ComparedTensor& compared = pairs[piece.file];
-      const auto in_a = pair.of_a(piece.content);
-      const auto in_b = pair.of_b(piece.content);
-      meter.add(in_a, pair.a.dtype, in_b, pair.b.dtype, compared.rounded_to, pair.begin,
-                compared.difference);
-      progress.add(Bytes(in_a.size() + in_b.size()));
+      const auto& [pair, begin, parts] = pieces[piece.index];
+      meter.add(piece.content.first(parts[0].bytes.size()), parts[0].dtype,
+                piece.content.subspan(kHalf.size(), parts[1].bytes.size()), parts[1].dtype,
+                pairs[pair].rounded_to, begin, pairs[pair].difference);
+      progress.add(parts[0].bytes + parts[1].bytes);
       return nullptr;
     });
     copy(source, sink, ring);
@@ -373,17 +336,26 @@ Report compare(const ComparisonRequest& request, Console& console) {
   const bool equal = only_a.empty() && only_b.empty() && differing.empty() &&
                      std::ranges::all_of(pairs, &ComparedTensor::same_shape) &&
                      std::ranges::all_of(pairs, &ComparedTensor::same_dtype);
-  Json json = json_of(pairs, differing, request.top);
-  json.update(
-      {{"a", a.path()}, {"b", b.path()}, {"equal", equal}, {"only_a", only_a}, {"only_b", only_b}});
-  return {json,
-          fmt::format("A  {}\nB  {}\n", a.path(), b.path()) + names_text("only in A", only_a) +
-              names_text("only in B", only_b) + shapes_text(pairs) +
-              differences_text(differing, request.top) +
-              (equal ? fmt::format("equal: {} compared\n", count_of(compared, "tensor"))
-                     : fmt::format("DIFFERENT: {} compared, the values of {} differ\n",
-                                   count_of(compared, "tensor"), differing.size())),
-          equal};
+  Report report{{{"a", a.path()},
+                 {"b", b.path()},
+                 {"equal", equal},
+                 {"tensors", pairs.size()},
+                 {"differing", differing.size()},
+                 {"only_a", only_a},
+                 {"only_b", only_b},
+                 {"shapes", Json::array()},
+                 {"dtypes", Json::array()},
+                 {"largest", Json::array()}},
+                fmt::format("A  {}\nB  {}\n", a.path(), b.path()) +
+                    names_text("only in A", only_a) + names_text("only in B", only_b),
+                equal};
+  for (const ComparedTensor& pair : pairs) add_unlike(report, pair);
+  add_differences(report, differing, request.top);
+  const std::string number = count_of(compared, "tensor");
+  report.text += equal ? fmt::format("equal: {} compared\n", number)
+                       : fmt::format("DIFFERENT: {} compared, the values of {} differ\n", number,
+                                     differing.size());
+  return report;
 }
 
 }  // namespace strata::cli

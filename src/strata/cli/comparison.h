@@ -27,23 +27,11 @@
 
 namespace strata::cli {
 
-// Elements [begin, end) of a tensor, as `dtype` at `offset` of a file.
-struct ElementRange {
-  std::size_t file = 0;
-  Bytes offset;
-  DType dtype = DType::kFloat32;
-  Numel begin;
-  Numel end;
-};
-
-struct SourceTensor {
-  std::string name;
+// A tensor, or what an optimizer keeps of one.
+struct SourceTensor : format::ManifestTensor {
   std::string kind;  // "value"; of a training checkpoint also "exp_avg", ..., "client", "of a rank"
-  std::vector<std::int64_t> shape;
   Numel numel;
-  DType dtype = DType::kFloat32;  // a value's: in which the model computes
-  std::vector<std::string> aliases;
-  std::vector<ElementRange> runs;  // by begin; they cover the tensor
+  std::vector<format::ManifestRange> runs;  // by begin; they cover the tensor
 };
 
 // Checkpoints of either kind that a path means, as named tensors and where their elements lie: a
@@ -65,11 +53,8 @@ class TensorSource {
           "there is no such file or folder; give a training checkpoint's folder, a Hugging Face "
           "folder or a .safetensors file: path={}",
           path);
-    if (checkpoint::holds_checkpoints(path))
-      open_training(path, kinds);
-    else
-      open_safetensors(path);
-    sort();
+    is_training_ = checkpoint::holds_checkpoints(path);
+    add_tensors(is_training_ ? open_training() : open_safetensors(), kinds);
   }
 
   const std::string& path() const { return path_; }
@@ -80,81 +65,55 @@ class TensorSource {
     const auto found = places_.find({name, kind});
     return found == places_.end() ? nullptr : &tensors_[found->second];
   }
-  const io::File& file(std::size_t index) const { return *open_[index]; }
+  const io::File& file(std::size_t index) const {
+    return index_ ? index_->files()[index].file() : files_[index];
+  }
 
  private:
-  static bool is_of_model(format::TensorRole role) {
-    return role == format::TensorRole::kParameter || role == format::TensorRole::kBuffer;
-  }
-  static std::string kind_of(const format::Manifest& manifest, std::size_t tensor,
-                             std::size_t kind) {
-    const format::TensorRole role = manifest.tensors[tensor].role;
-    return role == format::TensorRole::kClient       ? "client"
-           : role == format::TensorRole::kRankBuffer ? "of a rank"
-                                                     : manifest.kinds[kind];
-  }
-  void open_training(const std::string& path, bool kinds) {
-    is_training_ = true;
-    path_ = checkpoint::choose_checkpoint(path).path;
-    const format::Manifest manifest = format::read_manifest(path_);
+  format::Manifest open_training() {
+    path_ = checkpoint::choose_checkpoint(path_).path;
+    format::Manifest manifest = format::read_manifest(path_);
     for (const format::ManifestFile& file : manifest.files)
       files_.push_back(checkpoint::open_file(path_, file));
-    std::map<std::pair<std::size_t, std::size_t>, std::size_t> place;  // of tensor and kind
-    const auto add = [&](std::size_t t, std::size_t k) {
-      const format::ManifestTensor& tensor = manifest.tensors[t];
-      if ((!is_of_model(tensor.role) || k != 0) && !kinds) return;
-      if (!place.emplace(std::pair(t, k), tensors_.size()).second) return;
-      tensors_.push_back({tensor.name,
-                          kind_of(manifest, t, k),
-                          tensor.shape,
-                          *format::checked_numel(tensor.shape),
-                          tensor.dtype,
-                          tensor.aliases,
-                          {}});
-    };
-    for (std::size_t t = 0; t < manifest.tensors.size(); ++t) add(t, 0);
-    for (const format::ManifestRange& extent : manifest.extents) {
-      add(extent.tensor, extent.kind);
-      const auto found = place.find({extent.tensor, extent.kind});
-      if (found == place.end()) continue;
-      SourceTensor& tensor = tensors_[found->second];
-      tensor.runs.push_back({extent.file, extent.offset, extent.dtype, extent.begin, extent.end});
-      if (extent.kind != 0) tensor.dtype = extent.dtype;
-    }
-    for (SourceTensor& tensor : tensors_) std::ranges::sort(tensor.runs, {}, &ElementRange::begin);
-    for (const auto& [of, at] : place) {
-      if (manifest.tensors[of.first].channels_last) reorder(tensors_[at]);
-    }
-    for (const io::File& file : files_) open_.push_back(&file);
+    return manifest;
   }
-  // Neighbours in the order of the dimensions are far apart in the file: the tensor gets another
-  // one, in memory.
-  void reorder(SourceTensor& tensor) {
-    if (tensor.runs.empty()) return;
-    const DType dtype = tensor.runs.front().dtype;
-    io::ThreadEngine io;
-    std::vector<std::byte> bytes(bytes_of(tensor.numel, dtype).size());
-    for (const ElementRange& run : tensor.runs)
-      io.read(files_[run.file], run.offset,
-              std::span(bytes).subspan(bytes_of(run.begin, dtype).size(),
-                                       bytes_of(run.end - run.begin, dtype).size()))
-          ->wait();
-    plan::reorder(bytes, tensor.shape, size_of(dtype), /*channels_last=*/false);
-    files_.push_back(io::File::in_memory(bytes));
-    tensor.runs = {{files_.size() - 1, Bytes(), dtype, Numel(), tensor.numel}};
-  }
-  void open_safetensors(const std::string& path) {
-    index_.emplace(path);
-    open_ = index_->open_files();
+  // As a manifest would say it.
+  format::Manifest open_safetensors() {
+    format::Manifest manifest;
+    manifest.kinds.emplace_back(format::kValue);
+    index_.emplace(path_);
     for (const auto& [file, info] : index_->tensors()) {
-      SourceTensor tensor{
-          info.name, std::string(format::kValue), info.shape, info.numel, info.dtype, {}, {}};
       if (info.numel.value > 0)
-        tensor.runs.push_back({file, info.offset, info.dtype, Numel(), info.numel});
+        manifest.extents.push_back(
+            {manifest.tensors.size(), 0, info.dtype, file, info.offset, Numel(), info.numel});
+      manifest.tensors.push_back(
+          {info.name, format::TensorRole::kParameter, info.shape, info.dtype, false, {}});
+    }
+    return manifest;
+  }
+  void add_tensors(const format::Manifest& manifest, bool kinds) {
+    std::map<std::pair<std::size_t, std::size_t>, SourceTensor> found;  // by tensor and kind
+    const auto find = [&](std::size_t t, std::size_t k) -> SourceTensor* {
+      const format::ManifestTensor& tensor = manifest.tensors[t];
+      const bool client = tensor.role == format::TensorRole::kClient;
+      const bool of_rank = tensor.role == format::TensorRole::kRankBuffer;
+      if ((client || of_rank || k != 0) && !kinds) return nullptr;
+      const std::string kind = client ? "client" : of_rank ? "of a rank" : manifest.kinds[k];
+      const Numel numel = *format::checked_numel(tensor.shape);
+      return &found.try_emplace({t, k}, SourceTensor{tensor, kind, numel, {}}).first->second;
+    };
+    for (std::size_t t = 0; t < manifest.tensors.size(); ++t) find(t, 0);
+    for (const format::ManifestRange& extent : manifest.extents) {
+      SourceTensor* const tensor = find(extent.tensor, extent.kind);
+      if (tensor == nullptr) continue;
+      tensor->runs.push_back(extent);
+      if (extent.kind != 0) tensor->dtype = extent.dtype;
+    }
+    for (auto& [place, tensor] : found) {
+      std::ranges::sort(tensor.runs, {}, &format::ManifestRange::begin);
+      if (tensor.channels_last) reorder(tensor);
       tensors_.push_back(std::move(tensor));
     }
-  }
-  void sort() {
     std::ranges::sort(tensors_, [](const SourceTensor& a, const SourceTensor& b) {
       return a.name != b.name ? NaturalLess()(a.name, b.name) : a.kind < b.kind;
     });
@@ -165,12 +124,27 @@ class TensorSource {
         places_.emplace(std::pair(alias, tensors_[i].kind), i);
     }
   }
+  // Neighbours in the order of the dimensions are far apart in the file: the tensor gets another
+  // one, in memory.
+  void reorder(SourceTensor& tensor) {
+    if (tensor.runs.empty()) return;
+    const DType dtype = tensor.runs.front().dtype;
+    io::ThreadEngine io;
+    std::vector<std::byte> bytes(bytes_of(tensor.numel, dtype).size());
+    for (const format::ManifestRange& run : tensor.runs)
+      io.read(files_[run.file], run.offset,
+              std::span(bytes).subspan(bytes_of(run.begin, dtype).size(),
+                                       bytes_of(run.end - run.begin, dtype).size()))
+          ->wait();
+    plan::reorder(bytes, tensor.shape, size_of(dtype), /*channels_last=*/false);
+    files_.push_back(io::File::in_memory(bytes));
+    tensor.runs = {{0, 0, dtype, files_.size() - 1, Bytes(), Numel(), tensor.numel}};
+  }
 
   std::string path_;
   bool is_training_ = false;
   std::vector<io::File> files_;
-  std::optional<format::CheckpointIndex> index_;
-  std::vector<const io::File*> open_;
+  std::optional<format::CheckpointIndex> index_;  // of safetensors
   std::vector<SourceTensor> tensors_;
   std::map<std::pair<std::string, std::string>, std::size_t> places_;  // by name and kind
 };
