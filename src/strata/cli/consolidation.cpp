@@ -63,82 +63,55 @@ std::vector<std::string> copy_model_files(const std::string& from, const std::st
   return names;
 }
 
-// Without checksums: what lies between two extents is read, too, where that is cheaper than a jump.
-constexpr Bytes kGapRead = 64_KiB;
-
-// The tensors that are written, and where their elements lie.
-struct Plan {
-  Plan(const format::Manifest& manifest, const ConsolidationRequest& request,
-       const std::string& folder)
-      : place_of(manifest.tensors.size()) {
+// Writes the tensors of the model: casts the elements of extents, and writes them to where their
+// tensors lie. Borrows all that it is made of.
+class ModelWriter {
+ public:
+  ModelWriter(const format::Manifest& manifest, const std::string& folder,
+              const ConsolidationRequest& request, io::IoEngine& io,
+              const std::shared_ptr<memory::Ledger>& ledger)
+      : manifest_(manifest), place_of_(manifest.tensors.size()), ring_(request.ring, ledger) {
     for (std::size_t t = 0; t < manifest.tensors.size(); ++t) {
       const format::ManifestTensor& tensor = manifest.tensors[t];
       if (tensor.role != format::TensorRole::kParameter &&
           tensor.role != format::TensorRole::kBuffer)
         continue;
-      place_of[t] = specs.size();
+      place_of_[t] = specs_.size();
       const bool cast = request.dtype && is_floating(tensor.dtype);
-      specs.push_back({tensor.name, cast ? *request.dtype : tensor.dtype, tensor.shape});
+      specs_.push_back({tensor.name, cast ? *request.dtype : tensor.dtype, tensor.shape});
     }
     for (const format::ManifestRange& extent : manifest.extents) {
-      if (extent.kind != 0 || !place_of[extent.tensor]) continue;
-      const format::TensorSpec& spec = specs[*place_of[extent.tensor]];
+      if (extent.kind != 0 || !place_of_[extent.tensor]) continue;
+      const format::TensorSpec& spec = specs_[*place_of_[extent.tensor]];
       if (extent.dtype != spec.dtype && !(is_floating(extent.dtype) && is_floating(spec.dtype)))
         throw FormatError(
             "a tensor of a checkpoint is stored in a dtype that cannot become its own: tensor={} "
             "stored as={} wanted={} path={}",
             format::in_quotes(spec.name), name_of(extent.dtype), name_of(spec.dtype), folder);
-      extents.push_back(extent);
+      extents_.push_back(extent);
     }
+    writer_.emplace(request.out, specs_, io, format::ShardedWriterOptions{request.shard_max});
   }
 
-  // The ranges of the files that are read.
-  std::vector<checkpoint::FileRange> ranges() const {
-    std::vector<checkpoint::FileRange> result;
-    for (const format::ManifestRange& extent : extents) {
-      const Bytes end = checkpoint::end_of(extent);
-      const bool near = !result.empty() && result.back().file == extent.file &&
-                        result.back().offset + result.back().bytes + kGapRead >= extent.offset;
-      if (near)
-        result.back().bytes = end - result.back().offset;
-      else
-        result.push_back({extent.file, extent.offset, end - extent.offset});
-    }
-    return result;
-  }
+  const std::vector<format::TensorSpec>& specs() const { return specs_; }
+  // That are read: by file and offset.
+  const std::vector<format::ManifestRange>& extents() const { return extents_; }
+  const format::ShardPlan& shards() const { return writer_->plan(); }
 
-  std::vector<std::optional<std::size_t>> place_of;  // by the manifest's tensor, in specs
-  std::vector<format::TensorSpec> specs;
-  std::vector<format::ManifestRange> extents;  // by file and offset
-};
-
-// Casts the elements of extents and writes them to where their tensors lie.
-class CastWriter final : public checkpoint::ExtentSink {
- public:
-  CastWriter(const format::Manifest& manifest, const Plan& plan, format::ShardedWriter& writer,
-             checkpoint::TransferRing& ring, Progress& progress)
-      : ExtentSink(plan.extents, [this](auto... elements) { take_elements(elements...); }),
-        manifest_(manifest),
-        plan_(plan),
-        writer_(writer),
-        ring_(ring),
-        progress_(progress) {}
-
-  std::unique_ptr<io::Transfer> take(const checkpoint::Piece& piece) override {
-    progress_.add(piece.bytes);
-    return ExtentSink::take(piece);
-  }
-  void settle() override { ring_.drain(); }
-
- private:
-  void take_elements(std::size_t extent, Bytes at, std::span<const std::byte> bytes) {
-    const format::ManifestRange& e = plan_.extents[extent];
+  // Elements of extents()[extent], from its byte `at` on.
+  void take(std::size_t extent, Bytes at, std::span<const std::byte> bytes) {
+    const format::ManifestRange& e = extents_[extent];
     if (manifest_.tensors[e.tensor].channels_last)
       collect(e, at, bytes);
     else
       give(e, e.begin + Numel(at / size_of(e.dtype)), bytes);
   }
+  void finish() {
+    ring_.drain();
+    writer_->finish();
+  }
 
+ private:
   // Writes a channels_last tensor, in the order of its dimensions, once it has all elements.
   void collect(const format::ManifestRange& extent, Bytes at, std::span<const std::byte> bytes) {
     const std::vector<std::int64_t>& shape = manifest_.tensors[extent.tensor].shape;
@@ -155,8 +128,8 @@ class CastWriter final : public checkpoint::ExtentSink {
   // Writes elements of the extent's tensor, of the extent's dtype, from `first` on.
   void give(const format::ManifestRange& extent, Numel first, std::span<const std::byte> bytes) {
     const DType stored = extent.dtype;
-    const std::size_t tensor = *plan_.place_of[extent.tensor];
-    const DType dtype = plan_.specs[tensor].dtype;
+    const std::size_t tensor = *place_of_[extent.tensor];
+    const DType dtype = specs_[tensor].dtype;
     const Numel end = first + Numel(Bytes(bytes.size()) / size_of(stored));
     while (first < end) {
       const Numel count = std::min(Numel(ring_.buffer_bytes() / size_of(dtype)), end - first);
@@ -167,31 +140,33 @@ class CastWriter final : public checkpoint::ExtentSink {
         std::ranges::copy(source, target.begin());
       else
         kernels::cast(target.data(), dtype, source.data(), stored, count, nullptr);
-      ring_.started(turn, writer_.write(tensor, bytes_of(first, dtype), target));
+      ring_.started(turn, writer_->write(tensor, bytes_of(first, dtype), target));
       bytes = bytes.subspan(source.size());
       first += count;
     }
   }
 
   const format::Manifest& manifest_;
-  const Plan& plan_;
-  format::ShardedWriter& writer_;
-  checkpoint::TransferRing& ring_;
-  Progress& progress_;
+  std::vector<std::optional<std::size_t>> place_of_;  // by the manifest's tensor, in specs_
+  std::vector<format::TensorSpec> specs_;
+  std::vector<format::ManifestRange> extents_;
+  std::optional<format::ShardedWriter> writer_;
+  checkpoint::TransferRing ring_;  // transfers end before the writer does
   // By the manifest's tensor: its bytes, and how many are there.
   std::map<std::size_t, std::pair<std::vector<std::byte>, std::size_t>> collected_;
 };
 
-Report report_of(const format::Manifest& manifest, const Plan& plan,
-                 const format::ShardPlan& shards, const std::string& out,
-                 const std::vector<std::string>& copied) {
+Report report_of(const format::Manifest& manifest, const ModelWriter& writer,
+                 const std::string& out, const std::vector<std::string>& copied) {
+  const format::ShardPlan& shards = writer.shards();
   Numel elements;
-  for (const format::TensorSpec& spec : plan.specs) elements += *format::checked_numel(spec.shape);
+  for (const format::TensorSpec& spec : writer.specs())
+    elements += *format::checked_numel(spec.shape);
   const bool without_frozen =
       nlohmann::json::parse(manifest.training).value("without_frozen", nlohmann::json()) == true;
-  std::string text = fmt::format("{}: {} of {} elements, {} in {}\n", out,
-                                 count_of(plan.specs.size(), "tensor"), with_commas(elements.value),
-                                 to_string(shards.total), count_of(shards.files.size(), "file"));
+  std::string text = fmt::format(
+      "{}: {} of {} elements, {} in {}\n", out, count_of(writer.specs().size(), "tensor"),
+      with_commas(elements.value), to_string(shards.total), count_of(shards.files.size(), "file"));
   if (without_frozen)
     text += "frozen parameters were not saved with the checkpoint, and are not in it\n";
   nlohmann::json tied = nlohmann::json::object();
@@ -207,7 +182,7 @@ Report report_of(const format::Manifest& manifest, const Plan& plan,
                 "transformers loads them\n"
               : fmt::format("copied with them: {}\n", format::first_ten(copied));
   return {{{"out", out},
-           {"tensors", plan.specs.size()},
+           {"tensors", writer.specs().size()},
            {"elements", elements.value},
            {"bytes", shards.total.value},
            {"files", shards.files},
@@ -229,12 +204,7 @@ Report consolidate(const ConsolidationRequest& request,
   const format::Manifest manifest = format::read_manifest(folder);
   const checkpoint::CheckpointFiles files(folder, manifest);
   io::ThreadEngine io;
-  std::optional<format::ShardedWriter> writer;
-  // Transfers end before the writer does.
-  checkpoint::TransferRing read_ring(request.ring, ledger);
-  checkpoint::TransferRing write_ring(request.ring, ledger);
-  const Plan plan(manifest, request, folder);
-  writer.emplace(request.out, plan.specs, io, format::ShardedWriterOptions{request.shard_max});
+  ModelWriter writer(manifest, folder, request, io, ledger);
   const checkpoint::Verification verify{
       manifest.files, request.verify, [&](const checkpoint::WrongRange& wrong) {
         throw FormatError(
@@ -242,21 +212,29 @@ Report consolidate(const ConsolidationRequest& request,
             "all that is wrong: path={}",
             text_of(manifest, wrong), folder);
       }};
-  const std::vector<checkpoint::FileRange> ranges =
-      request.verify ? checkpoint::whole_blocks(plan.ranges(), manifest.files) : plan.ranges();
+  std::vector<checkpoint::FileRange> ranges;
   Bytes total;
-  for (const checkpoint::FileRange& range : ranges) total += range.bytes;
+  for (const format::ManifestRange& extent : writer.extents()) {
+    ranges.push_back({extent.file, extent.offset, checkpoint::end_of(extent) - extent.offset});
+    total += ranges.back().bytes;
+  }
+  // Also without checksums: a gap costs less than a jump.
+  ranges = checkpoint::whole_blocks(ranges, manifest.files);
   {
     Progress progress("consolidating", total, console);
     const std::vector<checkpoint::ReadableFile> ways = files.readable();
-    checkpoint::RangeSource source(ways, ranges, io, read_ring.buffer_bytes(),
+    checkpoint::TransferRing ring(request.ring, ledger);
+    checkpoint::RangeSource source(ways, ranges, io, ring.buffer_bytes(),
                                    {.aligned = 16_B, .verify = &verify});
-    CastWriter sink(manifest, plan, *writer, write_ring, progress);
-    copy(source, sink, read_ring);
+    checkpoint::ExtentSink sink(writer.extents(), [&](std::size_t extent, Bytes at, auto bytes) {
+      progress.add(Bytes(bytes.size()));
+      writer.take(extent, at, bytes);
+    });
+    copy(source, sink, ring);
   }
-  writer->finish();
+  writer.finish();
   const std::vector<std::string> copied = copy_model_files(folder, request.out);
-  Report report = report_of(manifest, plan, writer->plan(), request.out, copied);
+  Report report = report_of(manifest, writer, request.out, copied);
   report.json["staging_bytes"] = ledger->peak(memory::Tier::kHost).value;
   return report;
 }
