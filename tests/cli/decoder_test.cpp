@@ -15,9 +15,9 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 using Json = nlohmann::json;
 
-std::int64_t elements_of(const ModelNames& names) {
+std::int64_t elements_of(const NamedModel& names) {
   std::int64_t sum = 0;
-  for (const NamedTensor& tensor : names.tensors) {
+  for (const plan::ParamSpec& tensor : names.params) {
     std::int64_t product = 1;
     for (const std::int64_t size : tensor.shape) product *= size;
     sum += product;
@@ -63,15 +63,15 @@ TEST(Decoder, WellKnownModelsHaveTheirNumberOfParameters) {
 }
 
 TEST(Decoder, FollowsTheConfiguration) {
-  const ModelNames names = decoder_names(llama(), "here");
-  EXPECT_EQ(names.tensors.size(), 1U + 2 * 9 + 2);
-  EXPECT_EQ(names.tensors[1].name, "model.layers.0.self_attn.q_proj.weight");
-  EXPECT_EQ(names.tensors.front().dtype, DType::kFloat16);
+  const NamedModel names = decoder_names(llama(), "here");
+  EXPECT_EQ(names.params.size(), 1U + 2 * 9 + 2);
+  EXPECT_EQ(names.params[1].name, "model.layers.0.self_attn.q_proj.weight");
+  EXPECT_EQ(names.params.front().dtype, DType::kFloat16);
   EXPECT_FALSE(names.tied_head);
   Json more = llama();
   more["attention_bias"] = true;
   more["tie_word_embeddings"] = true;
-  EXPECT_EQ(decoder_names(more, "here").tensors.size(), 1U + 2 * 13 + 1);
+  EXPECT_EQ(decoder_names(more, "here").params.size(), 1U + 2 * 13 + 1);
 }
 
 TEST(Decoder, CheckpointingKeepsLess) {

@@ -26,9 +26,9 @@ constexpr const char* kConfig = R"({
   "zero_optimization": {"stage": 3}})";
 
 // A decoder of 12 layers, in no order.
-std::vector<NamedTensor> decoder(std::int64_t width = 64) {
-  std::vector<NamedTensor> tensors{{"model.norm.weight", {width}},
-                                   {"model.embed_tokens.weight", {1000, width}}};
+std::vector<plan::ParamSpec> decoder(std::int64_t width = 64) {
+  std::vector<plan::ParamSpec> tensors{{"model.norm.weight", {width}},
+                                       {"model.embed_tokens.weight", {1000, width}}};
   for (int i = 11; i >= 0; --i) {
     const std::string layer = fmt::format("model.layers.{}.", i);
     tensors.push_back({layer + "input_layernorm.weight", {width}});
@@ -39,17 +39,17 @@ std::vector<NamedTensor> decoder(std::int64_t width = 64) {
 }
 
 // A file with this header, and as many zeroes as it says.
-void write_model(const std::string& path, const std::vector<NamedTensor>& tensors,
+void write_model(const std::string& path, const std::vector<plan::ParamSpec>& tensors,
                  DType dtype = DType::kBFloat16) {
   std::vector<format::TensorSpec> specs;
-  for (const NamedTensor& tensor : tensors) specs.push_back({tensor.name, dtype, tensor.shape});
+  for (const plan::ParamSpec& tensor : tensors) specs.push_back({tensor.name, dtype, tensor.shape});
   const auto layout = format::lay_out_safetensors(specs, {});
   write_text(path, layout.head);
   std::filesystem::resize_file(path, layout.file_bytes.size());
 }
 
 TEST(NamedModel, FindsBlocksByTheirNumbers) {
-  const NamedModel model = model_from_names({decoder()});
+  const NamedModel model = with_tree({decoder()});
   std::vector<std::string> blocks;
   for (const int block : plan::find_blocks(model.tree, {}))
     blocks.push_back(model.tree[static_cast<std::size_t>(block)].path);
@@ -62,7 +62,7 @@ TEST(NamedModel, FindsBlocksByTheirNumbers) {
 }
 
 TEST(NamedModel, KnowsListsAndTables) {
-  const NamedModel model = model_from_names({decoder(), true});
+  const NamedModel model = with_tree({decoder(), true});
   for (const plan::ModuleNode& module : model.tree) {
     EXPECT_EQ(module.callable, module.path != "model.layers") << module.path;
     EXPECT_EQ(module.read_in_backward, module.path != "model.embed_tokens") << module.path;

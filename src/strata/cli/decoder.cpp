@@ -162,7 +162,7 @@ class Numbers {
 };
 
 void append_rows(const std::string& prefix, const std::string& rows, const Numbers& numbers,
-                 DType dtype, std::vector<NamedTensor>& to) {
+                 DType dtype, std::vector<plan::ParamSpec>& to) {
   std::istringstream lines(rows);
   for (std::string line; std::getline(lines, line, ';');) {
     std::istringstream words(line);
@@ -170,7 +170,7 @@ void append_rows(const std::string& prefix, const std::string& rows, const Numbe
     words >> name;
     const bool bare = name.ends_with('=');
     name = prefix + name.substr(0, name.size() - (bare ? 1 : 0));
-    NamedTensor tensor{bare ? name : name + ".weight", {}, dtype};
+    plan::ParamSpec tensor{bare ? name : name + ".weight", {}, dtype};
     bool bias = false;
     for (std::string word; words >> word;) {
       const char first = word.front();
@@ -217,7 +217,7 @@ Bytes Activations::of_token(DType dtype, bool checkpointing) const {
                                                        : layers * in_block + in_head));
 }
 
-ModelNames decoder_names(const Json& config, const std::string& origin) {
+NamedModel decoder_names(const Json& config, const std::string& origin) {
   const Family& family = family_of(config, origin);
   const Numbers numbers(config, family, origin);
   if (!config.value("mlp_only_layers", Json()).empty() ||
@@ -230,22 +230,22 @@ ModelNames decoder_names(const Json& config, const std::string& origin) {
   const Json own = config.value(config.contains("dtype") ? "dtype" : "torch_dtype", Json());
   const DType dtype = dtype_from_config(own.is_string() ? own.get<std::string>() : "float32")
                           .value_or(DType::kFloat32);
-  ModelNames names{{},
+  NamedModel names{{},
                    numbers.flag("tie_word_embeddings", family.tied),
                    true,
                    activations_of(family, numbers, layers),
                    {"no weights were read: shapes follow from the configuration, with a head for "
                     "language modelling"}};
   const auto append = [&](const std::string& prefix, const std::string& rows) {
-    append_rows(prefix, rows, numbers, dtype, names.tensors);
+    append_rows(prefix, rows, numbers, dtype, names.params);
   };
   append("", family.before);
   for (std::int64_t layer = 0; layer < layers; ++layer)
     append(fmt::format("{}.{}.", family.layers, layer), family.block);
   append("", family.after);
-  if (names.tied_head) names.tensors.pop_back();
+  if (names.tied_head) names.params.pop_back();
   double elements = 0;
-  for (const NamedTensor& tensor : names.tensors)
+  for (const plan::ParamSpec& tensor : names.params)
     elements += std::accumulate(tensor.shape.begin(), tensor.shape.end(), 1.0, std::multiplies<>());
   if (elements > kElementsMax)
     throw UsageError("no model has the {:.3g} parameters of this configuration: path={}", elements,

@@ -46,8 +46,8 @@ bool is_of_head(const std::string& name) {
 
 struct Module {
   std::map<std::string, std::unique_ptr<Module>, NaturalLess> children;
-  std::vector<const NamedTensor*> params;  // own
-  std::size_t place = 0;                   // among all modules, by their first parameters
+  std::vector<const plan::ParamSpec*> params;  // own
+  std::size_t place = 0;                       // among all modules, by their first parameters
 
   bool is_list() const {
     return params.empty() && !children.empty() &&
@@ -72,25 +72,22 @@ std::size_t rank_of(std::string_view name) {
 
 // Appends the module, and what is in it, to a model.
 void append(const Module& module, const std::string& path, const std::string& name, int parent,
-            const std::string& class_name, bool in_order, NamedModel& model,
-            std::optional<int>& embedding) {
+            const std::string& class_name, NamedModel& model) {
   const int index = static_cast<int>(model.tree.size());
-  const bool lookup = module.is_embedding(name);
-  model.tree.push_back({path, class_name, parent, {}, !module.is_list(), !lookup});
-  for (const NamedTensor* tensor : module.params) {
-    const int param = static_cast<int>(model.params.size());
-    if (lookup && !embedding) embedding = param;
-    model.tree.back().params.push_back(param);
-    model.params.push_back({tensor->name, tensor->shape, tensor->dtype, tensor->trainable, 0});
+  model.tree.push_back(
+      {path, class_name, parent, {}, !module.is_list(), !module.is_embedding(name)});
+  for (const plan::ParamSpec* param : module.params) {
+    model.tree.back().params.push_back(static_cast<int>(model.params.size()));
+    model.params.push_back(*param);
   }
   std::vector<std::string> names;
   for (const auto& child : module.children) names.push_back(child.first);
   std::ranges::stable_sort(names, {}, [&](const std::string& child) {
-    return in_order ? module.children.at(child)->place : rank_of(child);
+    return model.in_order ? module.children.at(child)->place : rank_of(child);
   });
   for (const std::string& child : names)
     append(*module.children.at(child), path.empty() ? child : path + "." + child, child, index,
-           module.is_list() ? "item of " + path : child, in_order, model, embedding);
+           module.is_list() ? "item of " + path : child, model);
 }
 
 // A model's configuration; null if there is none that can be read.
@@ -102,7 +99,7 @@ nlohmann::json read_config(const std::string& path) {
 }
 
 // A model that generates text and whose files hold no head has that of its embedding.
-bool ties_its_head(const nlohmann::json& config, const std::vector<NamedTensor>& tensors) {
+bool ties_its_head(const nlohmann::json& config, const std::vector<plan::ParamSpec>& params) {
   if (!config.is_object()) return false;
   const nlohmann::json names = config.value("architectures", nlohmann::json());
   const auto generates = [](const nlohmann::json& name) {
@@ -111,34 +108,34 @@ bool ties_its_head(const nlohmann::json& config, const std::vector<NamedTensor>&
            text.ends_with("ForConditionalGeneration");
   };
   return names.is_array() && std::any_of(names.begin(), names.end(), generates) &&
-         std::ranges::none_of(tensors, is_of_head, &NamedTensor::name);
+         std::ranges::none_of(params, is_of_head, &plan::ParamSpec::name);
 }
 
-ModelNames read_training(const std::string& path) {
+NamedModel read_training(const std::string& path) {
   const format::Manifest manifest = format::read_manifest(checkpoint::choose_checkpoint(path).path);
-  ModelNames names;
+  NamedModel names;
   for (const format::ManifestTensor& tensor : manifest.tensors) {
     if (tensor.role != format::TensorRole::kParameter) continue;
-    names.tensors.push_back({tensor.name, tensor.shape, tensor.dtype, tensor.trainable});
+    names.params.push_back({tensor.name, tensor.shape, tensor.dtype, tensor.trainable});
     names.tied_head |= std::ranges::any_of(tensor.aliases, is_of_head);
   }
   return names;
 }
 
-ModelNames read_hugging_face(const std::string& path) {
+NamedModel read_hugging_face(const std::string& path) {
   const nlohmann::json config = read_config(path + "/config.json");
   const format::CheckpointIndex index(path);
-  ModelNames names;
+  NamedModel names;
   for (const format::CheckpointTensor& tensor : index.tensors()) {
     const format::TensorInfo& info = tensor.info;
     if (is_one_of(info.name.substr(info.name.rfind('.') + 1), kBufferNames)) continue;
-    names.tensors.push_back({info.name, info.shape, info.dtype, is_floating(info.dtype)});
+    names.params.push_back({info.name, info.shape, info.dtype, is_floating(info.dtype)});
   }
-  const auto frozen = std::ranges::count(names.tensors, false, &NamedTensor::trainable);
+  const auto frozen = std::ranges::count(names.params, false, &plan::ParamSpec::trainable);
   if (frozen > 0)
     names.remarks.push_back(
         fmt::format("{} tensors of no floating dtype are taken to be frozen", frozen));
-  names.tied_head = ties_its_head(config, names.tensors);
+  names.tied_head = ties_its_head(config, names.params);
   try {
     names.activations = decoder_names(config, path).activations;
   } catch (const UsageError&) {  // an architecture without rules has no estimate
@@ -146,7 +143,7 @@ ModelNames read_hugging_face(const std::string& path) {
   return names;
 }
 
-ModelNames read_names(const std::string& path) {
+NamedModel read_names(const std::string& path) {
   std::error_code error;
   if (!fs::exists(path, error)) {
     std::vector<std::string_view> known;
@@ -176,10 +173,10 @@ std::string module_of(const std::string& name) {
 
 // Gives the linear layers of blocks low-rank adapters, as peft does, and freezes all else. Experts
 // in one tensor have the adapters of each, side by side; those of two projections twice as many.
-void add_adapters(ModelNames& names, std::int64_t rank) {
+void add_adapters(NamedModel& names, std::int64_t rank) {
   static const std::regex numbered(R"(\.\d+\.)");
   std::set<std::string> linear;
-  for (const NamedTensor& tensor : names.tensors) {
+  for (const plan::ParamSpec& tensor : names.params) {
     const std::string path = module_of(tensor.name);
     const bool weight = tensor.name == path + ".weight" && tensor.shape.size() == 2;
     if ((weight || path.ends_with(".experts")) && std::regex_search(path, numbered) &&
@@ -187,10 +184,11 @@ void add_adapters(ModelNames& names, std::int64_t rank) {
       linear.insert(path);
   }
   if (linear.empty()) throw UsageError("--lora-rank: no block of the model has a linear layer");
-  std::vector<NamedTensor> adapted;
-  for (const auto& [name, shape, dtype, trainable] : names.tensors) {
-    const std::string path = module_of(name);
-    const std::string own = name.substr(path.size());
+  std::vector<plan::ParamSpec> adapted;
+  for (const plan::ParamSpec& tensor : names.params) {
+    const std::vector<std::int64_t>& shape = tensor.shape;
+    const std::string path = module_of(tensor.name);
+    const std::string own = tensor.name.substr(path.size());
     std::string module = "base_model.model." + path;
     const bool is_linear = linear.contains(path);
     const bool fused = is_linear && shape.size() == 3;
@@ -200,22 +198,22 @@ void add_adapters(ModelNames& names, std::int64_t rank) {
                             : is_linear ? ".base_layer"
                                         : "") +
                            own,
-                       shape, dtype, /*trainable=*/false});
+                       shape, tensor.dtype, /*trainable=*/false});
     if (!fused && (!is_linear || own != ".weight")) continue;
     const std::int64_t width = rank * (fused ? shape[0] : 1) * (paired ? 2 : 1);
     if (paired) module += ".base_layer";
     adapted.push_back({module + ".lora_A.default.weight", {width, shape.back()}});
     adapted.push_back({module + ".lora_B.default.weight", {shape[shape.size() - 2], width}});
   }
-  names.tensors = std::move(adapted);
+  names.params = std::move(adapted);
   names.remarks.emplace_back("adapters of the linear layers of blocks are trained, nothing else");
 }
 
-void freeze(ModelNames& names, const std::string& pattern) {
+void freeze(NamedModel& names, const std::string& pattern) {
   std::size_t found = 0;
   try {
     const std::regex expression(pattern);
-    for (NamedTensor& tensor : names.tensors) {
+    for (plan::ParamSpec& tensor : names.params) {
       if (!std::regex_search(tensor.name, expression)) continue;
       tensor.trainable = false;
       ++found;
@@ -231,12 +229,13 @@ void freeze(ModelNames& names, const std::string& pattern) {
 
 }  // namespace
 
-NamedModel model_from_names(const ModelNames& names) {
+NamedModel with_tree(NamedModel model) {
+  const std::vector<plan::ParamSpec> params = std::exchange(model.params, {});
   Module root;
   std::size_t made = 0;
-  for (const NamedTensor& tensor : names.tensors) {
+  for (const plan::ParamSpec& param : params) {
     Module* module = &root;
-    std::string_view rest = tensor.name;
+    std::string_view rest = param.name;
     for (std::size_t dot = rest.find('.'); dot != std::string_view::npos; dot = rest.find('.')) {
       auto& child = module->children[std::string(rest.substr(0, dot))];
       if (child == nullptr) child = std::make_unique<Module>();
@@ -244,27 +243,27 @@ NamedModel model_from_names(const ModelNames& names) {
       module = child.get();
       rest.remove_prefix(dot + 1);
     }
-    module->params.push_back(&tensor);
+    module->params.push_back(&param);
   }
-  NamedModel model{{}, {}, names.remarks, names.activations};
-  std::optional<int> embedding;  // the first
-  append(root, "", "", -1, "Model", names.in_order, model, embedding);
-  if (names.tied_head && embedding) {
-    model.tree.push_back({"lm_head", "lm_head", 0, {*embedding}, true, true});
-    model.remarks.emplace_back("a head is taken to share the weight of '" +
-                               model.params[static_cast<std::size_t>(*embedding)].name + "'");
+  append(root, "", "", -1, "Model", model);
+  const auto embedding = std::ranges::find(model.tree, false, &plan::ModuleNode::read_in_backward);
+  if (model.tied_head && embedding != model.tree.end()) {
+    const std::vector<int> shared = embedding->params;
+    model.tree.push_back({"lm_head", "lm_head", 0, shared, true, true});
+    model.remarks.push_back(fmt::format("a head is taken to share the weight of '{}'",
+                                        model.params[static_cast<std::size_t>(shared[0])].name));
   }
   return model;
 }
 
 NamedModel read_model(const std::string& path, const TrainedPart& trained) {
-  ModelNames names = read_names(path);
+  NamedModel model = read_names(path);
   if (trained.lora_rank > 0)
-    add_adapters(names, trained.lora_rank);
+    add_adapters(model, trained.lora_rank);
   else if (!checkpoint::holds_checkpoints(path))
-    names.remarks.emplace_back("all floating parameters are taken to be trained");
-  for (const std::string& pattern : trained.frozen) freeze(names, pattern);
-  return model_from_names(names);
+    model.remarks.emplace_back("all floating parameters are taken to be trained");
+  for (const std::string& pattern : trained.frozen) freeze(model, pattern);
+  return with_tree(std::move(model));
 }
 
 }  // namespace strata::cli

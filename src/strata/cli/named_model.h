@@ -22,13 +22,6 @@
 
 namespace strata::cli {
 
-struct NamedTensor {
-  std::string name;
-  std::vector<std::int64_t> shape;
-  DType dtype = DType::kFloat32;
-  bool trainable = true;
-};
-
 // An estimate of what autograd keeps of one token until backward: without dropout, by an attention
 // kernel that keeps no scores (SDPA, flash), with the loss over all tokens at once.
 struct Activations {
@@ -45,12 +38,13 @@ struct Activations {
   Bytes of_token(DType dtype, bool checkpointing) const;
 };
 
-struct ModelNames {
-  std::vector<NamedTensor> tensors;
+struct NamedModel {
+  std::vector<plan::ParamSpec> params;  // each in its own dtype
   bool tied_head = false;  // a head shares the weight of the embedding, and has none of its own
-  bool in_order = false;   // tensors are in the order in which the model makes them
+  bool in_order = false;   // parameters are in the order in which the model makes them
   std::optional<Activations> activations{};
-  std::vector<std::string> remarks{};
+  std::vector<std::string> remarks{};  // what was assumed
+  plan::ModuleTree tree{};             // of with_tree()
 };
 
 // A decoder-only transformer without its files: its parameters' names and shapes by the rules of
@@ -58,7 +52,7 @@ struct ModelNames {
 // ships with the program. Names are those of transformers' classes for language modelling, in the
 // order of their constructors. `origin` names the configuration in messages. Errors: UsageError for
 // an architecture without rules, and for a number that is missing or that no model has.
-ModelNames decoder_names(const nlohmann::json& config, const std::string& origin);
+NamedModel decoder_names(const nlohmann::json& config, const std::string& origin);
 
 // The models that ship with the program, by name: their configurations.
 std::vector<std::pair<std::string, nlohmann::json>> shipped_models();
@@ -71,14 +65,8 @@ struct TrainedPart {
   std::vector<std::string> frozen;  // regular expressions, found anywhere in a name
 };
 
-struct NamedModel {
-  std::vector<plan::ParamSpec> params;  // each in its own dtype
-  plan::ModuleTree tree;
-  std::vector<std::string> remarks;  // what was assumed
-  std::optional<Activations> activations{};
-};
-
-NamedModel model_from_names(const ModelNames& names);
+// The model with the tree that its names make, and its parameters in the order of that.
+NamedModel with_tree(NamedModel model);
 
 // Reads the headers of a Hugging Face folder or a .safetensors file; or a training checkpoint,
 // which knows the frozen parameters; or a config.json, alone or in a folder without weights; or
