@@ -3,10 +3,7 @@
 #include <fmt/core.h>
 
 #include <algorithm>
-#include <charconv>
-#include <cmath>
 #include <cstring>
-#include <system_error>
 #include <utility>
 
 #include "strata/base/error.h"
@@ -116,15 +113,8 @@ bool NaturalLess::operator()(const std::string& a, const std::string& b) const {
 }
 
 Bytes parse_byte_size(std::string_view text, std::string_view option) {
-  double number = 0;
-  const char* const end = text.data() + text.size();
-  const auto [stop, error] = std::from_chars(text.data(), end, number, std::chars_format::fixed);
-  std::string_view unit(stop, static_cast<std::size_t>(end - stop));
-  while (!unit.empty() && unit.front() == ' ') unit.remove_prefix(1);
-  const auto factor = engine::unit_factor(unit, engine::SizeText::kAnyCase);
-  const double bytes = std::floor(number * factor.value_or(0));
-  if (error == std::errc() && bytes >= 1 && bytes < kByteSizeMost)
-    return Bytes(static_cast<std::int64_t>(bytes));
+  const double bytes = engine::parse_size(text, engine::SizeText::kAnyCase).value_or(0);
+  if (bytes >= 1 && bytes < kByteSizeMost) return Bytes(static_cast<std::int64_t>(bytes));
   throw UsageError(
       "{}: wanted a size above 0 with a unit, as 5GB (10^9 bytes) or 80GiB (2^30); found {}",
       option, format::in_quotes(text));

@@ -159,15 +159,7 @@ bool section_is_off(const Key& key, const json& object) {
   return has_switch || (!switch_in(object, kEnabled) && all_off(object));
 }
 
-}  // namespace
-
-std::int64_t clamped(double v) {
-  constexpr double kTop = 9223372036854775808.0;  // 2^63
-  if (v >= kTop) return std::numeric_limits<std::int64_t>::max();
-  if (v <= -kTop) return std::numeric_limits<std::int64_t>::min();
-  return static_cast<std::int64_t>(v);
-}
-
+// Bytes of a unit.
 std::optional<double> unit_factor(std::string_view unit, SizeText spelling) {
   const bool any_case = spelling == SizeText::kAnyCase;
   if (any_case && unit.empty()) return 1.0;
@@ -185,6 +177,15 @@ std::optional<double> unit_factor(std::string_view unit, SizeText spelling) {
     decimal *= 1e3;
   }
   return std::nullopt;
+}
+
+}  // namespace
+
+std::int64_t clamped(double v) {
+  constexpr double kTop = 9223372036854775808.0;  // 2^63
+  if (v >= kTop) return std::numeric_limits<std::int64_t>::max();
+  if (v <= -kTop) return std::numeric_limits<std::int64_t>::min();
+  return static_cast<std::int64_t>(v);
 }
 
 std::optional<double> parse_size(std::string_view text, SizeText spelling) {

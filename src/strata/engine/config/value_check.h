@@ -27,9 +27,8 @@ nlohmann::json with_numbers(const nlohmann::json& value);
 std::optional<bool> flag_in(const nlohmann::json& value);
 
 // Bytes of a size with its unit: "5GB", "1.5 MiB"; finite. nullopt for any other text. kAnyCase:
-// the unit in any case, or none, which means bytes; spaces around. unit_factor(): bytes of a unit.
+// the unit in any case, or none, which means bytes; spaces around.
 enum class SizeText { kExact, kAnyCase };
-std::optional<double> unit_factor(std::string_view unit, SizeText spelling);
 std::optional<double> parse_size(std::string_view text, SizeText spelling);
 
 // Towards zero; what no int64 holds becomes the largest or smallest.
