@@ -130,9 +130,8 @@ class Planner {
   void remark(std::string text) { model_.remarks.push_back(std::move(text)); }
 
   void read_document() {
-    const engine::ConfigSource source = engine::open_config_source(request_.config);
-    document_ = engine::parse_json_text(source.text, source.origin);
-    engine::Config::parse(source.text);  // errors by the configuration's own paths
+    document_ = engine::open_document(request_.config);
+    engine::Config::parse(request_.config);  // errors by the configuration's own paths
     if (document_.contains("strata") && document_["strata"].is_object() &&
         document_["strata"].erase("wrap") > 0)
       remark(

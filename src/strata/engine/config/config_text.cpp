@@ -144,6 +144,29 @@ std::string shortened(std::string_view text) {
   return text.size() <= kShown ? std::string(text) : std::string(text.substr(0, kShown)) + "...";
 }
 
+struct ConfigSource {
+  std::string text;    // JSON
+  std::string origin;  // "/data/ds.json", "the configuration": for messages
+};
+
+ConfigSource open_config_source(std::string_view text_or_path) {
+  const auto first = text_or_path.find_first_not_of(" \t\r\n");
+  if (first == std::string_view::npos)
+    throw ConfigError("the configuration is empty; write at least {\"train_batch_size\": 1}");
+  if (text_or_path[first] == '[' || text_or_path.find('{') != std::string_view::npos)
+    return {std::string(text_or_path), "the configuration"};
+  const std::filesystem::path path(text_or_path);
+  std::error_code error;
+  if (std::filesystem::is_regular_file(path, error)) return {read_file(path), path.string()};
+  auto decoded = decode_base64(text_or_path.substr(first));
+  if (decoded && decoded->find('{') != std::string::npos)
+    return {std::move(*decoded), "the base64 configuration"};
+  throw ConfigError(
+      "the configuration is neither JSON text, nor the path of a file that exists, nor JSON in "
+      "base64; found \"{}\"",
+      shortened(text_or_path));
+}
+
 }  // namespace
 
 ordered_json parse_json_text(std::string_view text, std::string_view origin) {
@@ -203,24 +226,6 @@ std::string canonical_text(const json& value) {
     return value.is_array() ? "[" + text + "]" : "{" + text + "}";
   }
   return value.dump(-1, ' ', false, json::error_handler_t::replace);
-}
-
-ConfigSource open_config_source(std::string_view text_or_path) {
-  const auto first = text_or_path.find_first_not_of(" \t\r\n");
-  if (first == std::string_view::npos)
-    throw ConfigError("the configuration is empty; write at least {\"train_batch_size\": 1}");
-  if (text_or_path[first] == '[' || text_or_path.find('{') != std::string_view::npos)
-    return {std::string(text_or_path), "the configuration"};
-  const std::filesystem::path path(text_or_path);
-  std::error_code error;
-  if (std::filesystem::is_regular_file(path, error)) return {read_file(path), path.string()};
-  auto decoded = decode_base64(text_or_path.substr(first));
-  if (decoded && decoded->find('{') != std::string::npos)
-    return {std::move(*decoded), "the base64 configuration"};
-  throw ConfigError(
-      "the configuration is neither JSON text, nor the path of a file that exists, nor JSON in "
-      "base64; found \"{}\"",
-      shortened(text_or_path));
 }
 
 ordered_json open_document(std::string_view text_or_path) {

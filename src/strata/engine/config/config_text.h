@@ -24,14 +24,7 @@ nlohmann::ordered_json parse_json_text(std::string_view text, std::string_view o
 // The same text in one canonical spelling: sorted keys, shortest numbers, Infinity as it came.
 std::string canonical_text(const nlohmann::json& value);
 
-struct ConfigSource {
-  std::string text;    // JSON
-  std::string origin;  // "/data/ds.json", "the configuration": for messages
-};
-
-// A text that holds a '{' is JSON; another one is a path when such a file exists, else base64.
-ConfigSource open_config_source(std::string_view text_or_path);
-// The object in it.
+// The object in a text that holds a '{', or in the file of which it is the path; else in base64.
 nlohmann::ordered_json open_document(std::string_view text_or_path);
 
 }  // namespace strata::engine
