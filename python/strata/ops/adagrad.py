@@ -2,7 +2,7 @@
 
 import torch
 
-from .elementwise import ElementwiseOptimizer, in_fp32, write_back
+from .elementwise import ElementwiseOptimizer
 
 
 class DeepSpeedCPUAdagrad(ElementwiseOptimizer):
@@ -32,22 +32,18 @@ class DeepSpeedCPUAdagrad(ElementwiseOptimizer):
         """Called by ``step()``: parameters of ``group`` with gradients."""
         dense = [p for p in parameters if not p.grad.is_sparse]
         if dense:
-            self._update_dense(group, dense)
+            self.update_in_fp32(group, dense)
         for parameter in parameters:
             if parameter.grad.is_sparse:
                 self._update_rows(group, parameter)
 
-    def _update_dense(self, group, parameters):
-        kept = [self.state[p]["exp_avg_sq"] for p in parameters]
-        weights, sums, gradients = in_fp32(parameters), in_fp32(kept), in_fp32([p.grad for p in parameters])
+    def compute(self, group, weights, sums, gradients):
         if group["weight_decay"]:
             gradients = torch._foreach_add(gradients, weights, alpha=group["weight_decay"])
         torch._foreach_addcmul_(sums, gradients, gradients)
         denominators = torch._foreach_sqrt(sums)
         torch._foreach_add_(denominators, group["eps"])
         torch._foreach_addcdiv_(weights, gradients, denominators, -float(group["lr"]))
-        write_back(parameters, weights)
-        write_back(kept, sums)
 
     def _update_rows(self, group, parameter):
         gradient = parameter.grad.coalesce()

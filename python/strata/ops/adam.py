@@ -22,7 +22,8 @@ class _Adam(ElementwiseOptimizer):
                     "bias_correction": bias_correction, "amsgrad": amsgrad}  # fmt: skip
         super().__init__(params, defaults, fp32_states)
 
-    def _update_on_host(self, group, parameters, counts):
+    def update(self, group, parameters, counts):
+        """Called by ``step()``: parameters of ``group`` with gradients, of their updates number ``counts``."""
         if self._host is None:
             self._host = _C.HostAdam(rank_and_world_size()[1])
         states = [self.state[p] for p in parameters]
@@ -64,10 +65,6 @@ class DeepSpeedCPUAdam(_Adam):
             raise _C.UsageError("DeepSpeedCPUAdam updates parameters in host memory; take FusedAdam, or give the "
                                 f"optimizer to strata.initialize before its first step; found {described(parameter)}")
 
-    def update(self, group, parameters, counts):
-        """Called by ``step()``: parameters of ``group`` with gradients, of their updates number ``counts``."""
-        self._update_on_host(group, parameters, counts)
-
 
 class FusedAdam(_Adam):
     """Adam and AdamW over parameters on GPUs, in few kernels; those in host memory are updated as by DeepSpeedCPUAdam,
@@ -83,7 +80,6 @@ class FusedAdam(_Adam):
         super().__init__(params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode, False)
 
     def update(self, group, parameters, counts):
-        """Called by ``step()``: parameters of ``group`` with gradients, of their updates number ``counts``."""
         on_host, on_gpus = [], {}
         for parameter, count in zip(parameters, counts, strict=True):
             if parameter.device.type == "cpu":
@@ -91,7 +87,7 @@ class FusedAdam(_Adam):
             else:
                 on_gpus.setdefault((parameter.device, parameter.dtype, count), []).append(parameter)
         if on_host:
-            self._update_on_host(group, *zip(*on_host, strict=True))
+            super().update(group, *zip(*on_host, strict=True))
         for (device, _, count), members in on_gpus.items():
             self._update_on_gpu(group, members, count, device)
 
@@ -113,7 +109,7 @@ def _laid_out_as(parameter, gradient):
     return gradient if alike else torch.empty_like(parameter).copy_(gradient)
 
 
-_UPDATES = (DeepSpeedCPUAdam.update, FusedAdam.update)
+_UPDATES = (_Adam.update, FusedAdam.update)
 
 
 def adam_mode(optimizer):

@@ -119,6 +119,17 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
             raise _C.UsageError(f"{type(self).__name__} has no update for sparse gradients; make the embedding with "
                                 f"sparse=False, or take torch.optim.SparseAdam; found one of {described(parameter)}")
 
+    def update_in_fp32(self, group, parameters):
+        """An ``update`` of dense gradients by ``compute(group, weights, moments, gradients)`` of a subclass with one
+        moment. It changes these lists of fp32 tensors in place; 16-bit ones are copies, which are rounded at the end."""
+        moments = [self.state[p][self.moments[0]] for p in parameters]
+        targets = [*parameters, *moments]
+        values = [tensor.float() for tensor in targets]
+        self.compute(group, values[: len(parameters)], values[len(parameters) :], [p.grad.float() for p in parameters])
+        for target, value in zip(targets, values, strict=True):
+            if value is not target:
+                target.copy_(value)
+
     def takes_sparse(self, gradient):
         """Whether ``update`` takes this gradient, which is not dense."""
         return False
@@ -138,18 +149,6 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
 def described(parameter):
     """A description of a parameter without a name: its dtype, shape and device."""
     return f"a {parameter.dtype} parameter of shape {list(parameter.shape)} on {parameter.device}"
-
-
-def in_fp32(tensors):
-    """The tensors; of 16-bit ones, fp32 copies."""
-    return [tensor.float() for tensor in tensors]
-
-
-def write_back(targets, values):
-    """Gives ``targets`` the values that ``in_fp32`` has copied, rounded."""
-    for target, value in zip(targets, values, strict=True):
-        if value is not target:
-            target.copy_(value)
 
 
 def set_value(group, key, value):

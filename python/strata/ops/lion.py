@@ -2,7 +2,7 @@
 
 import torch
 
-from .elementwise import ElementwiseOptimizer, in_fp32, write_back
+from .elementwise import ElementwiseOptimizer
 
 
 class _Lion(ElementwiseOptimizer):
@@ -10,8 +10,9 @@ class _Lion(ElementwiseOptimizer):
 
     def update(self, group, parameters, counts):
         """Called by ``step()``: parameters of ``group`` with gradients."""
-        kept = [self.state[p]["exp_avg"] for p in parameters]
-        weights, averages, gradients = in_fp32(parameters), in_fp32(kept), in_fp32([p.grad for p in parameters])
+        self.update_in_fp32(group, parameters)
+
+    def compute(self, group, weights, averages, gradients):
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]
         directions = torch._foreach_mul(averages, beta1)
         torch._foreach_add_(directions, gradients, alpha=1 - beta1)
@@ -21,8 +22,6 @@ class _Lion(ElementwiseOptimizer):
         torch._foreach_add_(weights, directions, alpha=-lr)
         torch._foreach_mul_(averages, beta2)
         torch._foreach_add_(averages, gradients, alpha=1 - beta2)
-        write_back(parameters, weights)
-        write_back(kept, averages)
 
 
 class DeepSpeedCPULion(_Lion):
