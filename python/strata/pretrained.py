@@ -11,9 +11,8 @@ import torch
 
 from . import _C
 from .checkpoint.adapters import WEIGHTS, attach_adapter, holds_adapter, read_adapter_config, require_buffers
-from .checkpoint.load_plan import LoadPlan, build_model, make_flat
+from .checkpoint.load_plan import CheckpointFiles, LoadPlan, build_model, make_flat, open_files
 from .checkpoint.names import homes_of, model_tensors, names_of, state_names
-from .checkpoint.repeated_blocks import Leaves
 from .checkpoint.saving import save_pretrained
 from .checkpoint.supported_transformers import adapter, dtype_name, require_supported
 from .config_source import read_config
@@ -64,11 +63,11 @@ def load_weights(engine, path, strict=False):
     warning, with ``strict`` an error. FormatError where the checkpoint contradicts itself or does not fit the model;
     the weights are unchanged then. IoError where a file cannot be read; the weights are a mixture then."""
     with agree_after(engine._collectives, f"opening the checkpoint '{path}'"):
-        checkpoint = _C.Checkpoint(os.fspath(path))
+        files = open_files(path)
         parameters = [(i, known.parameter, known.shape) for i, known in enumerate(engine.known)]
         names, buffers = names_of(engine.module)
         entries = _entries(parameters, names, engine._config)
-        plan = LoadPlan(engine.module, checkpoint, path, entries, homes_of(engine.module, buffers), strict)
+        plan = LoadPlan(engine.module, files, entries, homes_of(engine.module, buffers), strict)
     _load(engine, [plan], StartUpClock())
 
 
@@ -165,41 +164,23 @@ def warm_up(opening):
         logger.debug("nothing was loaded for the first step beforehand: %s", error)
 
 
-class _Files(NamedTuple):
-    """One checkpoint."""
-
-    path: str
-    checkpoint: object
-    leaves: Leaves
-
-    def plan(self, model, parameters, buffers, constructed):
-        """A ``LoadPlan`` of these files, but for its argument ``strict``."""
-        return partial(LoadPlan, model, self.checkpoint, self.path, parameters, buffers, leaves=self.leaves,
-                       constructed=constructed)
-
-
 class _Opened(NamedTuple):
     """A model's files, and the files and configuration of the adapter where the path is one of PEFT's."""
 
-    base: _Files
-    adapter: _Files = None
+    base: CheckpointFiles
+    adapter: CheckpointFiles = None
     adapter_config: object = None
 
 
 def _open(path):
     if not holds_adapter(path):
-        return _Opened(_open_files(path))
+        return _Opened(open_files(path))
     adapter_config, base = read_adapter_config(path)
-    return _Opened(_open_files(base), _open_files(os.path.join(path, WEIGHTS)), adapter_config)
-
-
-def _open_files(path):
-    checkpoint = _C.Checkpoint(os.fspath(path))
-    return _Files(path, checkpoint, Leaves(checkpoint.tensors()))
+    return _Opened(open_files(base), open_files(os.path.join(path, WEIGHTS)), adapter_config)
 
 
 def _build_flat(importing, opening, config, model_arguments):
-    """(model, {id(parameter): full shape}, [callable that makes a LoadPlan]): tied as the checkpoint is, no memory."""
+    """(model, {id(parameter): full shape}, [LoadPlan without ``strict``]): tied as the checkpoint is, no memory."""
     model_class, model_config = importing.result()
     opened = opening.result()
     base, constructed = _build(model_class, model_config, opened, config.dtype, model_arguments)
@@ -221,11 +202,11 @@ def _build_flat(importing, opening, config, model_arguments):
     parameters = [(i, p, shapes[id(p)]) for i, p in enumerate(model.parameters())]
     of_base = {key: names for key, names in named.items() if key not in of_adapter}
     constructed = {i: constructed[id(p)] for i, p, _ in parameters if id(p) in constructed}
-    homes = homes_of(base, buffers)
-    plans = [opened.base.plan(base, _entries(parameters, of_base, config), homes, constructed)]
+    homes, entries = homes_of(base, buffers), _entries(parameters, of_base, config)
+    plans = [partial(LoadPlan, base, opened.base, entries, homes, constructed=constructed)]
     if opened.adapter is not None:
         homes = homes_of(model, adapter_buffers)
-        plans.append(opened.adapter.plan(model, _entries(parameters, of_adapter, config), homes, {}))
+        plans.append(partial(LoadPlan, model, opened.adapter, _entries(parameters, of_adapter, config), homes))
     return model.eval(), shapes, plans
 
 

@@ -4,7 +4,9 @@ A plan needs only headers, so that a checkpoint that does not fit is refused bef
 model is built with parameters that have no memory and with real buffers."""
 
 import math
+import os
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -16,6 +18,20 @@ from .repeated_blocks import Leaves
 from .supported_transformers import adapter, build
 
 
+class CheckpointFiles(NamedTuple):
+    """An open checkpoint: the path as it was given, a _C.Checkpoint, and the ``Leaves`` of its tensors."""
+
+    path: str
+    checkpoint: object
+    leaves: Leaves
+
+
+def open_files(path):
+    """The ``CheckpointFiles`` of a folder, or of one .safetensors file."""
+    checkpoint = _C.Checkpoint(os.fspath(path))
+    return CheckpointFiles(path, checkpoint, Leaves(checkpoint.tensors()))
+
+
 class LoadPlan:
     """The ranges of a checkpoint's tensors that fill an engine's parameters. Methods are local unless they say
     "collective". FormatError where tensors are missing, have another shape or an unfit dtype, or with ``strict`` are
@@ -23,25 +39,20 @@ class LoadPlan:
 
     Args:
         model: the module, for its naming rules.
-        checkpoint: a _C.Checkpoint.
-        path: of the checkpoint, for messages.
+        files: ``CheckpointFiles``.
         parameters: [(index among the model's parameters, [names], full shape, torch dtype of the weight)].
         buffers: {name: ``BufferHome``} of persistent buffers.
         strict: tensors that the model does not use are an error; else a warning.
-        leaves: ``Leaves`` of the checkpoint's tensors, where they are made already.
         constructed: {index: value} of parameters that the model's class leaves out of its checkpoints.
         found: a result of ``model_tensors`` for these parameters, and maybe for others.
     """
 
-    def __init__(self, model, checkpoint, path, parameters, buffers, strict=False, leaves=None, constructed=None,
-                 found=None):  # fmt: skip
-        self._checkpoint = checkpoint
-        self._path = path
+    def __init__(self, model, files, parameters, buffers, strict=False, constructed=None, found=None):
+        self._path, self._checkpoint, leaves = files
         known = {name for _, names, _, _ in parameters for name in names} | set(buffers)
-        leaves = leaves or Leaves(checkpoint.tensors())
         found, self.unexpected = (found, []) if found else model_tensors(model, known, leaves)
         if strict and self.unexpected:
-            raise _C.FormatError(_listing(f"{path}: the model has no use for", self.unexpected))
+            raise _C.FormatError(_listing(f"{self._path}: the model has no use for", self.unexpected))
         self._computed = []  # (index, RangeTensor)
         self._constructed = []  # (index, value)
         left_out = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
@@ -71,8 +82,8 @@ class LoadPlan:
             elif name in found:
                 self._buffers.append((home, found[name]))
         if problems:
-            raise _C.FormatError(_listing(f"{path}: tensors of another shape than the model's:", problems))
-        self._map = _C.WeightMap(list(self._sources.values()), checkpoint)
+            raise _C.FormatError(_listing(f"{self._path}: tensors of another shape than the model's:", problems))
+        self._map = _C.WeightMap(list(self._sources.values()), self._checkpoint)
 
     def read(self, core, known=None, reader=None):
         """Collective: reads this rank's part of the tensors that need no computation.

@@ -13,9 +13,8 @@ from types import SimpleNamespace
 import torch
 
 from .. import _C
-from ..checkpoint.load_plan import LoadPlan
+from ..checkpoint.load_plan import LoadPlan, open_files
 from ..checkpoint.names import model_tensors, state_names
-from ..checkpoint.repeated_blocks import Leaves
 from ..checkpoint.supported_transformers import adapter, unsupported
 from ..model.parameter import owner_of
 from ..rank_logging import logger
@@ -74,7 +73,7 @@ def _load(model, loading, collectives):
     plans, reason = None, ""
     with agree_after(collectives, "from_pretrained: planning what is read"):
         try:
-            plans = _Plans(model, _checkpoint_of(loading))
+            plans = _Plans(model, _files_of(loading))
         except (_Unfit, _C.Error, OSError) as error:
             reason = str(error) or type(error).__name__
     reason = next(filter(None, collectives.all_gather_text(reason)), None)
@@ -87,8 +86,8 @@ def _load(model, loading, collectives):
     return plans.run(collectives)
 
 
-def _checkpoint_of(loading):
-    """(_C.Checkpoint, path), or _Unfit where Strata cannot read it."""
+def _files_of(loading):
+    """The ``CheckpointFiles``, or _Unfit where Strata cannot read them."""
     files = loading.files
     if loading.state_dict is not None or not files:
         raise _Unfit("the weights come from a state dict, not from files")
@@ -98,22 +97,19 @@ def _checkpoint_of(loading):
         raise _Unfit("the script gives a key_mapping or expected keys of its own")
     if not all(str(file).endswith(".safetensors") for file in files):
         raise _Unfit(f"'{files[0]}' is no .safetensors file; save the model again as safetensors")
-    path = files[0] if len(files) == 1 else os.path.dirname(files[0])
-    return _C.Checkpoint(os.fspath(path)), path
+    return open_files(files[0] if len(files) == 1 else os.path.dirname(files[0]))
 
 
 class _Plans:
     """The LoadPlans of all cores that ``zero.Init`` has made for a model. _Unfit or FormatError where the checkpoint's
     tensors cannot be mapped to the model's."""
 
-    def __init__(self, model, opened):
-        checkpoint, path = opened
+    def __init__(self, model, files):
         self._model = model
         self._parameters, self._buffers = state_names(model)
         if adapter().INITIALIZES_MISSING and len({*map(id, self._parameters.values())}) < len(self._parameters):
             raise _Unfit("this transformers ties parameters before it loads them, and so reads them")
-        leaves = Leaves(checkpoint.tensors())
-        self._found, _ = model_tensors(model, {*self._parameters, *self._buffers}, leaves)
+        self._found, _ = model_tensors(model, {*self._parameters, *self._buffers}, files.leaves)
         by_core = {}
         for name, parameter in self._parameters.items():
             if name not in self._found:
@@ -125,9 +121,9 @@ class _Plans:
             if found != shape:
                 raise _Unfit(f"'{name}' has shape {found} in the checkpoint, {shape} in the model")
             by_core.setdefault(id(core), (core, []))[1].append((index, [name], shape, parameter.dtype))
-        self._plans = [(core, LoadPlan(model, checkpoint, path, entries, {}, leaves=leaves, found=self._found))
+        self._plans = [(core, LoadPlan(model, files, entries, {}, found=self._found))
                        for core, entries in by_core.values()]
-        self._checkpoint = checkpoint
+        self._read = files.checkpoint.read
 
     def run(self, collectives):
         """Reads the shards. Collective. Returns the result of transformers' function. IoError on every rank names the
@@ -146,7 +142,7 @@ class _Plans:
             with agree_after(collectives, "from_pretrained: reading the buffers"):
                 for name, buffer in self._buffers.items():
                     if name in self._found:
-                        buffer.copy_(self._found[name].compute(self._checkpoint.read))
+                        buffer.copy_(self._found[name].compute(self._read))
         for name in state.keys() - missing:
             state[name]._is_hf_initialized = True  # so that transformers does not initialize it
         return adapter().loaded(self._model, missing)
