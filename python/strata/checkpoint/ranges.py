@@ -146,11 +146,11 @@ def _join(result, args, kwargs):
     outer = _outer(result, _dim(args, kwargs, 1))
     if outer * len(parts) > _RUNS_MAX:
         return None
-    runs, takers = [], [_Taker(p.runs) for p in parts]
+    runs, takers = [], [_taker(p.runs) for p in parts]
     for i in range(outer):
-        for part, taker in zip(parts, takers):
+        for part, take in zip(parts, takers):
             inner = part.numel() // outer if outer else 0
-            taker.take(i * inner, inner, runs)
+            take(i * inner, inner, runs)
     return [runs]
 
 
@@ -158,13 +158,13 @@ def _cut(whole, results, dim):
     outer = _outer(whole, dim)
     if outer * len(results) > _RUNS_MAX:
         return None
-    taker = _Taker(whole.runs)
+    take = _taker(whole.runs)
     cut, begin = [], 0
     for result in results:
         length = result.numel() // outer if outer else 0
         runs = []
         for i in range(outer):
-            taker.take(i * (whole.numel() // outer) + begin, length, runs)
+            take(i * (whole.numel() // outer) + begin, length, runs)
         cut.append(runs)
         begin += length
     return cut
@@ -176,28 +176,22 @@ def _outer(tensor, dim):
     return math.prod(shape[: dim % len(shape)])
 
 
-def _add(runs, source, begin, numel):
-    """Adds a run of elements to a list of runs, in which neighbours are merged."""
-    if runs and runs[-1][0] == source and runs[-1][1] + runs[-1][2] == begin:
-        runs[-1] = source, runs[-1][1], runs[-1][2] + numel
-    elif numel:
-        runs.append((source, begin, numel))
+def _taker(runs):
+    """A function that adds a span of elements of ``runs`` to another list of runs, in which neighbours are merged."""
+    starts = [0, *accumulate(numel for _, _, numel in runs)]
 
-
-class _Taker:
-    """Takes spans out of a list of runs."""
-
-    def __init__(self, runs):
-        self._runs = runs
-        self._starts = [0, *accumulate(numel for _, _, numel in runs)]
-
-    def take(self, begin, numel, target):
-        index = bisect.bisect_right(self._starts, begin) - 1
+    def take(begin, numel, target):
+        index = bisect.bisect_right(starts, begin) - 1
         while numel > 0:
-            source, at, count = self._runs[index]
-            skip = begin - self._starts[index]
+            source, at, count = runs[index]
+            skip = begin - starts[index]
             taken = min(numel, count - skip)
-            _add(target, source, at + skip, taken)
+            if target and target[-1][0] == source and target[-1][1] + target[-1][2] == at + skip:
+                target[-1] = source, target[-1][1], target[-1][2] + taken
+            elif taken:
+                target.append((source, at + skip, taken))
             begin += taken
             numel -= taken
             index += 1
+
+    return take
