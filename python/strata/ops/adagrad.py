@@ -29,10 +29,9 @@ class DeepSpeedCPUAdagrad(ElementwiseOptimizer):
         return gradient.layout == torch.sparse_coo and not any(g["weight_decay"] for g in self.param_groups)
 
     def update(self, group, parameters, counts):
-        """Called by ``step()``: parameters of ``group`` with gradients."""
         dense = [p for p in parameters if not p.grad.is_sparse]
         if dense:
-            self.update_in_fp32(group, dense)
+            super().update(group, dense, counts)
         for parameter in parameters:
             if parameter.grad.is_sparse:
                 self._update_rows(group, parameter)

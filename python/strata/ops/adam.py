@@ -23,7 +23,6 @@ class _Adam(ElementwiseOptimizer):
         super().__init__(params, defaults, fp32_states)
 
     def update(self, group, parameters, counts):
-        """Called by ``step()``: parameters of ``group`` with gradients, of their updates number ``counts``."""
         if self._host is None:
             self._host = _C.HostAdam(rank_and_world_size()[1])
         states = [self.state[p] for p in parameters]

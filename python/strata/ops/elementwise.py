@@ -19,8 +19,8 @@ def add_group_without_compiler(optimizer, param_group):
 class ElementwiseOptimizer(torch.optim.Optimizer):
     """An optimizer whose update of an element needs that element alone.
 
-    ``state[p]`` is ``{"step": int, **moments}``. A subclass names its moments and has
-    ``update(group, parameters, counts)``, which updates parameters that have gradients, as updates number ``counts``.
+    ``state[p]`` is ``{"step": int, **moments}``. A subclass names its moments and has ``update()`` of its own, or one
+    moment and ``compute(group, weights, moments, gradients)``, which changes these lists of fp32 tensors in place.
 
     Args:
         params: parameters or dicts of param groups; float32, bfloat16 or float16, in any mix. Keys of a group that
@@ -119,9 +119,9 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
             raise _C.UsageError(f"{type(self).__name__} has no update for sparse gradients; make the embedding with "
                                 f"sparse=False, or take torch.optim.SparseAdam; found one of {described(parameter)}")
 
-    def update_in_fp32(self, group, parameters):
-        """An ``update`` of dense gradients by ``compute(group, weights, moments, gradients)`` of a subclass with one
-        moment. It changes these lists of fp32 tensors in place; 16-bit ones are copies, which are rounded at the end."""
+    def update(self, group, parameters, counts):
+        """Called by ``step()``: parameters of ``group`` with gradients, of their updates number ``counts``. Tensors of
+        16 bits are rounded at the end."""
         moments = [self.state[p][self.moments[0]] for p in parameters]
         targets = [*parameters, *moments]
         values = [tensor.float() for tensor in targets]

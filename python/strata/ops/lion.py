@@ -8,10 +8,6 @@ from .elementwise import ElementwiseOptimizer
 class _Lion(ElementwiseOptimizer):
     moments = ("exp_avg",)
 
-    def update(self, group, parameters, counts):
-        """Called by ``step()``: parameters of ``group`` with gradients."""
-        self.update_in_fp32(group, parameters)
-
     def compute(self, group, weights, averages, gradients):
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]
         directions = torch._foreach_mul(averages, beta1)
