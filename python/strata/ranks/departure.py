@@ -12,6 +12,7 @@ _REASON_MOST = 1000  # characters
 _present = {}  # weak reference to a _C.ShardedModel -> (what shares its collectives, its engine), by time of watch()
 _hooks = ()
 _last_error = None  # str of the last exception that went through an engine
+_failed_exit = None  # str, of the last ``sys.exit``, if it was with a failure
 
 
 def watch(core, engine=None, group=None):
@@ -22,10 +23,10 @@ def watch(core, engine=None, group=None):
     to the engine, whose ``end_watching()`` and, collectively, ``wait_for_checkpoint()`` are called at the end of the
     process. Their exceptions are logged. ``group``: the same object for cores of the same collectives, which share one
     sync point; None: a core alone."""
-    global _hooks
+    global _hooks, _failed_exit
     if not _present:
         atexit.register(_leave)
-        _hooks = (_ExceptHook("excepthook"), _ExitHook("exit"))
+        _hooks, _failed_exit = (_Hook("excepthook", _notify_peers), _Hook("exit", _record_exit)), None
     _present[weakref.ref(core, _remove)] = (group or object(), engine)
 
 
@@ -56,11 +57,17 @@ def _remove(reference):
 
 
 class _Hook:
-    """Stands in for a function of ``sys``."""
+    """Stands in for a function of ``sys``, and calls it after ``first``, with the same arguments."""
 
-    def __init__(self, name):
-        self._name, self._previous = name, getattr(sys, name)
+    def __init__(self, name, first):
+        self._name, self._first, self._previous = name, first, getattr(sys, name)
         setattr(sys, name, self)
+
+    def __call__(self, *args):
+        try:
+            self._first(*args)
+        finally:
+            self._previous(*args)
 
     def remove(self):
         """Restores the function from before. One that other code has put above stays, and calls it through this."""
@@ -68,29 +75,14 @@ class _Hook:
             setattr(sys, self._name, self._previous)
 
 
-class _ExceptHook(_Hook):
-    """Notifies peers of an uncaught exception, then calls the ``sys.excepthook`` that it stands in for."""
-
-    def __call__(self, kind, value, traceback):
-        try:
-            _notify_peers(kind, value)
-        finally:
-            self._previous(kind, value, traceback)
+def _record_exit(status=None):
+    global _failed_exit
+    caller = sys._getframe(2)  # beyond the hook
+    where = f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}"
+    _failed_exit = None if status in (None, 0) else f"sys.exit({status!r}) at {where}"
 
 
-class _ExitHook(_Hook):
-    """Stands in for ``sys.exit``: remembers the place of the call, then calls the function."""
-
-    failure = None  # str, of an exit with a failure
-
-    def __call__(self, status=None, /):
-        caller = sys._getframe(1)
-        where = f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}"
-        self.failure = None if status in (None, 0) else f"sys.exit({status!r}) at {where}"
-        self._previous(status)
-
-
-def _notify_peers(kind, value):
+def _notify_peers(kind, value, traceback=None):
     notified = set()
     for reference, (group, _) in list(_present.items()):
         core = reference()
@@ -105,7 +97,7 @@ def _notify_peers(kind, value):
 
 def _last_words(core):
     words = f"its program ended after {getattr(core, 'global_steps', 0)} steps"
-    words += "".join(f" by {hook.failure}" for hook in _hooks if isinstance(hook, _ExitHook) and hook.failure)
+    words += f" by {_failed_exit}" if _failed_exit else ""
     return (words if _last_error is None else f"{words}; its last error was {_last_error}")[:_REASON_MOST]
 
 
