@@ -145,7 +145,7 @@ class SegmentStates:
     def is_by_element(self, index, value):
         """Whether the state ``value`` has an entry for each element of the part that the optimizer was lent."""
         parameter = self._parameters[index]
-        return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == parameter.numel()
+        return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == parameter.shape
 
     def own(self, index, value):
         """This rank's part of a state that has one entry an element: a view of one dimension."""
@@ -246,7 +246,11 @@ class WholeStates(SegmentStates):
                     whole = _C.join_state(core, index, self._masters.get(index))
                     parameter.detach().copy_(shaped(core, index, whole))
                 parameter.grad = None if gradient is None else shaped(core, index, gradient)
-            with _same_random_numbers(core, self._alone), plain_parts(self._parameters.values()):
+            gpus = [core.device] if core.device.type == "cuda" else []
+            drawing = torch.random.fork_rng(gpus, enabled=not self._alone)  # the script's random numbers do not change
+            with drawing, plain_parts(self._parameters.values()):
+                if not self._alone:
+                    torch.manual_seed(core.global_steps)  # every rank draws the same numbers
                 self._step()
             if not self._alone:
                 for index, master in self._masters.items():
@@ -254,9 +258,6 @@ class WholeStates(SegmentStates):
         finally:
             for parameter in self._parameters.values():
                 parameter.grad = None
-
-    def is_by_element(self, index, value):
-        return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == self._parameters[index].shape
 
     def own(self, index, value):
         first, last = self._ranges[index]
@@ -374,16 +375,6 @@ def _copy_at(device, value, **more):
         return torch.empty_like(value, device=device, **more).copy_(value)
     except RuntimeError as error:  # torch raises this for devices and for pinned memory
         raise MemoryError(f"no room for a state of the optimizer on {device}: {error}") from error
-
-
-@contextmanager
-def _same_random_numbers(core, alone):
-    """Context in which an optimizer draws the same random numbers on every rank; the script's numbers do not change."""
-    device = torch.device(core.device)
-    with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=not alone):
-        if not alone:
-            torch.manual_seed(core.global_steps)
-        yield
 
 
 _gradient = torch.Tensor.grad
