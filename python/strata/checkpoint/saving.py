@@ -38,15 +38,15 @@ def save_pretrained(engine, folder, max_shard_size="5GB"):
     with agree_after(collectives, "saving the weights"):
         engine.core.require_own_memory()
         shard_max = file_bytes(max_shard_size)
-        weights, buffers = _state_leaves(engine)
-        tensors = saved_tensors(model, {**weights, **buffers[0]})
+        leaves, buffers = _state_leaves(engine)
+        tensors = saved_tensors(model, leaves)
         listed = [(n, list(t.shape), t.dtype, _saved_pieces(t, engine.known)) for n, t in tensors.items()]
     saver = _C.WeightSaver(engine.core, os.fspath(folder), listed, shard_max)
     saver.write_pieces()
     failure = None
     for index, (name, tensor) in enumerate(tensors.items()):
         if not listed[index][3]:
-            failure = _save_computed(engine, saver, index, tensor, buffers[1]) or failure
+            failure = _save_computed(engine, saver, index, tensor, buffers) or failure
     with agree_after(collectives, "saving the weights"):
         if failure is not None:
             raise failure
@@ -57,15 +57,14 @@ def save_pretrained(engine, folder, max_shard_size="5GB"):
 
 
 def _state_leaves(engine):
-    """({name: leaf of a parameter}, ({name: leaf of a buffer}, {source: buffer})). A parameter's source is its index in
-    ``engine.known``, a buffer's is ("buffer", name)."""
+    """({name: leaf}, {name: buffer}). A parameter's source is its index in ``engine.known``, a buffer's is its name."""
     names, buffers = names_of(engine.module)
-    weights = {}
+    leaves = {}
     for place, known in enumerate(engine.known):
         dtype = engine._described[known.parts[0].index][1].dtype
-        weights[names[id(known.parameter)][0]] = RangeTensor.leaf(place, known.shape, dtype)
-    values = {("buffer", name): buffer for name, buffer in buffers.items()}
-    return weights, ({n: RangeTensor.leaf(("buffer", n), b.shape, b.dtype) for n, b in buffers.items()}, values)
+        leaves[names[id(known.parameter)][0]] = RangeTensor.leaf(place, known.shape, dtype)
+    leaves.update((name, RangeTensor.leaf(name, buffer.shape, buffer.dtype)) for name, buffer in buffers.items())
+    return leaves, buffers
 
 
 def _saved_pieces(tensor, all_known):
