@@ -326,13 +326,11 @@ def load_optimizer(engine, saved, tensors):
     optimizer = engine.optimizer
     if saved is None:
         return
-    for group, values in zip(optimizer.param_groups, saved["param_groups"]):
-        set_values(group, values)
+    for owner in (optimizer, optimizer.inner or optimizer):  # two may share their groups
+        for group, values in zip(owner.param_groups, saved["param_groups"]):
+            set_values(group, values)
     if optimizer.inner is None:
         return
-    if optimizer.inner.param_groups is not optimizer.param_groups:
-        for group, values in zip(optimizer.inner.param_groups, saved["param_groups"]):
-            set_values(group, values)
     states = engine.core.segment_states
     group_of = {id(p): group for group in optimizer.inner.param_groups for p in group["params"]}
     by_element = {}
