@@ -46,26 +46,21 @@ def to_model(model, known, tensors):
     ``save_pretrained`` would write."""
     conversions = private("get_model_conversion_mapping")
     mapping = conversions(model)
-    answer = found_by_conversions(model, mapping, known, tensors)
-    if all(hasattr(c, "was_used") for c in mapping):
-        model._weight_conversions = [c for c in mapping if c.was_used()]
-    else:
-        model._weight_conversions = conversions(model, add_legacy=False)
-    return answer
-
-
-def to_files(model, tensors):
-    return private("revert_weight_conversion")(model, tensors)
-
-
-def found_by_conversions(model, mapping, known, tensors):
     convert = partial(_converted, model, mapping, known, tensors)
     answer = None
     if not any(_NUMBER_IN_PATTERN.search(pattern) for c in mapping for pattern in c.source_patterns):
         with suppress(_C.FormatError):  # with all names there may be no error, or one that says more
             answer = found_by_blocks(convert, tensors, known)
     found, unexpected = answer or convert(tensors)
+    if all(hasattr(c, "was_used") for c in mapping):
+        model._weight_conversions = [c for c in mapping if c.was_used()]
+    else:
+        model._weight_conversions = conversions(model, add_legacy=False)
     return found, _in_natural_order(unexpected)
+
+
+def to_files(model, tensors):
+    return private("revert_weight_conversion")(model, tensors)
 
 
 def _converted(model, mapping, known, tensors, asked):
