@@ -217,13 +217,12 @@ class Files:
         return {name: {"step": int(steps.get("all", 0)) - int(missed.get(name, 0))} for name in self._trained}
 
     def _require_one_value_a_flat_tensor(self):
-        for shapes in self._layout.shapes:
-            first, *others = shapes
-            for name in others:
-                if repr(self._scalars[name]) != repr(self._scalars[first]):
-                    logger.warning("DeepSpeed keeps one value for '%s' and '%s', of which the optimizer has %s and %s; "
-                                   "the first is written", first, name, self._scalars[first], self._scalars[name])
-                    break
+        scalars = self._scalars
+        for first, *others in self._layout.shapes:
+            name = next((name for name in others if repr(scalars[name]) != repr(scalars[first])), None)
+            if name is not None:
+                logger.warning("DeepSpeed keeps one value for '%s' and '%s', of which the optimizer has %s and %s; the "
+                               "first is written", first, name, scalars[first], scalars[name])
 
     def _number(self, section, key, default):
         """A number of the configuration; ``default`` where it is absent or "auto"."""
@@ -285,13 +284,11 @@ class Files:
     # --- the model's files ---
 
     def _write_model(self, folder, module, frozen):
-        if self._layout.stage < 3:
-            save(self._model(0, module, frozen), os.path.join(folder, "mp_rank_00_model_states.pt"))
-            return
-        for rank in range(self._layout.world_size):
-            fragments = {name: self._fragment(value, rank) for name, value in frozen.items()}
-            state = self._model(rank, module, frozen, fragments)
-            save(state, os.path.join(folder, f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"))
+        of_ranks = self._layout.stage == 3
+        for rank in range(self._layout.world_size if of_ranks else 1):
+            fragments = {name: self._fragment(value, rank) if of_ranks else value for name, value in frozen.items()}
+            name = f"{f'zero_pp_rank_{rank}_' if of_ranks else ''}mp_rank_00_model_states.pt"
+            save(self._model(rank, module, frozen, fragments), os.path.join(folder, name))
 
     def _fragment(self, value, rank):
         """The rank's part of a frozen parameter; all ranks' parts have the same size."""
@@ -299,7 +296,7 @@ class Files:
         own = value.flatten()[rank * part:(rank + 1) * part]
         return torch.nn.functional.pad(own, (0, part - own.numel()))
 
-    def _model(self, rank, module, frozen, fragments=None):
+    def _model(self, rank, module, frozen, fragments):
         layout = self._layout
         buffers = self._buffers(rank)
         ordered = collections.OrderedDict
@@ -310,7 +307,7 @@ class Files:
                 "param_shapes": [ordered((n, torch.Size(s)) for n, s in shapes.items()) for shapes in layout.shapes],
                 "frozen_param_shapes": ordered((n, v.shape) for n, v in frozen.items()) if listed else None,
                 "shared_params": shared if rank == 0 else {},
-                "frozen_param_fragments": ordered(frozen if fragments is None else fragments) if listed else None,
+                "frozen_param_fragments": ordered(fragments) if listed else None,
                 "lr_scheduler": self._scheduler, "data_sampler": None, "random_ltd": None,
                 "skipped_steps": int(self._training.get("skipped_steps") or 0), "global_steps": steps,
                 "global_samples": steps * self._number("", "train_batch_size", 0), "dp_world_size": layout.world_size,
