@@ -152,15 +152,6 @@ class DeepSpeedFiles:
     universal: str | None  # the folder ``zero`` of a universal checkpoint
 
 
-def is_deepspeed_checkpoint(folder):
-    """bool: whether a folder of one tag holds files of DeepSpeed."""
-    try:
-        names = os.listdir(folder)
-        return any(pattern.fullmatch(name) for pattern in (_OPTIMIZER, _SHARDED_MODEL, _MODEL) for name in names)
-    except OSError:
-        return False
-
-
 def find_deepspeed_files(folder, tag=None):
     """The DeepSpeedFiles of a checkpoint. Arguments as of ``import_deepspeed``; ``latest_universal`` may name the tag,
     too. IoError where there is no such folder, or a file is missing. FormatError where it holds no checkpoint of
@@ -168,10 +159,10 @@ def find_deepspeed_files(folder, tag=None):
     folder = os.path.normpath(os.fspath(folder))
     if not os.path.isdir(folder):
         raise _C.IoError(f"there is no folder '{folder}'")
-    if tag is None and is_deepspeed_checkpoint(folder):
-        folder, tag = os.path.split(os.path.abspath(folder))
-    elif tag is None:
-        tag = _latest(folder)
+    if tag is None:
+        of_one_tag = (pattern.fullmatch(name) for pattern in (_OPTIMIZER, _SHARDED_MODEL, _MODEL)
+                      for name in os.listdir(folder))
+        folder, tag = os.path.split(os.path.abspath(folder)) if any(of_one_tag) else (folder, _latest(folder))
     if os.path.basename(tag) != tag or tag in (os.curdir, os.pardir):
         raise _C.FormatError(f"'{folder}': the tag '{tag}' is no name of a folder")
     path = os.path.join(folder, tag)

@@ -168,9 +168,6 @@ def _optimizer_content(path):
 
 # --- universal checkpoints: a folder for each parameter, with a file for each of its states ---
 
-_NAMES = {"fp32": VALUE}  # names of files whose kinds have other names in Strata
-
-
 class UniversalStates:
     """The states of all parameters, read one at a time. Attributes as of ``FlatStates``."""
 
@@ -199,8 +196,8 @@ class UniversalStates:
             if found.numel() != math.prod(shape):
                 raise _C.FormatError(f"'{path}' has {found.numel()} elements; wanted {math.prod(shape)} of shape "
                                      f"{list(shape)}")
-            kind = file.removesuffix(".pt")
-            kinds[_NAMES.get(kind, kind)] = Stored(found.dtype, lambda path=path: self._tensor(path))
+            kind = VALUE if file == "fp32.pt" else file.removesuffix(".pt")
+            kinds[kind] = Stored(found.dtype, lambda path=path: self._tensor(path))
         return kinds
 
     def scalars_of(self, name):
