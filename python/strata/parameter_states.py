@@ -80,10 +80,16 @@ def _write(param, value, optim_state_key, whole):
     outside = _kept_outside(core, name)
     value = value.detach().to(device=core.device, dtype=torch.float32)
     flat = (flattened(core, index, value) if whole else value).contiguous().view(-1)
-    if outside is not None:
-        is_set = _set_outside(core, index, name, outside, whole, flat)
-    else:
+    if outside is None:
         is_set = _C.write_state(core, index, name, whole, flat)
+    else:
+        first, last = _C.state_range(core, index)
+        _require_part(core.parameter_name(index), flat, last - first, whole)
+        _wait_for(core)
+        is_set = outside.part(index, name) is not None or first == last
+        if first != last and is_set:
+            with torch.no_grad():
+                outside.set_part(index, name, flat[first:last] if whole else flat)
     if not is_set:
         raise _C.UsageError(f"there is no {name} to set: the parameter is frozen, or it is too early (gradients exist "
                             "from backward to step, states from the first step on)")
@@ -102,18 +108,6 @@ def _kept_outside(core, name):
     if name not in _OURS:
         raise _C.UsageError(f"the optimizer state '{name}' cannot be read here; found are {', '.join(_OURS[2:])}")
     return None
-
-
-def _set_outside(core, index, name, outside, whole, flat):
-    """False where there is no such state."""
-    first, last = _C.state_range(core, index)
-    _require_part(core.parameter_name(index), flat, last - first, whole)
-    _wait_for(core)
-    if outside.part(index, name) is None:
-        return first == last
-    with torch.no_grad():
-        outside.set_part(index, name, flat[first:last] if whole else flat)
-    return True
 
 
 def _wait_for(core):
