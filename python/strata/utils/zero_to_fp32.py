@@ -47,8 +47,8 @@ def get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag=None, exclude_f
         tag: default: the one that ``latest`` names.
         lazy_mode: return ``LazyTensor``s: ``.contiguous()`` reads one. The whole model is never in memory then.
     """
-    result = {}
-    for tensor in _read(checkpoint_dir, tag).tensors:
+    result, own = {}, find_own(checkpoint_dir, tag)
+    for tensor in (read_deepspeed(checkpoint_dir, tag) if own is None else read_own(own)).tensors:
         if tensor.role not in ("parameter", "buffer"):
             continue
         if tensor.role == "parameter" and not tensor.trainable and exclude_frozen_parameters:
@@ -101,11 +101,6 @@ def main(arguments=None):
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def _read(folder, tag):
-    path = find_own(folder, tag)
-    return read_deepspeed(folder, tag) if path is None else read_own(path)
 
 
 def _dtype_of(lazy):
