@@ -3,7 +3,6 @@
 
 import json
 import os
-import resource
 import time
 import weakref
 from contextlib import nullcontext
@@ -12,35 +11,11 @@ import torch
 
 from .. import _C
 from ..ranks.departure import engines
+from ..tiles.host_copy import LateValues
 from ..views import logger
+from ..views.start_up import host_memory
 from ..views.tables import TRANSFERS, transfer_tables
 from .flops import PassProfile, amount, profile_text
-
-
-class LateValue:
-    """The present value of a tensor of one element; of a larger one the mean. A GPU copies it in its stream."""
-
-    def __init__(self, tensor):
-        value = tensor.detach()
-        if value.numel() != 1:
-            value = value.float().mean()
-        if value.device.type != "cuda":
-            self._event, self._value = None, float(value)
-            return
-        self._value = torch.empty((), dtype=torch.float32, pin_memory=True)
-        self._value.copy_(value.reshape(()), non_blocking=True)
-        self._event = torch.cuda.Event()
-        self._event.record(torch.cuda.current_stream(value.device))
-
-    def ready(self):
-        """bool: whether ``get()`` would not wait."""
-        return self._event is None or self._event.query()
-
-    def get(self):
-        """float."""
-        if self._event is not None:
-            self._event.synchronize()
-        return float(self._value)
 
 
 def tokens_of(args, kwargs):
@@ -55,14 +30,11 @@ def tokens_of(args, kwargs):
 
 def memory_text(device):
     """str: torch's memory of this rank's GPU, or the process's memory of the host."""
-    gib = 2**30
     if device.type == "cuda":
-        now, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
-        return f"memory of the device {now / gib:.2f} GiB, at the peak {peak / gib:.2f} GiB"
-    with open("/proc/self/statm") as file:
-        now = int(file.read().split()[1]) * 4096
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return f"memory of the process {now / gib:.2f} GiB, at the peak {peak / gib:.2f} GiB"
+        what, now, peak = "device", torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    else:
+        what, now, peak = "process", *host_memory()
+    return f"memory of the {what} {now / 2**30:.2f} GiB, at the peak {peak / 2**30:.2f} GiB"
 
 
 def log_summary(show_straggler=False, return_dict=False):
@@ -144,7 +116,7 @@ class StepWatch:
             self._profiles_at = on["flops_profiler.profile_step"]
         self._profile = None  # while a micro-batch is profiled, and until its step is over
         self._tokens = self._ended = 0
-        self._losses = []  # of this step: (LateValue, its part of the step's loss)
+        self._losses = []  # of this step: (LateValues of a loss, its part of the step's)
         self._pending = []  # steps whose metrics are not written, each a _Step
         self._steps = {}  # number of the recorder -> (step, samples), of steps whose times are not there yet
         self._samples = engine.global_samples
@@ -166,7 +138,7 @@ class StepWatch:
     def backward(self, loss, scale_wrt_gas):
         if self._monitor.enabled:
             share = 1.0 / self._engine.gradient_accumulation_steps() if scale_wrt_gas else 1.0
-            self._losses.append((LateValue(loss), share))
+            self._losses.append((LateValues(loss.detach().double().mean()), share))
         if self._profile is not None and self._profile.forward_flops and self._profile.backward_flops is None:
             return self._profile.backward()
         return nullcontext()
@@ -305,7 +277,7 @@ class _Step:
         return self.norm is not None and all(value.ready() for value, _ in self._losses)
 
     def all_events(self):
-        loss = sum(value.get() * share for value, share in self._losses)
+        loss = sum(float(value.get()) * share for value, share in self._losses)
         events = [("Train/Samples/train_loss", loss, self._samples)] if self._losses else []
         norm = [] if self.norm is None else [("Train/Samples/grad_norm", self.norm, self._samples)]
         return [*events, *self._events, *norm]

@@ -15,6 +15,7 @@ import torch
 
 from .. import _C
 from ..model.tiles import write_product
+from .host_copy import LateValues
 
 _MOST_GROUPS = 1023  # of one grouped product of torch
 
@@ -24,13 +25,8 @@ class Groups:
     behind the last end to none. ``ends``: int32 tensor [groups], on the rows' device."""
 
     def __init__(self, ends):
-        self.ends = self._host = ends.int()
-        self._copied = None
-        if ends.is_cuda:  # the copy runs while the host queues more work
-            self._host = torch.empty(ends.shape, dtype=torch.int32, pin_memory=True)
-            self._host.copy_(self.ends, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+        self.ends = ends.int()
+        self._on_host = LateValues(self.ends)
 
     @staticmethod
     def of_sorted(members, groups):
@@ -41,9 +37,7 @@ class Groups:
     def bounds(self):
         """[int]: 0 and ``ends``. The first call waits for the device, since the host decides on the rows of a tile's
         product, and whether the rank needs the tile at all."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return [0, *self._host.tolist()]
+        return [0, *self._on_host.get().tolist()]
 
     rows = property(lambda self: self.bounds[-1], doc="int: the number of rows that belong to a group.")
 

@@ -1,4 +1,4 @@
-"""Whole values of parameters that are too large for a device: on the host, or piece by piece."""
+"""Values on the host: whole ones of parameters that are too large for a device, or piece by piece; late ones."""
 
 import os
 
@@ -65,6 +65,28 @@ def iter_pieces(parameter, modifier_rank=None):
             continue
         with gathered(core, [index], modifier_rank):
             yield begin, end, piece.detach()
+
+
+class LateValues:
+    """The present values of a tensor, on the host. A GPU copies them in its stream, while the host queues more work."""
+
+    def __init__(self, tensor):
+        self._values, self._event = tensor, None
+        if tensor.is_cuda:
+            self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._values.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(tensor.device))
+
+    def ready(self):
+        """bool: whether ``get()`` would not wait."""
+        return self._event is None or self._event.query()
+
+    def get(self):
+        """The tensor on the host."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._values
 
 
 def available_host_memory():

@@ -107,7 +107,8 @@ class StartUpClock:
         phases = [{"name": name, "seconds": total, "bytes": size} for name, (total, size) in spent.items()]
         rest = max(0.0, seconds - sum(phase["seconds"] for phase in phases))
         phases.append({"name": "other", "seconds": rest, "bytes": 0})
-        return {**engine, "seconds": seconds, "phases": phases, "host_peak_bytes": _host_peak(), "link_gb_per_s": None}
+        _, peak = host_memory()
+        return {**engine, "seconds": seconds, "phases": phases, "host_peak_bytes": peak, "link_gb_per_s": None}
 
     def _engine_phases(self):
         return self.core.init_report()["phases"] if self.core is not None else []
@@ -198,10 +199,11 @@ def _show_placement(placement, world_size):
         logger.info("placement:\n%s", tables.text())
 
 
-def _host_peak():
-    """Bytes: the most that this process ever had in memory."""
+def host_memory():
+    """(bytes that this process has in memory now, the most that it ever had)."""
     with open("/proc/self/status") as file:
-        return next((int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:")), 0)
+        lines = dict(line.split(":", 1) for line in file)
+    return tuple(int(lines.get(name, "0").split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
 
 
 class ProgressBar:
