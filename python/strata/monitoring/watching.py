@@ -50,22 +50,17 @@ def log_summary(show_straggler=False, return_dict=False):
             continue
         transfers = report["transfers"]
         if show_straggler:
-            _compare_ranks(engine, transfers)
+            mine = {kind: entry["exposed_seconds"] for kind, entry in transfers.items()}
+            ranks = [json.loads(text) for text in engine._collectives.all_gather_text(json.dumps(mine))]
+            for kind, entry in transfers.items():
+                times = [rank[kind] for rank in ranks]
+                known = None not in times
+                entry["least_exposed_seconds"] = min(times) if known else None
+                entry["straggler_seconds"] = sum(time - min(times) for time in times) if known else None
         logged.append({"step": report["step"], "transfers": transfers})
         if engine.global_rank == 0:
             logger.info("%s", transfer_tables(report["step"], transfers).text())
     return logged if return_dict else None
-
-
-def _compare_ranks(engine, transfers):
-    """Adds ``least_exposed_seconds`` and ``straggler_seconds`` of all ranks."""
-    mine = {kind: entry["exposed_seconds"] for kind, entry in transfers.items()}
-    ranks = [json.loads(text) for text in engine._collectives.all_gather_text(json.dumps(mine))]
-    for kind, entry in transfers.items():
-        times = [rank[kind] for rank in ranks]
-        known = None not in times
-        entry["least_exposed_seconds"] = min(times) if known else None
-        entry["straggler_seconds"] = sum(time - min(times) for time in times) if known else None
 
 
 def transfers_line(transfers):
