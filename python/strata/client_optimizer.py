@@ -238,26 +238,22 @@ class WholeStates(SegmentStates):
         core = self._core()
         lent = zip(self._masters, gradients, strict=True)
         mine = {index: gradient[: self._masters[index].numel()] for index, gradient in lent if gradient is not None}
-        try:
-            for index, parameter in self._parameters.items():  # in the same order on every rank
-                gradient = mine.get(index)
-                if not self._alone:
-                    gradient = _C.join_state(core, index, gradient)
-                    whole = _C.join_state(core, index, self._masters.get(index))
-                    parameter.detach().copy_(shaped(core, index, whole))
-                parameter.grad = None if gradient is None else shaped(core, index, gradient)
-            gpus = [core.device] if core.device.type == "cuda" else []
-            drawing = torch.random.fork_rng(gpus, enabled=not self._alone)  # the script's random numbers do not change
-            with drawing, plain_parts(self._parameters.values()):
-                if not self._alone:
-                    torch.manual_seed(core.global_steps)  # every rank draws the same numbers
-                self._step()
+        whole = []
+        for index, parameter in self._parameters.items():  # in the same order on every rank
+            gradient = mine.get(index)
             if not self._alone:
-                for index, master in self._masters.items():
-                    master.copy_(self.own(index, self._parameters[index]))
-        finally:
-            for parameter in self._parameters.values():
-                parameter.grad = None
+                gradient = _C.join_state(core, index, gradient)
+                values = _C.join_state(core, index, self._masters.get(index))
+                parameter.detach().copy_(shaped(core, index, values))
+            whole.append(None if gradient is None else shaped(core, index, gradient))
+        gpus = [core.device] if core.device.type == "cuda" else []
+        with torch.random.fork_rng(gpus, enabled=not self._alone):  # the script's random numbers do not change
+            if not self._alone:
+                torch.manual_seed(core.global_steps)  # every rank draws the same numbers
+            super()._update(whole)
+        if not self._alone:
+            for index, master in self._masters.items():
+                master.copy_(self.own(index, self._parameters[index]))
 
     def own(self, index, value):
         first, last = self._ranges[index]
