@@ -23,13 +23,7 @@ class EngineWeights:
         ``destination`` and ``prefix``: a dict to fill and return, or None; a text before every name. ``keep_vars``:
         return tensors that autograd knows; without effect at stage 3. ``exclude_frozen_parameters``: leave out
         parameters that need no gradient."""
-        found = self._state_dict(True, destination, prefix, keep_vars, with_frozen=not exclude_frozen_parameters)
-        if self._config.stage >= 3:
-            return found
-        for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            if exclude_frozen_parameters and not parameter.requires_grad:
-                found.pop(prefix + plain_name(name), None)
-        return found
+        return self._state_dict(True, destination, prefix, keep_vars, with_frozen=not exclude_frozen_parameters)
 
     def load_module_state_dict(self, checkpoint, strict=True, custom_load_fn=None, fetch_z3_params=False,
                                z3_params_to_fetch=None, allowed_missing_keys=None):  # fmt: skip
@@ -71,6 +65,9 @@ class EngineWeights:
             items = [(plain_name(name), value) for name, value in found.items()]
             found.clear()  # and no new dict, which would lack torch's `_metadata`
             found.update(items)
+            for name, parameter in () if with_frozen else model.named_parameters(remove_duplicate=False):
+                if not parameter.requires_grad:
+                    found.pop(prefix + plain_name(name), None)
             return found
         found = _whole_weights().whole_state_dict(model, keep, with_frozen) or {}
         destination = OrderedDict() if destination is None else destination
