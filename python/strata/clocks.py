@@ -2,7 +2,7 @@
 
 import time
 
-import torch
+from .model.model_input import device_time
 
 
 class Timers:
@@ -59,7 +59,7 @@ class Timer:
     def start(self):
         if self.started_:
             raise RuntimeError(f"the timer '{self.name_}' has been started; stop() it first")
-        self._since = self._now()
+        self._since = device_time(self._device)
         self.started_ = True
 
     def stop(self, reset=False, record=True):
@@ -68,7 +68,7 @@ class Timer:
             raise RuntimeError(f"the timer '{self.name_}' is not running; start() it first")
         if reset:
             self.reset()
-        self.add((self._now() - self._since) * 1e3)
+        self.add((device_time(self._device) - self._since) * 1e3)
         self.started_ = False
 
     def add(self, milliseconds):
@@ -81,7 +81,7 @@ class Timer:
 
     def elapsed(self, reset=True):
         """float: milliseconds so far, also of a start that has no stop yet."""
-        now = self._now() if self.started_ else 0.0
+        now = device_time(self._device) if self.started_ else 0.0
         total = self._milliseconds + (now - self._since) * 1e3 if self.started_ else self._milliseconds
         if reset:
             self.reset()
@@ -91,11 +91,6 @@ class Timer:
     def mean(self):
         """float: mean milliseconds between start and stop."""
         return self._milliseconds / self._count if self._count else 0.0
-
-    def _now(self):
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
 
 
 class ThroughputTimer:

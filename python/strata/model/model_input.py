@@ -1,6 +1,7 @@
 """Describes a torch.nn.Module to the engine: its parameters by name, its tree of modules, its device."""
 
 import os
+import time
 
 import torch
 
@@ -111,6 +112,13 @@ def make_current(device):
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
+
+
+def device_time(device):
+    """Seconds of the host's clock, once ``device`` has done the work that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def find_device(config, tree=None):

@@ -3,7 +3,6 @@
 Products of matrices, convolutions and attention count, by the formulas of ``torch.utils.flop_counter``. Element-wise
 operators do not, nor do kernels that torch does not know. A multiplication and an addition are two operations."""
 
-import time
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
@@ -11,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from ..model.model_input import device_time
 from ..views.tables import Tables
 
 _aten = torch.ops.aten
@@ -88,19 +88,14 @@ class PassProfile:
             self.modules[module][0] += flops
 
     def _entered(self, module, args):
-        self._open.append((module, self._now()))
+        self._open.append((module, device_time(self._device)))
 
     def _left(self, module, args, result):
         while self._open:  # a module whose forward raised has no end
             last, began = self._open.pop()
             if last is module:
-                self.modules[module][1] += self._now() - began
+                self.modules[module][1] += device_time(self._device) - began
                 return
-
-    def _now(self):
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
 
 
 _HEAD = ("parameters", "forward", "share", "time")
