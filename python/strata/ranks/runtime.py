@@ -144,8 +144,8 @@ def make_collectives(config, device, waits=None):
     not fit the ranks or the device, and for ranks that share a GPU."""
     rank, world_size = rank_and_world_size()
     with notifying_ranks():
-        facts = {"on_gpu": device.type == "cuda", "nccl_runs": _nccl_runs(device), "identity": _device_identity(device)}
-        _C.require_possible(config, world_size, device, facts["on_gpu"], dist.is_nccl_available())
+        facts = _facts(device)
+        _C.require_possible(config, world_size, device, facts["on_gpu"], facts.pop("has_nccl"))
     if dist.is_initialized():
         record_default(dist.group.WORLD, made=False)
     if world_size == 1:
@@ -169,6 +169,12 @@ def end_collectives(collectives):
     backends = getattr(collectives, "backends", None)  # one rank has none
     if backends is not None:
         _end_backends(backends)
+
+
+def _facts(device):
+    """The facts about torch and this rank's device on which the choice of transports depends."""
+    return {"on_gpu": device.type == "cuda", "has_nccl": dist.is_nccl_available(), "nccl_runs": _nccl_runs(device),
+            "identity": _device_identity(device)}  # fmt: skip
 
 
 def _device_identity(device):
