@@ -9,6 +9,10 @@ from . import _C
 from .config_source import read_config, section_of, settings_of
 from .ops.elementwise import set_value
 
+# Settings that are attributes of the same name.
+_AS_GIVEN = ("warmup_type", "warmup_min_ratio", "cos_min_ratio", "decay_step_size", "decay_lr_rate", "decay_mom_rate",
+             "cycle_momentum")
+
 
 def settings_of_schedule(config):
     """{name: value}: "type" and ``scheduler.params`` of a _C.Config, defaults included."""
@@ -77,39 +81,32 @@ class ScheduledLR:
             value = otherwise if settings.get(name) is None else settings[name]
             return list(value) if isinstance(value, (list, tuple)) else [value] * len(groups)
 
+        vars(self).update((name, settings[name]) for name in _AS_GIVEN if name in settings)
+        vars(self).update((name, settings[f"lr_range_test_{name}"]) for name in ("step_size", "step_rate", "staircase")
+                          if f"lr_range_test_{name}" in settings)
         rates = [float(group["lr"]) for group in groups]
         if "warmup_num_steps" in settings:
             self.warmup_num_steps = max(2, settings["warmup_num_steps"])
-            self.warmup_type = settings["warmup_type"]
             self.total_num_steps = settings.get("total_num_steps")
         if "cos_min_ratio" in settings:
-            self.warmup_min_ratio, self.cos_min_ratio = settings["warmup_min_ratio"], settings["cos_min_ratio"]
             self.org_lrs = rates
         elif "warmup_num_steps" in settings:
             self.min_lrs, self.max_lrs = by_group("warmup_min_lr"), by_group("warmup_max_lr", rates)
             self.delta_lrs = [most - least for least, most in zip(self.min_lrs, self.max_lrs)]
-        elif "cycle_min_lr" in settings:
-            self._set_cycle(settings, groups, by_group)
         elif "lr_range_test_min_lr" in settings:
             self.min_lr = by_group("lr_range_test_min_lr")
-            self.step_size, self.step_rate = settings["lr_range_test_step_size"], settings["lr_range_test_step_rate"]
-            self.staircase = settings["lr_range_test_staircase"]
-
-    def _set_cycle(self, settings, groups, by_group):
-        first = settings["cycle_first_step_size"]
-        second = settings.get("cycle_second_step_size")
-        self.min_lrs, self.max_lrs = by_group("cycle_min_lr"), by_group("cycle_max_lr")
-        self.total_size = float(first) + float(first if second is None else second)
-        self.step_ratio = first / self.total_size
-        self.first_stair_count = settings["cycle_first_stair_count"]
-        stairs = settings.get("cycle_second_stair_count")
-        self.second_stair_count = self.first_stair_count if stairs is None else stairs
-        for name in ("decay_step_size", "decay_lr_rate", "decay_mom_rate", "cycle_momentum"):
-            setattr(self, name, settings[name])
-        if self.cycle_momentum and all("betas" in group for group in groups):
-            self.min_moms, self.max_moms = (
-                [(momentum, 0.99) for momentum in by_group(name)]  # DeepSpeed's second beta
-                for name in ("cycle_min_mom", "cycle_max_mom"))
+        elif "cycle_min_lr" in settings:
+            self.min_lrs, self.max_lrs = by_group("cycle_min_lr"), by_group("cycle_max_lr")
+            first, second = settings["cycle_first_step_size"], settings.get("cycle_second_step_size")
+            self.total_size = float(first) + float(first if second is None else second)
+            self.step_ratio = first / self.total_size
+            self.first_stair_count = settings["cycle_first_stair_count"]
+            stairs = settings.get("cycle_second_stair_count")
+            self.second_stair_count = self.first_stair_count if stairs is None else stairs
+            if self.cycle_momentum and all("betas" in group for group in groups):
+                self.min_moms, self.max_moms = (
+                    [(momentum, 0.99) for momentum in by_group(name)]  # DeepSpeed's second beta
+                    for name in ("cycle_min_mom", "cycle_max_mom"))
 
     def get_mom(self):
         """[(float, float)]: the schedule's present betas of each param group; before its first step the largest ones,
