@@ -95,12 +95,6 @@ def _notify_peers(kind, value, traceback=None):
             logger.debug("peers were not notified of the %s: %s", kind.__name__, error)
 
 
-def _last_words(core):
-    words = f"its program ended after {getattr(core, 'global_steps', 0)} steps"
-    words += f" by {_failed_exit}" if _failed_exit else ""
-    return (words if _last_error is None else f"{words}; its last error was {_last_error}")[:_REASON_MOST]
-
-
 def _leave():
     """Waits for the peers. Never raises: an error here has been reported before."""
     # Where an exception ends the program, the peers are not at this sync point.
@@ -113,7 +107,10 @@ def _leave():
         group, engine = _present[reference]
         try:
             if in_agreement:
-                core.announce_departure(_last_words(core))
+                words = f"its program ended after {getattr(core, 'global_steps', 0)} steps"
+                words += f" by {_failed_exit}" if _failed_exit else ""
+                words += f"; its last error was {_last_error}" if _last_error is not None else ""
+                core.announce_departure(words[:_REASON_MOST])
             if engine is not None and engine() is not None:
                 engine().end_watching(wait=in_agreement)
                 if in_agreement:
