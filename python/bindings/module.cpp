@@ -143,6 +143,7 @@ void bind_config(py::module_& module) {
           "updates_in_backward",
           [](const Config& c) { return c.strata.update_at == engine::UpdateAt::kBackward; })
       .def_readonly("drop_last", &Config::drop_last)
+      .def_readwrite("sequence_parallel", &Config::sequence_parallel)
       .def_readonly("hint_values", &Config::hint_values)
       .def_readonly("shown", &Config::shown)  // the reports that its rank shows
       .def_readonly("shown_given", &Config::shown_given);

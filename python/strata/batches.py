@@ -38,7 +38,7 @@ class Batches:
     def set_train_batch_size(self, train_batch_size):
         """Changes the samples of a step, by more or fewer micro-steps of the same size. Between steps, on every rank.
         UsageError where it is no multiple of the samples of all ranks in one forward."""
-        micro, world_size = self.train_micro_batch_size_per_gpu(), self.world_size
+        micro, world_size = self.train_micro_batch_size_per_gpu(), self.dp_world_size
         in_one_forward = micro * world_size
         if train_batch_size < 1 or train_batch_size % in_one_forward != 0:
             raise _C.UsageError(f"a batch is made of micro-batches of {micro} samples on {world_size} ranks; give a "
@@ -51,7 +51,7 @@ class Batches:
         if micro_batch_size < 1:
             raise _C.UsageError(f"a micro-batch has at least one sample; found {micro_batch_size}")
         steps = self.gradient_accumulation_steps()
-        self._change_batch(micro_batch_size * steps * self.world_size, micro_batch_size, steps)
+        self._change_batch(micro_batch_size * steps * self.dp_world_size, micro_batch_size, steps)
 
     def _change_batch(self, train, micro, steps):
         self._samples_before = (self.global_samples, _C.micro_batches(self.core))
@@ -64,7 +64,7 @@ class Batches:
         (``managed_gradient_accumulation: false``), each backward pass before a ``step()`` counts."""
         samples, micro_batches = self._samples_before
         since = _C.micro_batches(self.core) - micro_batches
-        return samples + since * self.train_micro_batch_size_per_gpu() * self.world_size
+        return samples + since * self.train_micro_batch_size_per_gpu() * self.dp_world_size
 
     # --- micro-steps ---
 
@@ -129,10 +129,19 @@ class Batches:
         drop_last = self._config.drop_last
         if data_sampler is None:
             data_sampler = self._sampler(dataset, _ROUTES[route], drop_last and route == "train")
-        return DataLoader(dataset, batch_size=batch_size or self.train_micro_batch_size_per_gpu(), sampler=data_sampler,
-                          collate_fn=collate_fn or self.collate_fn,
-                          pin_memory=bool(pin_memory) and self.device.type == "cuda", drop_last=drop_last,
-                          num_workers=num_local_io_workers or 0)
+        loader = DataLoader(
+            dataset, batch_size=batch_size or self.train_micro_batch_size_per_gpu(), sampler=data_sampler,
+            collate_fn=collate_fn or self.collate_fn, pin_memory=bool(pin_memory) and self.device.type == "cuda",
+            drop_last=drop_last, num_workers=num_local_io_workers or 0)  # fmt: skip
+        return self.sequence_loader(loader) if route == "train" else loader
+
+    def sequence_loader(self, loader):
+        """``loader`` itself or, under sequence parallelism, a ``strata.sequence.loader.SequenceLoader`` of it."""
+        if self.sequence is None:
+            return loader
+        from .sequence.loader import SequenceLoader  # not in every script
+
+        return SequenceLoader(loader, self.sequence)
 
     def _sampler(self, dataset, shuffle, drop_last):
         world_size, rank = self.world_size, self.global_rank

@@ -39,12 +39,14 @@ class Engine(EngineCheckpoints, EngineSettings, Batches, EngineNames, EngineWeig
         coalesces: whether a ``coalesce_grad_reduction()`` is open.
         is_compiled: whether ``compile()`` was called.
         training_dataloader: of ``training_data``; None without it.
+        sequence: the ``strata.sequence.groups.SequenceGroup`` of ranks that share rows; None: there is none.
         collate_fn: the argument of ``initialize``.
         timers, tput_timer: ``Timers`` and ``ThroughputTimer`` of ``strata.clocks``.
         init_report: the report of the start-up, a dict, the same on every rank (docs/OBSERVING.md).
     """
 
     coalesces = is_compiled = False
+    sequence = None
     training_dataloader = collate_fn = None
     _left_out = ()  # trainable parameters that are in no param group; autograd makes their .grad
 

@@ -58,8 +58,13 @@ class EngineNames:
 
     # --- ranks ---
 
+    seq_dp_world_size = property(attrgetter("world_size"), doc="int: the number of ranks.")
+    seq_parallel_group = property(
+        lambda self: self.sequence and self.sequence.group, doc="ProcessGroup that shares rows; None: there is none.")
+    sequence_parallel_size = property(
+        lambda self: 1 if self.sequence is None else self.sequence.size, doc="int: ranks that share rows.")
     dp_world_size = property(
-        attrgetter("world_size"), doc="int: the number of ranks; all of them train on different data.")
+        lambda self: self.world_size // self.sequence_parallel_size, doc="int: ranks, or groups, with own rows.")
 
     @property
     def local_rank(self):

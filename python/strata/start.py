@@ -20,15 +20,22 @@ from .rank_logging import logger, show_logs
 from .ranks.runtime import (agree_after, init_distributed, make_collectives, notifying_ranks, rank_and_world_size,
                             require_group)
 from .schedule import schedule_from_config
+from .sequence.groups import initialize_sequence_parallel
 from .tiles.cutting import Budget, cut_parameters
 from .views.start_up import StartUpClock, require_writable_files
 
 
-def parse_config(config, world_size=None):
-    """A _C.Config with complete batch sizes, of what ``read_config`` takes. ``world_size``: None: that of the group."""
+def parse_config(config, world_size=None, mpu=None):
+    """A _C.Config with complete batch sizes, of what ``read_config`` takes. ``world_size``: None: that of the group.
+    ``mpu``: ``initialize``'s, whose size of sequence parallelism the configuration may leave out."""
     if config is None:
         raise _C.ConfigError("initialize() needs a configuration: pass config=<dict, path or JSON text>")
     parsed = read_config(config)
+    if mpu is not None:
+        size, of_mpu = parsed.sequence_parallel, mpu.get_sequence_parallel_world_size()
+        if size not in (1, of_mpu):
+            raise _C.ConfigError(f"strata.sequence_parallel.size: {size}, and the mpu has {of_mpu}; write one of them")
+        parsed.sequence_parallel = of_mpu
     parsed.complete_batch(rank_and_world_size()[1] if world_size is None else world_size)
     return parsed
 
@@ -59,7 +66,9 @@ def initialize(args=None, model=None, optimizer=None, model_parameters=None, tra
         dist_init_required: False: the script itself has made torch's default process group.
         collate_fn: of the dataloader.
         config: dict, path or JSON text (docs/CONFIG.md).
-        mpu, mesh_param, distributed_port: must be None; shard groups are the configuration's (``mics_shard_size``,
+        mpu: None, or what has sequence parallelism's size, DeepSpeed's ``parallel_state_sp``: then the script's loss is
+            of whole rows already.
+        mesh_param, distributed_port: must be None; shard groups are the configuration's (``mics_shard_size``,
             ``zero_hpz_partition_size``).
 
     Returns:
@@ -83,11 +92,10 @@ def initialize_as(engine_class, model, mpu, mesh_param, config, *others):
     """``initialize`` with an engine of ``engine_class``, a subclass of ``Engine``; ``others`` are ``StartUp``'s."""
     if model is None:
         raise _C.UsageError("initialize() needs a model: pass model=<torch.nn.Module>")
-    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
-        if value is not None:
-            raise _C.UsageError(f"initialize({name}=...) is not supported: leave it out; shard groups are named in "
-                                "the configuration (zero_optimization.mics_shard_size)")
-    return StartUp(config, model, *others, engine_class=engine_class).run()
+    if mesh_param is not None or not hasattr(mpu, "get_sequence_parallel_world_size") and mpu is not None:
+        raise _C.UsageError("initialize() takes no mesh_param, and an mpu of sequence parallelism alone: leave them "
+                            "out; strata.sequence_parallel.size and zero_optimization.mics_shard_size make groups")
+    return StartUp(config, model, *others, engine_class=engine_class, mpu=mpu).run()
 
 
 class StartUp:
@@ -97,11 +105,11 @@ class StartUp:
     are empty until they are loaded; None: there is none."""
 
     def __init__(self, config, model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn,
-                 dist_init_required=None, engine_class=Engine):  # fmt: skip
+                 dist_init_required=None, engine_class=Engine, mpu=None):  # fmt: skip
         self.config, self.model, self.optimizer, self.model_parameters = config, model, optimizer, model_parameters
         self.training_data, self.lr_scheduler, self.collate_fn = training_data, lr_scheduler, collate_fn
         self.dist_init_required, self.engine_class = dist_init_required, engine_class
-        self.from_files = None
+        self.from_files, self.mpu = None, mpu
 
     def run(self):
         """(engine, optimizer, dataloader, lr_scheduler), as ``initialize`` returns them. Collective."""
@@ -158,7 +166,7 @@ class StartUp:
 
     def parsed_config(self):
         """The _C.Config, with complete batch sizes."""
-        return parse_config(self.config)
+        return parse_config(self.config, mpu=self.mpu)
 
     def place(self):
         """Chooses the device, and opens it."""
@@ -196,6 +204,13 @@ class StartUp:
         self.engine = self.engine_class(self.tree, self.config, self.sharded_optimizer, self.rule, collectives, runtime,
                                         self.from_files, self.clock.progress(collectives.rank, collectives.world_size))
         self.clock.core = self.engine.core
+        if self.config.sequence_parallel > 1:
+            from .sequence.attention import SequenceAttention  # not in every script
+
+            group = initialize_sequence_parallel(self.config.sequence_parallel)
+            attention = SequenceAttention(self.engine.module, group, gathers_loss=self.mpu is None)
+            self.engine.sequence = group
+            self.engine._undo.append(attention.undo)
 
     def schedule(self):
         """Binds the optimizer to the engine, and makes the scheduler."""

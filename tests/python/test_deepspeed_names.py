@@ -17,6 +17,7 @@ from strata.compat import accelerator, activation, checkpointing, communication,
 from strata.compat.config import DeepSpeedConfig, ZeroStageEnum
 from strata.compat.engine import DeepSpeedEngine, initialize
 from strata.compat.sharding import DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3, ZeROOptimizer
+from strata.sequence import groups
 from tiny_models import loss_of, make_batches, make_model, rank_and_world
 
 
@@ -194,8 +195,9 @@ def _communicates():
     assert communication.is_initialized() and communication.get_world_size() == world
     assert communication.get_all_ranks_from_group() == list(range(world))
     assert communication.get_rank() == rank and communication.one() == 1 and communication.zero() == 0
-    with pytest.raises(NotImplementedError, match="Ulysses"):
-        communication._get_sequence_parallel_group()
+    with pytest.raises(strata.UsageError, match="strata.sequence_parallel.size"):
+        groups.get_sequence_parallel_group()
+    assert groups.get_sequence_parallel_world_size() == 1 and groups.get_data_parallel_world_size() == world
     assert communication.get_world_group() is not None
     torch.distributed.barrier()  # the other rank may still be connecting
 

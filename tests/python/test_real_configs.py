@@ -91,6 +91,8 @@ def _take_two_steps(document, folder):
     filled = _is_auto(document) or not any("batch_size" in key for key in document)
     config = _filled_in(document, world) if filled else document
     config = _redirected(config, folder)
+    if config.pop("sequence_parallel_size", 1) > 1:  # the model is none of transformers
+        config.pop("train_batch_size", None)
     model = make_model(width=WIDTH)
     optimizer = None if "optimizer" in config else torch.optim.AdamW(model.parameters(), lr=1e-3)
     initialize = initialize_as_deepspeed if filled else strata.initialize

@@ -15,7 +15,7 @@ from typing import NamedTuple
 PACKAGE = "strata"
 FOLDER = "python/strata"
 # lowest first; the root is above them
-ROOMS = ("views", "model", "tiles", "ranks", "monitoring", "ops", "checkpoint", "importing", "exporting")
+ROOMS = ("views", "model", "tiles", "ranks", "sequence", "monitoring", "ops", "checkpoint", "importing", "exporting")
 ROOT_FOLDERS = ("utils",)  # that are of the root
 ABOVE_ROOT = ("compat", "integrations")  # rooms that only stand on the root: what other libraries ask for
 EXTENSION = f"{PACKAGE}._C"

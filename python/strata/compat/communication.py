@@ -1,5 +1,5 @@
 """``deepspeed.comm`` and ``deepspeed.utils.groups``: torch.distributed's functions, and those of DeepSpeed that torch
-lacks. All ranks train on different data; there is no other parallelism."""
+lacks."""
 
 import os
 
@@ -66,7 +66,3 @@ def get_all_ranks_from_group(group=None):
 
 # Whether this torch has an operation; the rank and the number of ranks of a model that is not cut between ranks.
 yes, zero, one = (lambda: True), (lambda: 0), (lambda: 1)
-
-
-def _get_sequence_parallel_group():
-    raise NotImplementedError("Strata does not offer sequence parallelism (Ulysses); set its size to 1")

@@ -79,7 +79,8 @@ REFUSALS = {
         "a profiler of operations apart from the engine",
         "Set flops_profiler.enabled in the configuration, or use torch.profiler."),
     "curriculum": Refusal("curriculum learning and data sampling"),
-    "sequence": Refusal("sequence parallelism (Ulysses)", "Set the size of sequence parallelism to 1."),
+    "sequence": Refusal("attention of Megatron's models under sequence parallelism",
+                        "Models of transformers need no change: set strata.sequence_parallel.size."),
 }
 
 # Methods of the engine.
@@ -134,7 +135,6 @@ monitors | monitor.monitor | MonitorMaster
 LAMB | ops.lamb | FusedLamb
 profiler | profiling.flops_profiler profiling.flops_profiler.profiler | FlopsProfiler get_model_profile
 curriculum | runtime.data_pipeline | CurriculumScheduler
-sequence | runtime.sequence_parallel.ulysses_sp | UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter
 sequence | sequence.layer | DistributedAttention
 """
 
@@ -213,12 +213,14 @@ strata.compat.communication | comm comm.comm | get_all_ranks_from_group get_loca
 strata.compat.communication | comm comm.comm utils | is_initialized
 strata.compat.communication | utils utils.groups | _get_data_parallel_group=get_world_group
     _get_data_parallel_group_ranks=get_all_ranks_from_group _get_data_parallel_rank=get_rank
-    _get_data_parallel_world_size=get_world_size _get_model_parallel_world_size=one
+    _get_model_parallel_world_size=one
     _get_sequence_data_parallel_group=get_world_group _get_sequence_data_parallel_rank=get_rank
-    _get_sequence_data_parallel_world_size=get_world_size _get_sequence_parallel_group _get_sequence_parallel_rank=zero
-    _get_sequence_parallel_world_size=one get_data_parallel_group=get_world_group get_data_parallel_rank=get_rank
-    get_data_parallel_world_size=get_world_size get_model_parallel_rank=zero get_model_parallel_world_size=one
+    _get_sequence_data_parallel_world_size=get_world_size
+    get_data_parallel_group=get_world_group get_data_parallel_rank=get_rank
+    get_model_parallel_rank=zero get_model_parallel_world_size=one
     get_tensor_model_parallel_rank=zero get_tensor_model_parallel_world_size=one
+strata.compat.communication | runtime.sequence_parallel.parallel_state_sp | get_sequence_data_parallel_rank=get_rank
+    get_sequence_data_parallel_group=get_world_group get_sequence_data_parallel_world_size=get_world_size
 strata.compat.config | . runtime.config | DeepSpeedConfig get_gradient_clipping get_log_level
 strata.compat.config | . runtime.config runtime.zero.config | DeepSpeedZeroConfig
 strata.compat.config | runtime.lr_schedules | get_lr_from_config get_torch_optimizer
@@ -269,6 +271,15 @@ strata.parameter_states | utils utils.tensor_fragment | safe_get_full_fp32_param
 strata.rank_logging | . utils utils.logging | log_dist logger
 strata.rank_logging | utils.logging | get_current_level=logger.getEffectiveLevel
 strata.schedule | runtime.lr_schedules | LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR
+strata.compat.sequence | runtime.sequence_parallel.ulysses_sp | UlyssesSPAttentionHF
+strata.sequence.groups | utils utils.groups | _get_data_parallel_world_size=get_data_parallel_world_size
+    _get_sequence_parallel_group=get_sequence_parallel_group _get_sequence_parallel_rank=get_sequence_parallel_rank
+    _get_sequence_parallel_world_size=get_sequence_parallel_world_size get_data_parallel_world_size
+strata.sequence.groups | runtime.sequence_parallel.parallel_state_sp | initialize_sequence_parallel
+    get_model_parallel_group=get_sequence_parallel_group get_model_parallel_rank=get_sequence_parallel_rank
+    get_model_parallel_world_size=get_sequence_parallel_world_size get_sequence_parallel_group
+    get_sequence_parallel_rank get_sequence_parallel_world_size
+strata.sequence.loader | runtime.sequence_parallel.ulysses_sp | UlyssesSPDataLoaderAdapter
 strata.utils.zero_to_fp32 | utils.zero_to_fp32 | convert_zero_checkpoint_to_fp32_state_dict
     get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint
 torch | utils.torch | register_grad_hook=Tensor.register_post_accumulate_grad_hook

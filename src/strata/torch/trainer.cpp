@@ -81,6 +81,11 @@ Trainer::Trainer(std::shared_ptr<::torch::nn::Module> module, TrainerOptions opt
   const c10::Device place = place_of(description.input, config.strata.device);
   if (collectives_ == nullptr)
     collectives_ = make_collectives(RankEnvironment::read(), config, place);
+  if (config.sequence_parallel > 1)
+    throw ConfigError(
+        "strata.sequence_parallel.size: exchanges the attention of transformers' models in Python; "
+        "a C++ trainer has none, so remove the key; found {}",
+        config.sequence_parallel);
   config.complete_batch(collectives_->world_size());
   if (!options.groups.empty()) require_grouped(description.input, group_of);
   for (const ParamGroup& group : options.groups) groups_.push_back(group.scalars);

@@ -113,26 +113,6 @@ std::optional<std::int64_t> read_steps_per_print(const Settings& s) {
   return std::max<std::int64_t>(1, static_cast<std::int64_t>(*steps));
 }
 
-// An optimizer section that does not say which optimizer, in a configuration of a training.
-void record_missing_type(const json& document, ConfigFindings* remarks) {
-  const auto section = document.find("optimizer");
-  if (section == document.end() || section->is_null()) return;
-  const auto params = section->find("params");
-  const bool has_params = params != section->end() && params->is_object() && !params->empty();
-  std::string sign = has_params ? "optimizer.params" : "";
-  for (const char* name : {"scheduler", "gradient_clipping", "gradient_accumulation_steps"}) {
-    const auto found = document.find(name);
-    if (sign.empty() && found != document.end() && !found->is_null()) sign = name;
-  }
-  if (sign.empty()) return;
-  remarks->open.push_back(
-      {"optimizer.type",
-       fmt::format("optimizer.type: wanted the optimizer's class, since {} is for training; write "
-                   "\"type\": \"AdamW\", pass optimizer= to initialize, or remove the section "
-                   "\"optimizer\" to evaluate only; found none",
-                   sign)});
-}
-
 // "auto" that no other batch size settles: one pass a step would train something else.
 void record_open_accumulation(const json& document, const BatchSizes& batch,
                               ConfigFindings* remarks) {
@@ -256,6 +236,14 @@ Config Config::parse(std::string_view text_or_path) {
   if (config.strata.update_at == UpdateAt::kBackward)
     require_no_late_factor(config.precision, config.gradient_clipping, config.managed_accumulation);
   s.read("dataloader_drop_last", config.drop_last);
+  s.read("strata.sequence_parallel.size", config.sequence_parallel);
+  const std::int64_t by_deepspeed = s.integer("sequence_parallel_size");
+  if (config.sequence_parallel == 1) config.sequence_parallel = by_deepspeed;
+  if (by_deepspeed != 1 && by_deepspeed != config.sequence_parallel)
+    throw ConfigError(
+        "sequence_parallel_size: contradicts strata.sequence_parallel.size; write one of them; "
+        "found {} and {}",
+        by_deepspeed, config.sequence_parallel);
   config.steps_per_print = read_steps_per_print(s);
   const bool has_optimizer = !s.at("optimizer.type").is_null();
   const bool has_scheduler = !s.at("scheduler.type").is_null();
@@ -272,7 +260,12 @@ Config Config::parse(std::string_view text_or_path) {
 }
 
 void Config::complete_batch(int world_size) {
-  batch = batch.complete(world_size);
+  if (world_size % sequence_parallel != 0)
+    throw ConfigError(
+        "strata.sequence_parallel.size: must divide the {} ranks, whose groups share rows; found "
+        "{}",
+        world_size, sequence_parallel);
+  batch = batch.complete(world_size / static_cast<int>(sequence_parallel));
   settings_["train_batch_size"] = fmt::format("{}", *batch.train_batch_size);
   settings_["train_micro_batch_size_per_gpu"] = fmt::format("{}", *batch.micro_batch_size);
   settings_["gradient_accumulation_steps"] = fmt::format("{}", *batch.accumulation_steps);

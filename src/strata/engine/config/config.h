@@ -98,7 +98,8 @@ struct Config : ConfigRemarks {
   // `text_or_path`: JSON text, the path of a JSON file, or urlsafe base64 of JSON text.
   static Config parse(std::string_view text_or_path);
 
-  // Fills `batch` in for this many ranks. Errors: ConfigError with the equation that does not hold.
+  // Fills `batch` in for this many ranks. Errors: ConfigError with the equation that does not hold,
+  // and where sequence_parallel does not divide the ranks.
   void complete_batch(int world_size);
 
   // Ranks of a shard group where there are this many in all. Errors: ConfigError where that does
@@ -132,6 +133,7 @@ struct Config : ConfigRemarks {
   bool async_checkpoints = false;
   int keep_checkpoints = 0;  // 0: all
   bool drop_last = false;
+  std::int64_t sequence_parallel = 1;  // ranks that share rows
   std::optional<OptimizerConfig> optimizer;
   std::optional<SchedulerConfig> scheduler;             // absent also while a setting of it is open
   std::optional<TorchSchedulerConfig> torch_scheduler;  // in its place

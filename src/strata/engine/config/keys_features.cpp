@@ -126,7 +126,7 @@ tensor_parallel switch(enabled| autotp_size| tp_size| tp.tp_size| tensor_paralle
     | tensor parallelism | remove the section
 expert_parallel switch(enabled), refused | expert parallelism
 pipeline switch(enabled| stages| pipeline_parallel_size), refused | pipeline parallelism
-sequence_parallel_size integer(>= 1) = 1, refused | sequence parallelism | write 1 or remove the key
+sequence_parallel_size integer(>= 1) = 1 | another name of strata.sequence_parallel.size
 data_parallel_size integer(>= 1), refused | a data-parallel size apart from the world size | remove
     the key: every rank is a data-parallel rank
 use_data_before_expert_parallelism flag = false, refused | order of expert-parallel ranks | write
@@ -209,6 +209,10 @@ strata section | Strata's own settings
 .timeout_s number(> 0) = 300.0 | seconds after which a rank that waits for another raises an error
 .decay_unused flag = false | true: update a parameter without a gradient on any rank, as DeepSpeed
     does: it decays and its momentum goes on; false: it keeps its value, as in torch
+.sequence_parallel section | rows that ranks share
+.sequence_parallel.size integer(>= 1) = 1 | ranks that share the tokens of each row, in attention by
+    an exchange of heads; it divides the ranks and the model's heads; batch sizes count these
+    groups
 .max_skipped_steps integer(0..1000000) = 20 | consecutive steps that may be skipped because
     gradients were not finite (fp32 and bf16); the next one raises NumericsError; 0: the first one
     does

@@ -27,7 +27,7 @@ scheduler section | the schedule of learning rates
 prescale_gradients flag = false, hint | divide before the reduction | the reduction divides in fp32
 gradient_predivide_factor number(> 0) = 1.0, hint | divide in two parts
 seq_parallel_communication_data_type word(fp32|fp16|bf16) = "fp32", hint | element type between
-    sequence-parallel ranks | sequence parallelism is not offered
+    sequence-parallel ranks | gradients travel in communication_data_type
 disable_allgather flag = false, hint | debugging of gathers | parameters are always gathered after
     the step
 disable_python_gc flag = false, hint | stop Python's garbage collector | the engine leaves the

@@ -133,6 +133,25 @@ constexpr std::array<std::string_view, 10> kTorchClasses{
 
 }  // namespace
 
+void record_missing_type(const json& document, ConfigFindings* remarks) {
+  const auto section = document.find("optimizer");
+  if (section == document.end() || section->is_null()) return;
+  const auto params = section->find("params");
+  const bool has_params = params != section->end() && params->is_object() && !params->empty();
+  std::string sign = has_params ? "optimizer.params" : "";
+  for (const char* name : {"scheduler", "gradient_clipping", "gradient_accumulation_steps"}) {
+    const auto found = document.find(name);
+    if (sign.empty() && found != document.end() && !found->is_null()) sign = name;
+  }
+  if (sign.empty()) return;
+  remarks->open.push_back(
+      {"optimizer.type",
+       fmt::format("optimizer.type: wanted the optimizer's class, since {} is for training; write "
+                   "\"type\": \"AdamW\", pass optimizer= to initialize, or remove the section "
+                   "\"optimizer\" to evaluate only; found none",
+                   sign)});
+}
+
 OptimizerConfig read_optimizer(Settings* settings, ConfigFindings* remarks) {
   const std::string type = settings->text("optimizer.type");
   const json params = settings->at("optimizer.params");

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <string>
 
@@ -30,6 +31,9 @@ struct OptimizerConfig {
   // their parameters ask for a feature that the kernel lacks.
   bool in_own_kernel = true;
 };
+
+// An optimizer section that does not say which optimizer, in a configuration of a training.
+void record_missing_type(const nlohmann::json& document, ConfigFindings* remarks);
 
 // Reads optimizer.type and optimizer.params out of `settings`, and adds the parameters read to it.
 OptimizerConfig read_optimizer(Settings* settings, ConfigFindings* remarks);
