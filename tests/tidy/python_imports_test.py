@@ -88,7 +88,7 @@ class PythonImportsTest(unittest.TestCase):
     def test_a_module_in_no_room_is_found(self):
         self.write("extras/thing.py")
         self.write("engine.py", "from .extras import thing\n")
-        rooms = "views, model, tiles, ranks, monitoring, ops, checkpoint"
+        rooms = "views, model, tiles, ranks, sequence, monitoring, ops, checkpoint"
         self.assert_finds("python/strata/extras/thing.py:1", "no room", rooms)
 
     def test_an_import_of_what_is_not_there_is_found(self):

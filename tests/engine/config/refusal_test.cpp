@@ -174,7 +174,8 @@ TEST(Refusals, SayWhatToWriteInsteadOfAFeature) {
        "compile.deepcompile: not supported (DeepCompile); write false or remove the key, and call "
        "engine.compile(); found true"},
       {R"({"tensor_parallel": {"autotp_size": 4}})", "tensor_parallel: not supported"},
-      {R"({"sequence_parallel_size": 2})", "sequence_parallel_size: not supported"},
+      {R"({"sequence_parallel_size": 2, "strata": {"sequence_parallel": {"size": 4}}})",
+       "sequence_parallel_size: contradicts strata.sequence_parallel.size"},
       {R"({"log_level": "loud"})", "log_level: wanted"},
       {R"({"torch_autocast": {"enabled": true}})", "torch_autocast.dtype: wanted"},
       {R"({"torch_autocast": {"enabled": true, "dtype": "bf16"}, "fp16": {"enabled": true}})",

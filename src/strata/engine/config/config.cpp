@@ -237,7 +237,7 @@ Config Config::parse(std::string_view text_or_path) {
     require_no_late_factor(config.precision, config.gradient_clipping, config.managed_accumulation);
   s.read("dataloader_drop_last", config.drop_last);
   s.read("strata.sequence_parallel.size", config.sequence_parallel);
-  const std::int64_t by_deepspeed = s.integer("sequence_parallel_size");
+  const auto by_deepspeed = std::max(std::int64_t{1}, s.integer("sequence_parallel_size"));
   if (config.sequence_parallel == 1) config.sequence_parallel = by_deepspeed;
   if (by_deepspeed != 1 && by_deepspeed != config.sequence_parallel)
     throw ConfigError(

@@ -126,7 +126,7 @@ tensor_parallel switch(enabled| autotp_size| tp_size| tp.tp_size| tensor_paralle
     | tensor parallelism | remove the section
 expert_parallel switch(enabled), refused | expert parallelism
 pipeline switch(enabled| stages| pipeline_parallel_size), refused | pipeline parallelism
-sequence_parallel_size integer(>= 1) = 1 | another name of strata.sequence_parallel.size
+sequence_parallel_size integer(>= 0) = 1 | another name of strata.sequence_parallel.size; 0: 1
 data_parallel_size integer(>= 1), refused | a data-parallel size apart from the world size | remove
     the key: every rank is a data-parallel rank
 use_data_before_expert_parallelism flag = false, refused | order of expert-parallel ranks | write
