@@ -200,13 +200,15 @@ class StartUp:
 
     def make_engine(self):
         """Makes the engine, which takes the model over."""
+        if self.config.sequence_parallel > 1:
+            from .sequence.attention import SequenceAttention, require_possible  # not in every script
+
+            require_possible(self.tree.model, self.config.sequence_parallel)  # the model is the script's until here
         runtime, collectives = self.runtime.joined(self.collectives), self.collectives
         self.engine = self.engine_class(self.tree, self.config, self.sharded_optimizer, self.rule, collectives, runtime,
                                         self.from_files, self.clock.progress(collectives.rank, collectives.world_size))
         self.clock.core = self.engine.core
         if self.config.sequence_parallel > 1:
-            from .sequence.attention import SequenceAttention  # not in every script
-
             group = initialize_sequence_parallel(self.config.sequence_parallel)
             attention = SequenceAttention(self.engine.module, group, gathers_loss=self.mpu is None)
             self.engine.sequence = group

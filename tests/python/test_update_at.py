@@ -64,6 +64,8 @@ def _refuses_what_comes_between():
         engine.optimizer.zero_grad()
     with pytest.raises(strata.UsageError, match=WORDS):
         engine.backward(_loss(engine))
+    with pytest.raises(strata.UsageError, match=WORDS):
+        engine.save_checkpoint("not written")
     engine.step()
     engine.optimizer.zero_grad()
     train_steps(engine, 1)

@@ -18,7 +18,6 @@ from ..model.compiling import outside_graphs
 from .exchange import group_loss, heads_for_tokens, tokens_for_heads
 
 _MOST_MASK = 2**28  # elements of a mask that sdpa may get: rows of 16,384 tokens
-_FLASH = ("flash_attention_2", "flash_attention_3")
 _LAYERS = {"full_attention", "sliding_attention", "attention"}
 _owners = weakref.WeakKeyDictionary()  # attention and other modules of models with a SequenceAttention: that
 
@@ -70,8 +69,8 @@ class SequenceAttention:
             _owners[module] = self
         if not hasattr(self._table[kind], "_strata_original"):
             self._table.register(kind, _between(self._table[kind]))
-        self._handles = [model.register_forward_pre_hook(self._begin, with_kwargs=True),
-                         model.register_forward_hook(self._end)]
+        begin, end = model.register_forward_pre_hook, model.register_forward_hook
+        self._handles = [begin(self._begin, with_kwargs=True), end(self._end)]
 
     def undo(self):
         """Takes it out of the model, and of transformers' table if no other model needs it there."""
@@ -114,9 +113,8 @@ class SequenceAttention:
         dist.all_gather(shapes, mine, group=self._sequence.group)
         for rank, theirs in enumerate(torch.stack(shapes).tolist()):
             if theirs != list(positions.shape):
-                raise _C.UsageError(f"sequence parallelism: the ranks of a group need pieces of equal shape; this rank "
-                                    f"has [batch, tokens] {list(positions.shape)}, and rank {rank} of the group "
-                                    f"{theirs}")
+                raise _C.UsageError("sequence parallelism: a group needs pieces of equal shape; [batch, tokens] "
+                                    f"is {list(positions.shape)} here, and {theirs} on rank {rank} of the group")
 
     def _end(self, module, args, output):
         self._running = False
@@ -156,8 +154,8 @@ class SequenceAttention:
         if kwargs.get("s_aux") is not None:  # a number for each head
             kwargs["s_aux"] = kwargs["s_aux"].chunk(self._sequence.size)[self._sequence.rank]
         if module.config._attn_implementation == "sdpa":
-            if cut.packed or (window is not None and window < cut.positions.shape[1]):
-                mask = cut.mask(window)
+            narrow = window is not None and window < cut.positions.shape[1]
+            mask = cut.mask(window) if cut.packed or narrow else None
         elif cut.packed and batch > 1:  # documents are found in one row alone
             query, key, value = (x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value))
             kwargs["position_ids"] = cut.positions.reshape(1, -1)
@@ -199,15 +197,14 @@ def require_possible(model, size):
     model = _base_of(model)
     config = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    name = type(model).__name__
 
     def refuse(what):
-        raise _C.UsageError(f"sequence parallelism of size {size} cannot train {name}: {what}")
+        raise _C.UsageError(f"sequence parallelism of size {size} cannot train {type(model).__name__}: {what}")
 
     kind = getattr(config, "_attn_implementation", None)
     if kind is None:
         refuse("it is no model of transformers, whose attention it would exchange; set the size to 1")
-    if kind != "sdpa" and kind not in _FLASH and "flash" not in kind:
+    if kind != "sdpa" and "flash" not in kind:
         refuse(f'attn_implementation "{kind}" needs a mask of all tokens x all tokens; load the model with "sdpa" or '
                '"flash_attention_2"')
     for layer in getattr(config, "layer_types", None) or ():

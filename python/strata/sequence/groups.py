@@ -18,8 +18,7 @@ class SequenceGroup:
     def __init__(self, size):
         world = dist.get_world_size() if dist.is_initialized() else 1
         if world % size:
-            raise _C.ConfigError(f"sequence parallelism of size {size}: groups of that size do not divide the {world} "
-                                 "ranks; use a size that does")
+            raise _C.ConfigError(f"sequence parallelism: groups of {size} ranks do not divide the {world} ranks")
         self.size, self.rank, self.group, self.tokens = size, 0, None, None
         for first in range(0, world, size) if size > 1 else ():  # every rank makes every group, in one order
             group = dist.new_group(range(first, first + size))

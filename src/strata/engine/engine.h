@@ -26,8 +26,6 @@
 #include "strata/base/error.h"
 #include "strata/comm/collectives.h"
 #include "strata/device/device.h"
-#include "strata/engine/gather/gatherer.h"
-#include "strata/engine/optimize/sharded_optimizer.h"
 #include "strata/engine/pass_state.h"
 #include "strata/engine/record/init_report.h"
 #include "strata/engine/record/links.h"
@@ -82,8 +80,12 @@ class Engine {
   void adopt_flat(std::span<const int> params);
   // `cause` ended the storing of values: no call trains or saves before weights_changed().
   void loading_failed(std::string_view cause) { pass_.fail_loading(cause); }
-  // Throws UsageError if an update or a load has failed half-way, with no load since.
-  void require_intact_weights() const { pass_.require_intact_weights(); }
+  // Throws UsageError if weights are of two steps: an update or a load failed, or step() is to
+  // come.
+  void require_intact_weights() const {
+    reducer_.require_none_early();
+    pass_.require_intact_weights();
+  }
   StateOffload& state_offload() { return state_offload_; }
   // After finish_step(): trains parameters that were frozen.
   void train_frozen(std::span<const int> params) {

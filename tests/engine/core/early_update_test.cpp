@@ -105,6 +105,7 @@ TEST(EarlyUpdates, RefuseAnotherPassAndZeroGradAndReadsUntilTheStep) {
     EXPECT_THAT(message_of<UsageError>([&] { rank.begin_backward(true); }), refused);
     EXPECT_THAT(message_of<UsageError>([&] { rank.engine().zero_gradients(); }), refused);
     EXPECT_THAT(message_of<UsageError>([&] { rank.gatherer().acquire(0); }), refused);
+    EXPECT_THAT(message_of<UsageError>([&] { rank.engine().require_intact_weights(); }), refused);
     step(rank);
     train_one_pass(rank);
     step(rank);

@@ -158,6 +158,12 @@ bool AdamOptimizer::update_early(int unit, std::span<const GroupScalars> groups)
   return true;
 }
 
+void AdamOptimizer::forget_early() {  // other values will be written where these updates write
+  FirstError lost;
+  for (const auto& [unit, events] : std::exchange(early_, {}))
+    for (const auto& event : events) lost.attempt([&] { event->wait(); });
+}
+
 // The ends of the work that was queued so far in other streams than the compute stream.
 AdamOptimizer::Events AdamOptimizer::ended() {
   Events events;

@@ -41,7 +41,7 @@ class AdamOptimizer final : public ShardedOptimizer {
   void step(std::span<const GroupScalars> groups, const GradientScale& scale,
             std::span<const int> first, const Updated& updated) override;
   bool update_early(int unit, std::span<const GroupScalars> groups) override;
-  void forget_early() override { early_.clear(); }
+  void forget_early() override;
   void throw_failure(bool waits) override;
   std::optional<LaneTimes> lane_times() const override { return times_; }
   Bytes cached() const override { return cache_.bytes(); }
