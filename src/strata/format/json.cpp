@@ -1,7 +1,7 @@
 #include "strata/format/json.h"
 
 #include <algorithm>
-#include <ranges>
+#include <iterator>
 #include <set>
 #include <span>
 #include <type_traits>
@@ -151,13 +151,17 @@ class JsonReader::Events {
 void JsonReader::read(const JsonPlace& top) {
   if (text_.starts_with('\xEF')) fail("it begins with a byte order mark");  // the parser skips it
   // The parser's events do not tell how far it has read.
-  const auto bytes = text_ | std::views::transform([this](const char& byte) {
-                       at_ = static_cast<std::size_t>(&byte - text_.data());
-                       return byte;
-                     });
+  struct Byte : std::iterator_traits<const char*> {
+    using iterator_category = std::input_iterator_tag;
+    char operator*() const { return reader->text_[reader->at_ = at]; }
+    Byte& operator++() { return ++at, *this; }
+    bool operator==(const Byte& other) const { return at == other.at; }
+    JsonReader* reader;
+    std::size_t at;
+  };
   Events events(*this, top);
-  Json::sax_parse(bytes.begin(), bytes.end(), &events, Json::input_format_t::json,
-                  /*strict=*/false);
+  Json::sax_parse(Byte{{}, this, 0}, Byte{{}, this, text_.size()}, &events,
+                  Json::input_format_t::json, /*strict=*/false);
   at_ = std::min(text_.find_first_not_of(" \n\t\r", at_ + 1), text_.size());
   if (at_ != text_.size()) fail(fmt::format("{} follows its end", in_quotes(text_.substr(at_, 1))));
 }

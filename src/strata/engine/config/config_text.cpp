@@ -173,15 +173,15 @@ ordered_json parse_json_text(std::string_view text, std::string_view origin) {
   const std::string strict = StrictCopy(text).run();
   // The keys so far of each open object; an open list has none.
   std::vector<std::vector<std::string>> open;
-  const auto look = [&](int /*depth*/, ordered_json::parse_event_t event, ordered_json& parsed) {
-    using enum ordered_json::parse_event_t;
-    if (event == object_start || event == array_start) {
+  using Event = ordered_json::parse_event_t;
+  const auto look = [&](int /*depth*/, Event event, ordered_json& parsed) {
+    if (event == Event::object_start || event == Event::array_start) {
       if (open.size() >= kMaxDepth)
         throw ConfigError("{} nests objects and lists deeper than {} levels", origin, kMaxDepth);
       open.emplace_back();
-    } else if (event == object_end || event == array_end) {
+    } else if (event == Event::object_end || event == Event::array_end) {
       open.pop_back();
-    } else if (event == key) {
+    } else if (event == Event::key) {
       const auto name = parsed.get<std::string>();
       std::vector<std::string>& names = open.back();
       if (std::ranges::find(names, name) != names.end()) {
