@@ -1,4 +1,6 @@
 // ShardedModel as Python drives it.
+#include <ATen/ops/from_blob.h>
+
 #include <map>
 
 #include "bindings.h"
@@ -160,6 +162,16 @@ py::dict memory_report(ShardedModel& model) {
   return report;
 }
 
+// uint8 memory for copies from and to the device, zeroes; pinned if the system can.
+at::Tensor host_memory(const std::shared_ptr<ShardedModel>& model, std::int64_t bytes) {
+  std::shared_ptr<device::HostMemory> memory =
+      model->engine().device().allocate_host(Bytes(bytes), memory::Kind::kActivations);
+  void* const data = memory->bytes().data();
+  // The memory is freed through its device, which lives as long as the model.
+  const auto free = [model, memory](void*) mutable { memory.reset(); };
+  return at::from_blob(data, {bytes}, free, at::kByte);
+}
+
 py::list units(ShardedModel& model) {
   py::list result;
   for (const engine::Unit& unit : model.engine().weights().units())
@@ -278,6 +290,7 @@ void bind_access(ModelClass& model) {
            })
       .def("scope_needed", [](ShardedModel& m, int scope) { return m.scopes().needed(scope); })
       .def("memory_report", &memory_report)
+      .def("host_memory", &host_memory, unlocked)
       .def("memory_forecast", &memory_forecast)
       .def("reset_memory_peaks", [](ShardedModel& m) { m.ledger().reset_peaks(); })
       .def("init_report", &init_report)

@@ -99,6 +99,9 @@ void bind_values(py::class_<engine::Config>& config) {
   read("tile_max", [](const Config& c) { return mapped(c.strata.tile_max, &Bytes::value); });
   read("tile_matches", [](const Config& c) { return c.strata.tile_matches; });
   read("trace", [](const Config& c) { return c.strata.trace; });
+  read("loss", [](const Config& c) { return c.strata.loss; });
+  read("mlp_piece", [](const Config& c) { return c.strata.mlp_piece; });
+  read("activations", [](const Config& c) { return c.strata.activations; });
   read("optimizer", &optimizer_of);
   read("has_scheduler", [](const Config& c) { return c.scheduler.has_value(); });
   // (class of torch.optim.lr_scheduler, keyword arguments as JSON)

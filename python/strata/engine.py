@@ -19,6 +19,7 @@ from .model.interception import intercept, intercept_arguments
 from .model.model_input import describe_modules, describe_parameters, move_buffers
 from .model.parameter import release_ownership, discard_values, take_ownership
 from .model.tiles import owned_parameters, tile_of, tiles_of
+from .sequence.spared_memory import SparedMemory
 from .optimizer import groups_of, log_left_out
 from .rank_logging import logger
 from .ranks.departure import record_error, unwatch, watch
@@ -84,8 +85,10 @@ class Engine(EngineCheckpoints, EngineSettings, Batches, EngineNames, EngineWeig
         modules = [module for _, module, _ in tree.modules]
         self._scope_modules = [modules[index] for index in self.core.scopes()]
         device, floating = self.device if config.move_inputs else None, torch.float16 if config.cast_inputs else None
+        spared = SparedMemory(modules, config)
         self._undo = [intercept(self.core, modules), intercept_arguments(tree.model, device, floating),
                       check_at_first_forward(self), *([mark_steps(self)] if config.cuda_graphs else [])]
+        self._undo = [spared.install(self.core, self.device), *self._undo, spared.undo]
         self.timers, self.tput_timer = Timers(self.device), ThroughputTimer()
         self._watching = None  # a StepWatch, where this rank shows something of its steps
         self.core.free_originals()

@@ -11,12 +11,16 @@ CONFIGS = {
     "qwen3": lambda: transformers.Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8, tie_word_embeddings=True),
     "one key head": lambda: transformers.Qwen2Config(**SIZES, num_key_value_heads=1),
     "windows": lambda: transformers.MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=6),
+    "soft caps": lambda: transformers.Gemma3TextConfig(**SIZES, num_key_value_heads=2, head_dim=8,
+                                                       final_logit_softcapping=2.0),
+    "a scale": lambda: transformers.CohereConfig(**SIZES, num_key_value_heads=2, logit_scale=0.5, use_qk_norm=False),
 }
 
 
-def make_model(name, attention="sdpa"):
+def make_model(name, attention="sdpa", **changes):
     torch.manual_seed(3)
     config = CONFIGS[name]()
+    config.update(changes)
     config._attn_implementation = attention
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
 

@@ -236,8 +236,8 @@ def test_activations_are_computed_again():
     outputs = []
     checkpointing.CheckpointFunction.apply(twice, outputs, x)
     assert len(calls) == 3 and outputs[0].shape == (3,)
-    with pytest.raises(NotImplementedError, match="checkpoint_in_cpu"):
-        checkpointing.configure(checkpoint_in_cpu=True)
+    with pytest.raises(NotImplementedError, match="partition_activations"):
+        checkpointing.configure(partition_activations=True)
 
 
 def test_small_functions_of_scripts(tmp_path, caplog):

@@ -142,7 +142,7 @@ def in_pieces_of(model):
 
 
 def trains_as_whole(stage, checkpointing, change, dtype=None):
-    """An engine over the changed model has the gradients and weights of one over the model as it is."""
+    """An engine over the changed model has the gradients and weights of one over the unchanged model."""
     config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "gradient_clipping": 0.5,
               "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, "strata": {"max_live_bytes": 1},
               "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}  # fmt: skip

@@ -10,7 +10,7 @@ from ranks import run_ranks
 from strata import rank_logging
 from tiny_models import config_of, make_batches, make_engine, make_model, rank_and_world, train_step
 
-HINT = {"activation_checkpointing": {"cpu_checkpointing": True, "number_checkpoints": 2}}
+HINT = {"activation_checkpointing": {"partition_activations": True, "number_checkpoints": 2}}
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_a_plain_script_sees_hints_and_what_is_missed_is_a_warning(bare, capsys)
     said = capsys.readouterr().err
     assert "strata: stage 2, the parameters' own dtypes, on cpu" in said
     assert "strata WARNING: settings without effect that ask for memory or output:\n" \
-           "  activation_checkpointing.cpu_checkpointing: " in said
+           "  activation_checkpointing.partition_activations: " in said
     assert "strata: accepted settings without effect:\n  activation_checkpointing.number_checkpoints: " in said
     assert said.count("strata: step=1, skipped=0, lr=[0.01]") == 1
 

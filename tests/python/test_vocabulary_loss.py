@@ -5,6 +5,10 @@ import strata
 import torch
 from devices import test_device
 from ranks import run_ranks
+from sequence_models import make_model as make_transformer
+from sequence_models import rows_of
+from strata.model import free_memory
+from strata.tiles.vocabulary_loss import LazyLogits
 from tiled_models import IDS, TiledModel, batches_of, tiled_config
 from tiny_models import full_parameters, make_engine, rank_and_world, train_step
 from torch import nn
@@ -151,3 +155,73 @@ def _head_in_tiles():
 
 def test_a_tied_head_in_tiles_trains_without_logits():
     assert run_ranks(2, _head_in_tiles) == [IDS, IDS]
+
+
+def _trains_without_logits(name, stage, **zero):
+    """Against the loss of whole logits: losses, weights after steps, logits that a script reads."""
+    results = []
+    for loss in ("fused", "plain"):
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0} | zero,
+            "strata": {"loss": loss},
+        }
+        engine, *_ = strata.initialize(model=make_transformer(name), config=config)
+        losses = []
+        for number in range(3):
+            batch = rows_of("masked labels", number + 10 * engine.global_rank)
+            output = engine(**batch)
+            assert isinstance(output.logits, LazyLogits) == (loss == "fused")
+            if number == 1:
+                assert output.logits.argmax(-1).shape == batch["labels"].shape
+            engine.backward(output.loss)
+            engine.step()
+            losses.append(output.loss.item())
+        if loss == "fused":
+            with pytest.raises(strata.UsageError, match="loss.*plain"):
+                output.logits.sum()
+        with torch.no_grad():
+            losses.append(engine(**batch).logits.sum().item())
+            tokens = engine.module.generate(batch["input_ids"].to(engine.device), max_new_tokens=3, do_sample=False)
+        engine.destroy(keep_values=True)
+        results.append([losses, tokens.cpu(), *(p.detach().cpu() for p in engine.module.parameters())])
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-5)
+    for fused, plain in zip(results[0][1:], results[1][1:]):
+        torch.testing.assert_close(fused, plain, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("world, name, stage", [
+    (1, "qwen3", 3), (2, "qwen3", 2), (2, "llama", 3), (1, "soft caps", 3), (2, "a scale", 3)])
+def test_a_whole_head_trains_without_logits(world, name, stage):
+    run_ranks(world, _trains_without_logits, name, stage)
+
+
+def _chooses_by_memory():
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+    engine, *_ = strata.initialize(model=make_transformer("llama"), config=config)
+    assert type(engine(**rows_of("", 1)).logits) is torch.Tensor
+    need = 12 * 64 * 32  # bytes of 32 tokens
+    free_memory.free_bytes, found = lambda device: 2 * need, []
+    for tokens in (16, 17, 64, 16):
+        found.append(type(engine(**rows_of("", 1, tokens=tokens)).logits) is LazyLogits)
+    free_memory.free_bytes = lambda device: 0  # what is free now changes no length that was seen
+    found.append(type(engine(**rows_of("", 1)).logits) is LazyLogits)
+    return found
+
+
+def test_the_loss_is_chosen_by_memory_once_for_a_length():
+    assert run_ranks(1, _chooses_by_memory) == [[False, True, True, False, False]]
+
+
+def test_scaled_and_capped_logits_are_those_of_plain_torch():
+    hidden, weight, bias, labels = _case(torch.float64, True)
+    for scale, cap in ((0.3, None), (1.0, 2.0), (-0.7, 1.5)):
+        logits = nn.functional.linear(hidden, weight, bias) * scale
+        logits = logits if cap is None else cap * torch.tanh(logits / cap)
+        wanted = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        ours = LCE(hidden, weight, labels, bias, scale=scale, softcap=cap)
+        _require_near(ours, wanted, 1e-5)
+        for mine, theirs in zip(torch.autograd.grad(ours, (hidden, weight, bias)),
+                                torch.autograd.grad(wanted, (hidden, weight, bias))):
+            _require_near(mine, theirs, 1e-5)

@@ -4,27 +4,30 @@ checkpoints, and the classes of objects in them."""
 import glob
 import os
 import re
+from contextlib import nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
 
 import torch
 import torch.utils.checkpoint
 
-_configured = False
+from ..sequence.checkpoint_inputs import CheckpointInputs
+
+_configured = _in_cpu = False
 
 
 def configure(mpu_=None, deepspeed_config=None, partition_activations=None, contiguous_checkpointing=None,
               num_checkpoints=None, checkpoint_in_cpu=None, synchronize=None, profile=None):  # fmt: skip
-    """Records that the script checkpoints activations. NotImplementedError for a setting that torch's checkpointing
-    does not have."""
-    global _configured
-    asked = {"partition_activations": partition_activations, "contiguous_checkpointing": contiguous_checkpointing,
-             "checkpoint_in_cpu": checkpoint_in_cpu}  # fmt: skip
+    """Records that the script checkpoints activations, and whether ``checkpoint`` keeps inputs on the host
+    (``checkpoint_in_cpu``), as ``strata.activations.device`` "cpu" does. NotImplementedError for a setting that torch's
+    checkpointing does not have."""
+    global _configured, _in_cpu
+    asked = {"partition_activations": partition_activations, "contiguous_checkpointing": contiguous_checkpointing}
     wanted = [name for name, value in asked.items() if value]
     if wanted:
         raise NotImplementedError(f"Strata does not offer {wanted[0]}: activations are recomputed by "
                                   "torch.utils.checkpoint; leave the setting out")
-    _configured = True
+    _configured, _in_cpu = True, bool(checkpoint_in_cpu)
 
 
 def is_configured():
@@ -44,7 +47,9 @@ def checkpoint(function, *args, **kwargs):
     def call(*given):  # torch looks for devices of random numbers, and for its own options, among the arguments
         return function(*given[:count], **dict(zip(names, given[count:])))
 
-    found = torch.utils.checkpoint.checkpoint(call, *args, *kwargs.values(), use_reentrant=False)
+    given, inputs = (*args, *kwargs.values()), CheckpointInputs.running()
+    with nullcontext() if inputs is None else inputs.around(given, _in_cpu):
+        found = torch.utils.checkpoint.checkpoint(call, *given, use_reentrant=False)
     if not isinstance(found, (tuple, list)):
         return found
     return found[0] if len(found) == 1 else tuple(found)

@@ -1,1 +1,1 @@
-"""Sequence parallelism: ranks that share rows, each with a piece of every row's tokens."""
+"""Long rows: ranks that share their tokens, and what spares memory on one rank."""

@@ -112,8 +112,8 @@ class _Pieces(torch.autograd.Function):
 
 
 class Again:
-    """What a second call of a function in backward needs of the first, which begins when this is made: the random
-    numbers of a device, and autocast there."""
+    """Has a second call of a function, in backward, compute as the first one, which begins when this is made: with the
+    same random numbers of a device, and with autocast as there."""
 
     def __init__(self, device):
         self._device = device

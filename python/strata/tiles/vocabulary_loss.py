@@ -7,7 +7,6 @@ logits again and, in the same sweep, the gradients of the input and of the block
 the whole vocabulary, so forward cannot compute gradients on the way. This takes four products where a loss that keeps
 its logits takes three; the memory of the logits is saved."""
 
-import copy
 import weakref
 from contextlib import ExitStack, nullcontext
 
@@ -16,17 +15,19 @@ from torch.utils._pytree import tree_map
 
 from .. import _C
 from ..model.compiling import outside_graphs
+from ..model.free_memory import MemoryChoice
 from ..model.interception import replaced
-from ..model.tiles import Destination, ProductSum, Tile, tiles_of, write_product
-from .functions import linear
+from ..model.tiles import Destination, ProductSum, tiles_of, write_product
 
 _BLOCK_BYTES = 128 << 20  # of fp32 logits at once
 _BLOCK_ROWS = 8192  # of a weight that is not in tiles
 
 
 @outside_graphs
-def linear_cross_entropy(hidden, weight, labels, bias=None, ignore_index=-100, reduction="mean", block_bytes=None):
-    """``cross_entropy(linear(hidden, weight, bias), labels)``, which never holds the logits of the whole vocabulary.
+def linear_cross_entropy(hidden, weight, labels, bias=None, ignore_index=-100, reduction="mean", block_bytes=None,
+                         scale=1.0, softcap=None):  # fmt: skip
+    """``cross_entropy(scale * linear(hidden, weight, bias), labels)``, which never holds the logits of the whole
+    vocabulary.
 
     Logits are computed in hidden's dtype, as ``torch.nn.functional.linear`` does, and all that follows in fp32. Against
     the plain expression with fp32 logits, losses and gradients agree to the rounding of sums in another order: to 1e-5
@@ -43,6 +44,8 @@ def linear_cross_entropy(hidden, weight, labels, bias=None, ignore_index=-100, r
         ignore_index: labels that count for nothing.
         reduction: "mean" over the labels that count, "sum", or "none".
         block_bytes: int, the most bytes of fp32 logits that exist at once; None: 128 MiB.
+        scale: float, a factor of the logits, as Cohere's models have.
+        softcap: float or None: scaled logits become ``softcap * tanh(logits / softcap)``, as in Gemma's models.
     """
     if isinstance(weight, torch.nn.Module):
         weight, bias = dict.__getitem__(weight._parameters, "weight"), weight.bias if bias is None else bias
@@ -55,7 +58,7 @@ def linear_cross_entropy(hidden, weight, labels, bias=None, ignore_index=-100, r
         raise _C.UsageError(f"linear_cross_entropy: reduction is 'mean', 'sum' or 'none'; found {reduction!r}")
     flat, classes = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     flat = flat.to(_dtype_of(flat))
-    blocks = _Blocks(weight, tiles, flat, block_bytes or _BLOCK_BYTES)
+    blocks = _Blocks(weight, tiles, flat, block_bytes or _BLOCK_BYTES, scale, softcap)
     anchor = weight if tiles is None else tiles.anchor
     losses = _Losses.apply(flat, anchor, bias, classes, ignore_index, blocks)
     if reduction == "none":
@@ -64,16 +67,30 @@ def linear_cross_entropy(hidden, weight, labels, bias=None, ignore_index=-100, r
     return total if reduction == "sum" else total / (classes != ignore_index).sum()
 
 
+class _Rows:
+    """Rows [begin, end) of a whole weight: a context, as a tile is, in which it may have other memory each time."""
+
+    def __init__(self, weight, begin, end):
+        self._weight, self.begin, self.end = weight, begin, end
+
+    def __enter__(self):
+        return self._weight.detach()[self.begin : self.end]
+
+    def __exit__(self, kind, value, traceback):
+        pass
+
+
 class _Blocks:
     """The blocks of the vocabulary and of the tokens."""
 
-    def __init__(self, weight, tiles, flat, block_bytes):
+    def __init__(self, weight, tiles, flat, block_bytes, scale, softcap):
         self.tiles, self.weight = tiles, weight
+        self._scale, self._softcap = scale, softcap
         self.dtype = flat.dtype
         rows = max((tile.rows for tile in tiles), default=1) if tiles is not None else min(_BLOCK_ROWS, len(weight))
         self.tokens = max(1, min(len(flat) or 1, block_bytes // (4 * max(1, rows))))
         if tiles is None:
-            self.vocabulary = [Tile(weight.detach()[begin : begin + rows], begin, min(begin + rows, len(weight)))
+            self.vocabulary = [_Rows(weight, begin, min(begin + rows, len(weight)))
                                for begin in range(0, len(weight), max(1, rows))]  # fmt: skip
         else:
             self.vocabulary = list(tiles)
@@ -83,9 +100,19 @@ class _Blocks:
         return [slice(begin, min(begin + self.tokens, count)) for begin in range(0, count, self.tokens)]
 
     def logits(self, x, weight, bias, block):
-        """[tokens, rows of the block], fp32 with a bias, else of hidden's dtype."""
+        """[tokens, rows of the block], of hidden's dtype where they are the product alone, else fp32."""
         found = x @ weight.to(self.dtype).t()
-        return found if bias is None else found.float().add_(bias[block.begin : block.end].float())
+        if bias is not None:
+            found = found.float().add_(bias[block.begin : block.end].float())
+        if self._scale != 1.0:
+            found = found.float().mul_(self._scale)
+        return found if self._softcap is None else torch.tanh(found.float() / self._softcap).mul_(self._softcap)
+
+    def slope(self, logits):
+        """The derivative of ``logits`` by what the product gave; None: 1."""
+        if self._softcap is None:
+            return None if self._scale == 1.0 else self._scale
+        return (1 - (logits / self._softcap).square_()).mul_(self._scale)
 
 
 def _gradient_of(block, of_weight):
@@ -138,7 +165,10 @@ class _Losses(torch.autograd.Function):
             with block as rows, _gradient_of(block, of_weight) if wants_weight else nullcontext() as place:
                 dw = ProductSum(place, len(parts)) if wants_weight else None
                 for part in parts:
-                    given = tokens.of_logits(blocks.logits(flat[part], rows, bias, block), part, block)
+                    logits = blocks.logits(flat[part], rows, bias, block)
+                    slope = blocks.slope(logits)
+                    given = tokens.of_logits(logits, part, block)
+                    given = given if slope is None else given * slope
                     if wants_bias:
                         db[block.begin : block.end] += (given * tokens.sign[part, None]).sum(0)
                     given = given.to(flat.dtype)
@@ -185,22 +215,25 @@ def _less(logits, numbers):
     return torch.sub(logits, numbers[:, None], out=logits if logits.dtype == torch.float32 else None)
 
 
+_PRODUCTS, _QUOTIENTS = {"mul", "__mul__", "__rmul__", "multiply"}, {"div", "__truediv__", "true_divide", "divide"}
 _PLAIN = {"__get__", "__hash__", "dim", "is_complex", "is_floating_point", "ndimension", "nelement", "numel", "size"}
 _VIEWS = {getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag", "data")}
 
 
 class LazyLogits(torch.Tensor):
-    """The output of a head in tiles within a transformers model: a tensor whose values are computed once, when an
-    operation needs them. Its shape, dtype and device are known without. An operation that needs the values after the
-    weights have changed raises UsageError. ``hidden``: tensor [..., width], the head's input."""
+    """The output of a head within a transformers model: a tensor whose values are computed once, when an operation
+    needs them. Its shape, dtype and device are known without. An operation that needs the values after the weights have
+    changed raises UsageError. A factor and a tanh, which some models apply, give other LazyLogits. ``hidden``: tensor
+    [..., width], the head's input. ``scale``, ``softcap``: as of ``linear_cross_entropy``."""
 
     @staticmethod
-    def of(head, tiles, hidden):
-        """The logits of ``head``, a torch.nn.Linear whose weight is in ``tiles``."""
-        meta = torch.empty((*hidden.shape[:-1], tiles.rows), dtype=_dtype_of(hidden), device="meta")
+    def of(head, hidden, scale=1.0, softcap=None, make=None):
+        """The logits of a ``_LazyHead``. ``make()``: their values; None: those of the head."""
+        meta = torch.empty((*hidden.shape[:-1], head.rows), dtype=_dtype_of(hidden), device="meta")
         logits = torch.Tensor._make_subclass(LazyLogits, meta)
-        logits.hidden, logits._head, logits._tiles, logits._found = hidden, head, tiles, None
-        core = tiles[0].core
+        logits.hidden, logits.head, logits._found = hidden, head, None
+        logits.scale, logits.softcap, logits._make = scale, softcap, make or (lambda: head.__wrapped__(hidden))
+        core = head.core()
         logits._core, logits._steps = core and weakref.ref(core), core and core.global_steps
         return logits
 
@@ -210,18 +243,36 @@ class LazyLogits(torch.Tensor):
             core = self._core and self._core()
             if core is None or not core.alive or core.global_steps != self._steps:
                 raise _C.UsageError(
-                    "these logits were not computed, since the loss needs no logits of the whole vocabulary where the "
-                    "head is in tiles, and the weights have changed meanwhile; ask for them before engine.step()")
-            self._found = linear(self.hidden, self._tiles, self._head.bias)
+                    "these logits were not computed, since the loss needs no logits of the whole vocabulary, and the "
+                    'weights have changed meanwhile; ask for them before engine.step(), or write "strata": {"loss": '
+                    '"plain"} where the head is not in tiles')
+            self._found = self._make()
         return self._found
+
+    def _changed(self, name, number=None, *more):
+        """Those that the operation ``name`` makes of these; None: it is another one than a factor or the first tanh."""
+        scale, softcap = self.scale, self.softcap
+        if name == "tanh" and number is None and softcap is None:
+            softcap = 1.0
+        elif isinstance(number, (int, float)) and number and not more and name in _PRODUCTS | _QUOTIENTS:
+            factor = number if name in _PRODUCTS else 1 / number
+            scale, softcap = scale * factor, softcap and softcap * factor
+        else:
+            return None
+        given = () if number is None else (number,)
+        return LazyLogits.of(self.head, self.hidden, scale, softcap, lambda: getattr(self.values(), name)(*given))
 
     device = property(lambda self: self.hidden.device, doc="torch.device of the values.")
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
         with torch._C.DisableTorchFunctionSubclass():
-            if getattr(func, "__name__", "") in _PLAIN and func not in _VIEWS:
+            if name in _PLAIN and func not in _VIEWS:
                 return func(*args, **(kwargs or {}))
+        changed = args[0]._changed(name, *args[1:]) if not kwargs and isinstance(args[0], LazyLogits) else None
+        if changed is not None:
+            return changed
         args, kwargs = tree_map(lambda x: x.values() if isinstance(x, LazyLogits) else x, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -241,19 +292,36 @@ def _dtype_of(hidden):
 
 
 class _LazyHead:
-    """Replaces the head's forward."""
+    """Replaces the head's forward. ``rows``: of its weight. ``core()``: its _C.ShardedModel. ``wants(hidden, rows)``:
+    whether its logits are lazy."""
 
-    def __init__(self, head, tiles, before):
-        self._head, self._tiles, self.__wrapped__ = head, tiles, before
+    def __init__(self, before, rows, core, wants):
+        self.__wrapped__, self.rows, self.core, self._wants = before, rows, core, wants
 
     def __call__(self, hidden):
         # LazyLogits are for training, and torch.compile cannot trace a frame that gets them.
-        if not torch.is_grad_enabled() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None:
+        compiles = torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+        if not torch.is_grad_enabled() or compiles or not self._wants(hidden, self.rows):
             return self.__wrapped__(hidden)
-        return LazyLogits.of(self._head, self._tiles, hidden)
+        return LazyLogits.of(self, hidden)
 
-    def __deepcopy__(self, memo):
-        return copy.deepcopy(self.__wrapped__, memo)
+    def __reduce__(self):
+        return self.__wrapped__.__reduce__()
+
+
+class _LossOfHead:
+    """Stands below a whole head's forward, within its scope, where its weight is whole: computes the loss there."""
+
+    def __init__(self, head):
+        self._head, self.__wrapped__ = head, head.forward
+
+    def __call__(self, hidden, loss_of=None):
+        if loss_of is None:
+            return self.__wrapped__(hidden)
+        return linear_cross_entropy(hidden, self._head, *loss_of)
+
+    def __reduce__(self):
+        return self.__wrapped__.__reduce__()
 
 
 class _CausalLoss:
@@ -273,7 +341,7 @@ class _CausalLoss:
         hidden = logits.hidden
         shift_labels = shift_labels.reshape(hidden.shape[:-1]).to(hidden.device)
         reduction = "mean" if num_items_in_batch is None else "sum"
-        loss = linear_cross_entropy(hidden, logits._head, shift_labels, None, ignore_index, reduction)
+        loss = logits.head.loss(hidden, shift_labels, None, ignore_index, reduction, None, logits.scale, logits.softcap)
         if num_items_in_batch is None:
             return loss
         if torch.is_tensor(num_items_in_batch):
@@ -281,18 +349,64 @@ class _CausalLoss:
         return loss / num_items_in_batch
 
 
-def install(module, heads):
-    """Makes a model of transformers compute its causal loss in this way, where its head is one of ``heads``,
-    {id(torch.nn.Linear): Tiles of its weight}. Returns a function that undoes this, or None where ``module`` is no such
-    model, or has another loss."""
+def _head_of(module):
+    """The output head of a causal model of transformers with its own loss; else None."""
     if not hasattr(module, "loss_function") or not hasattr(module, "get_output_embeddings"):
         return None
     from transformers.loss.loss_utils import ForCausalLMLoss  # the module is of transformers
 
     head = module.get_output_embeddings()
-    if id(head) not in heads or isinstance(head.forward, _LazyHead) or module.loss_function is not ForCausalLMLoss:
-        return None
+    plain = module.loss_function is ForCausalLMLoss and head is not None
+    return head if plain and not isinstance(head.forward, _LazyHead) else None
+
+
+def _install(module, head, lazy):
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
     undo = ExitStack()
     undo.callback(replaced(module, "_loss_function", _CausalLoss(ForCausalLMLoss)))
-    undo.callback(replaced(head, "forward", _LazyHead(head, heads[id(head)], head.__dict__["forward"])))
+    undo.callback(replaced(head, "forward", lazy))
     return undo.close
+
+
+def install(module, heads):
+    """Makes a model of transformers compute its causal loss in this way, where its head is one of ``heads``,
+    {id(torch.nn.Linear): Tiles of its weight}. Returns a function that undoes this, or None where ``module`` is no such
+    model, or has another loss."""
+    head = _head_of(module)
+    if head is None or id(head) not in heads:
+        return None
+    tiles = heads[id(head)]
+    lazy = _LazyHead(head.__dict__["forward"], tiles.rows, lambda: tiles[0].core, lambda *_: True)
+    lazy.loss = lambda hidden, *rest: linear_cross_entropy(hidden, head, *rest)
+    return _install(module, head, lazy)
+
+
+class WholeHeads:
+    """The heads of transformers' causal models among ``modules`` whose weight is no tile. Made before an engine
+    intercepts the modules, so that a loss is computed within the head's scope; ``install`` comes afterwards.
+    ``undo()`` is for after the engine has let go of them. ``loss``: "fused": the loss never holds all logits; "auto":
+    not where they would take too much memory."""
+
+    def __init__(self, modules, loss):
+        self._fused, self._choice, self._undo = loss == "fused", MemoryChoice(share=1 / 2), ExitStack()
+        heads = ((module, _head_of(module)) for module in modules)
+        self._heads = [(module, head) for module, head in heads
+                       if type(head) is torch.nn.Linear and "forward" not in head.__dict__]
+        for _, head in self._heads:
+            self._undo.callback(replaced(head, "forward", _LossOfHead(head)))
+        self.undo = self._undo.close
+
+    def install(self, core):
+        """Makes the models' losses lazy, for the engine of ``core``. Returns a function that undoes this."""
+        undo, core = ExitStack(), weakref.ref(core)
+        for module, head in self._heads:
+            before, rows = head.__dict__["forward"], head.out_features
+            lazy = _LazyHead(before, rows, core, self._wants)
+            lazy.loss = lambda hidden, *rest, before=before: before(hidden, loss_of=rest)
+            undo.callback(_install(module, head, lazy))
+        return undo.close
+
+    def _wants(self, hidden, rows):
+        need = 12 * rows * (hidden.numel() // hidden.shape[-1])  # of logits, what the loss makes of them, and gradients
+        return self._fused or self._choice.spares(need, hidden.device)

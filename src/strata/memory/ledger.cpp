@@ -25,8 +25,8 @@ std::string_view name_of(Tier tier) {
 
 std::string_view name_of(Kind kind) {
   constexpr std::array<std::string_view, kKindCount> kNames{
-      "weights",        "gathered weights", "gradients", "gradient shards",
-      "master weights", "optimizer state",  "staging",   "workspace"};
+      "weights",         "gathered weights", "gradients", "gradient shards", "master weights",
+      "optimizer state", "activations",      "staging",   "workspace"};
   return kNames.at(index_of(kind));
 }
 

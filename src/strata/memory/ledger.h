@@ -25,10 +25,11 @@ enum class Kind : std::uint8_t {
   kGradientShards,  // reduced and accumulated gradients of this rank's shards, fp32
   kMasterWeights,   // of this rank's shards: fp32 copies, or what bf16 weights lack of them
   kOptimizerState,  // exp_avg, exp_avg_sq, and what a user's optimizer keeps through the engine
+  kActivations,     // inputs of checkpointed blocks, from forward to backward
   kStaging,         // buffers of loading, saving and I/O
   kWorkspace,       // partial results of a device's kernels, a few bytes a MiB that they go over
 };
-inline constexpr int kKindCount = 8;
+inline constexpr int kKindCount = 9;
 
 std::string_view name_of(Tier tier);
 std::string_view name_of(Kind kind);

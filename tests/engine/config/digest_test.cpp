@@ -47,11 +47,12 @@ TEST(Digest, HoldsTheCompletedBatch) {
 }
 
 TEST(ShownSettings, MarksHintsWhoseMemoryOrOutputIsMissed) {
-  const Config c = parsed(R"({"activation_checkpointing": {"cpu_checkpointing": true,
-      "partition_activations": false}, "prescale_gradients": true})");
+  const Config c = parsed(R"({"activation_checkpointing": {"partition_activations": true,
+      "contiguous_memory_optimization": false}, "prescale_gradients": true})");
   ASSERT_EQ(c.hints.size(), 3U);
   for (const Hint& hint : c.hints)
-    EXPECT_EQ(hint.missed, hint.path == "activation_checkpointing.cpu_checkpointing") << hint.path;
+    EXPECT_EQ(hint.missed, hint.path == "activation_checkpointing.partition_activations")
+        << hint.path;
 }
 
 TEST(ShownSettings, KeepsWhatARankShowsOutOfTheDigest) {

@@ -1,0 +1,219 @@
+"""Inputs of checkpointed blocks on the host, from forward to backward. They are all that stays of a long row where its
+blocks are computed again in backward. A copy stream takes them there beside the next block's forward, and brings each
+back beside the backward of the block behind it. After the checkpoints of DeepSpeed (``cpu_checkpointing``) and Unsloth.
+
+Used by the thread that runs forward, and by autograd's."""
+
+import functools
+import weakref
+from collections import deque
+from contextlib import ExitStack, contextmanager, nullcontext
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from .. import _C
+from ..model import free_memory
+from ..model.compiling import outside_graphs
+
+_LEAST = 1 << 20  # bytes of an input that is worth a copy
+_LEAVING = 2  # copies that the device's memory may wait for
+_GRANULE = 1 << 22  # host memory is taken in multiples of it
+
+
+class CheckpointInputs:
+    """Keeps inputs of the checkpoints of one model. ``where``: "cpu": those of every block but the last go to the host;
+    "auto": as many of the first blocks' as would take more than a quarter of a GPU's free memory; "device": none.
+    ``core``: a _C.ShardedModel. ``device``: torch.device of the model."""
+
+    _running = None  # that of the model whose forward runs
+
+    def __init__(self, core, device, where):
+        self._where, self._device = where, device
+        self._host = _HostMemory(core.host_memory)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" and where != "device" else None
+        self._leaving = deque()  # (event of a copy, its source)
+        self._kept = {}  # {bytes of an input: inputs of this size that stay on the device}
+        self._blocks, self._last = None, lambda: None  # in the last forward; a weak reference to the last _Moved
+        self._number, self._outer = 0, None
+
+    @staticmethod
+    def running():
+        """The object of the model whose forward runs; None: there is none."""
+        return CheckpointInputs._running
+
+    def install(self, model):
+        """Has the checkpoints of transformers' models, in ``model``, keep their inputs here. Returns a function that
+        undoes this. Where transformers would copy inputs itself ("offload": True), they go to the host here."""
+        modules = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
+        inner = [module for module in modules if len({*modules} & {*module.modules()}) == 1]
+        undo = ExitStack()
+        begin, end = outside_graphs(lambda *_: self._begin(modules, inner)), outside_graphs(lambda *_: self._end())
+        undo.callback(model.register_forward_pre_hook(begin).remove)
+        undo.callback(model.register_forward_hook(end, always_call=True).remove)
+        undo.callback(_unwrap, modules)
+        return undo.close
+
+    def _begin(self, modules, blocks):
+        self._outer, CheckpointInputs._running = CheckpointInputs._running, self
+        found = 0
+        for module in modules:
+            function = module.__dict__.get("_gradient_checkpointing_func")
+            if function is not None and not isinstance(function, _Checkpoint):
+                module.__dict__["_gradient_checkpointing_func"] = _Checkpoint(function, self)
+            found += function is not None and module in blocks
+        # A model of older transformers calls all of its blocks' checkpoints itself.
+        self._blocks = self._number or self._blocks or (found if found > 1 else float("inf"))
+        self._number, self._last = 0, lambda: None
+
+    def _end(self):
+        CheckpointInputs._running = self._outer
+
+    @contextmanager
+    def around(self, args, asked=False):
+        """A context for one call of a checkpoint with the positional arguments ``args``. ``asked``: its inputs go to
+        the host in any case."""
+        number, self._number = self._number, self._number + 1
+        inputs = {(x.data_ptr(), x.numel()) for x in args if isinstance(x, torch.Tensor) and x.requires_grad}
+
+        def pack(tensor):
+            size = tensor.nbytes
+            wanted = (tensor.data_ptr(), tensor.numel()) in inputs and self._goes(number, size, asked)
+            return self._move(tensor) if wanted else _Stayed(tensor)
+
+        with saved_tensors_hooks(pack, lambda kept: kept.back()):
+            yield
+
+    def _goes(self, number, size, asked):
+        if size < _LEAST or (self._where == "device" and not asked) or number >= self._blocks - 1:
+            return False
+        if self._where == "cpu" or asked:
+            return True
+        if size not in self._kept:
+            free = free_memory.free_bytes(self._device)
+            self._kept[size] = float("inf") if free is None else max(2, free // 4 // size)
+        return number < self._blocks - self._kept[size]
+
+    def _move(self, tensor):
+        try:
+            memory = self._host.take(tensor.nbytes)
+        except _C.OutOfMemoryError:
+            return _Stayed(tensor)
+        self._last = weakref.ref(moved := _Moved(self, tensor, memory, self._last))
+        with self._copying() as event:
+            moved.host.copy_(tensor, non_blocking=True)
+        self._leaving.append((event, _Stayed(tensor)))
+        self._wait(_LEAVING)
+        return moved
+
+    def _copying(self):
+        """A context whose copies come after what is queued so far, beside what is queued next; gives their event."""
+        return nullcontext() if self._stream is None else _beside(self._stream)
+
+    def _wait(self, most):
+        """Leaves at most ``most`` sources of copies to the host. The device's next work is behind the other copies."""
+        while len(self._leaving) > most:
+            event, source = self._leaving.popleft()
+            if event is not None:
+                torch.cuda.current_stream(self._device).wait_event(event)
+            source.back()
+
+
+class _Stayed:
+    """One tensor on the device. With hooks on saved tensors, torch does not look whether it is changed."""
+
+    def __init__(self, tensor):
+        self._tensor, self._version = tensor.detach(), tensor._version
+
+    def back(self):
+        if self._tensor._version != self._version:
+            raise _C.UsageError("the input of a checkpointed block was changed in place after its forward, so backward "
+                                "cannot compute the block again; change a copy of it")
+        return self._tensor
+
+
+class _Moved:
+    """One input. ``host``: its values, of its shape and dtype."""
+
+    def __init__(self, inputs, tensor, memory, before):
+        self._inputs, self._device, self._before, self._coming = inputs, tensor.device, before, None
+        self.host = memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        weakref.finalize(self, inputs._host.give_back, memory)
+
+    def fetch(self):
+        """Begins the copy to the device."""
+        if self._coming is None:
+            tensor = torch.empty(self.host.shape, dtype=self.host.dtype, device=self._device)
+            with self._inputs._copying() as event:
+                tensor.copy_(self.host, non_blocking=True)
+            if event is not None:
+                tensor.record_stream(self._inputs._stream)
+            self._coming = tensor, event
+
+    def back(self):
+        """The tensor on the device; the input of the block before comes beside what is computed with it."""
+        self._inputs._wait(0)
+        self.fetch()
+        (tensor, event), self._coming = self._coming, None
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
+        if (before := self._before()) is not None:
+            before.fetch()
+        return tensor
+
+
+@contextmanager
+def _beside(stream):
+    event = torch.cuda.Event()
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    with torch.cuda.stream(stream):
+        yield event
+        event.record(stream)
+
+
+class _HostMemory:
+    """Memory that is taken again: a buffer that is large enough, or a new one in place of the smallest."""
+
+    def __init__(self, make):
+        self._make, self._free = make, []
+
+    def take(self, size):
+        """A uint8 tensor of at least ``size`` bytes."""
+        self._free.sort(key=len)
+        fitting = next((n for n, buffer in enumerate(self._free) if len(buffer) >= size), None)
+        if fitting is not None:
+            return self._free.pop(fitting)
+        if self._free:
+            self._free.pop(0)
+        return self._make(-(-size // _GRANULE) * _GRANULE)
+
+    def give_back(self, buffer):
+        self._free.append(buffer)
+
+
+class _Checkpoint:
+    """Stands for a function that transformers' blocks are checkpointed by."""
+
+    def __init__(self, function, inputs):
+        self.__wrapped__, self._inputs = function, inputs
+        parts = function if isinstance(function, functools.partial) else functools.partial(function)
+        self._asked = getattr(parts.func, "__name__", "") == "checkpoint_func"  # by gradient_checkpointing_enable
+        self._plain = function
+        if self._asked:
+            self._plain = functools.partial(torch.utils.checkpoint.checkpoint, *parts.args, **parts.keywords)
+
+    def __call__(self, function, *args, **kwargs):
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self._plain(function, *args, **kwargs)
+        with self._inputs.around(args, self._asked):
+            return self._plain(function, *args, **kwargs)
+
+    def __reduce__(self):
+        return functools.partial, (self.__wrapped__,)
+
+
+def _unwrap(modules):
+    for module in modules:
+        function = module.__dict__.get("_gradient_checkpointing_func")
+        if isinstance(function, _Checkpoint):
+            module.__dict__["_gradient_checkpointing_func"] = function.__wrapped__
