@@ -8,21 +8,31 @@ from sequence_models import SIZES, TOKENS, make_model, plain_loop, rows_of
 from soak import ALL
 
 import strata
+from strata.sequence import attention
 from strata.sequence.attention import require_possible
 from strata.sequence.loader import prepared
 
 STEPS = 4
 
 
-def _config(stage, size, accumulation=2, **zero):
+SPARES = {"loss": "fused", "mlp_piece": 3, "activations": {"device": "cpu"}}
+
+
+def _config(stage, size, accumulation=2, strata=(), **zero):
     return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": 0.5,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
-        "strata": {"sequence_parallel": {"size": size}},
+        "strata": {"sequence_parallel": {"size": size}} | dict(strata),
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0} | zero,
     }
+
+
+def _trains_by_documents(*args):
+    """As rows that are too long for a mask of tokens x tokens do."""
+    attention._MOST_MASK, attention._BLOCK = 0, 4
+    _trains_as_one(*args)
 
 
 def _trains_as_one(name, kind, size, config, lengths, checkpointing):
@@ -57,8 +67,8 @@ def _trains_as_one(name, kind, size, config, lengths, checkpointing):
     engine.destroy()
 
 
-def _train(name, kind, size, world, stage, lengths=(TOKENS,), checkpointing=False, **zero):
-    run_ranks(world, _trains_as_one, name, kind, size, _config(stage, size, 2 * size, **zero), lengths, checkpointing)
+def _train(name, kind, size, world, stage, lengths=(TOKENS,), checkpointing=False, job=_trains_as_one, **config):
+    run_ranks(world, job, name, kind, size, _config(stage, size, 2 * size, **config), lengths, checkpointing)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3] if ALL else [0, 3])
@@ -122,8 +132,13 @@ def test_the_shorter_loader_ends_a_pass():
     run_ranks(2, _ends_with_the_shorter_loader)
 
 
-def test_checkpointing_and_offload():
-    _train("qwen3", "packed", 2, 2, 3, checkpointing=True, offload_optimizer={"device": "cpu"})
+def test_checkpointing_and_offload_and_what_spares_memory():
+    _train("qwen3", "packed", 2, 2, 3, checkpointing=True, strata=SPARES, offload_optimizer={"device": "cpu"})
+
+
+@pytest.mark.parametrize("name, kind", [("one key head", "packed"), ("windows", "plain"), ("windows", "packed")])
+def test_rows_that_are_too_long_for_a_mask(name, kind):
+    _train(name, kind, 2, 2, 3, lengths=(TOKENS, 28), job=_trains_by_documents)
 
 
 def _trains_other_models_and_ends():

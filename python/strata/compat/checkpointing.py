@@ -11,7 +11,7 @@ from operator import attrgetter
 import torch
 import torch.utils.checkpoint
 
-from ..sequence.checkpoint_inputs import CheckpointInputs
+from ..sequence.spared_memory import SparedMemory
 
 _configured = _in_cpu = False
 
@@ -47,8 +47,8 @@ def checkpoint(function, *args, **kwargs):
     def call(*given):  # torch looks for devices of random numbers, and for its own options, among the arguments
         return function(*given[:count], **dict(zip(names, given[count:])))
 
-    given, inputs = (*args, *kwargs.values()), CheckpointInputs.running()
-    with nullcontext() if inputs is None else inputs.around(given, _in_cpu):
+    given, spared = (*args, *kwargs.values()), SparedMemory.latest()
+    with nullcontext() if spared is None else spared.inputs.around(function, given, _in_cpu):
         found = torch.utils.checkpoint.checkpoint(call, *given, use_reentrant=False)
     if not isinstance(found, (tuple, list)):
         return found

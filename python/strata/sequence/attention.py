@@ -17,7 +17,8 @@ from .. import _C
 from ..model.compiling import outside_graphs
 from .exchange import group_loss, heads_for_tokens, tokens_for_heads
 
-_MOST_MASK = 2**28  # elements of a mask that sdpa may get: rows of 16,384 tokens
+_MOST_MASK = 2**26  # elements of a mask that sdpa may get: rows of 8,192 tokens
+_BLOCK = 4096  # tokens of a part of a document whose window is shorter
 _LAYERS = {"full_attention", "sliding_attention", "attention"}
 _owners = weakref.WeakKeyDictionary()  # attention and other modules of models with a SequenceAttention: that
 
@@ -32,23 +33,60 @@ class _Cut:
         self.positions = torch.cat(parts, dim=1)
         ascending = torch.arange(self.positions.shape[1], device=local.device)
         self.packed = not torch.equal(self.positions, ascending.expand_as(self.positions))
-        self._masks = {}  # by window
+        self._masks, self._lengths = {}, None  # masks by window
 
     def mask(self, window):
         """bool [batch, 1, tokens, tokens]: whether a token (dimension 2) attends to another."""
         if window not in self._masks:
-            tokens = self.positions.shape[1]
-            if self.positions.numel() * tokens > _MOST_MASK:
-                raise _C.UsageError(
-                    f"sequence parallelism: rows of {tokens} tokens that are packed, or have a sliding window, need a "
-                    "mask of tokens x tokens under sdpa, which is too large; load the model with "
-                    'attn_implementation="flash_attention_2", or train rows of one document')
             document = (self.positions == 0).cumsum(dim=1)
-            place = torch.arange(tokens, device=document.device)
-            distance = place[:, None] - place[None, :]
-            near = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+            tokens = self.positions.shape[1]
+            near = _near(tokens, tokens, window, document.device)
             self._masks[window] = (near & (document[:, :, None] == document[:, None, :]))[:, None]
         return self._masks[window]
+
+    def lengths(self):
+        """For each row, [tokens of a document]."""
+        if self._lengths is None:
+            starts = self.positions == 0
+            starts[:, 0] = True
+            ends = torch.nn.functional.pad(starts, (0, 1), value=True)
+            self._lengths = [row.nonzero()[:, 0].diff().tolist() for row in ends]
+        return self._lengths
+
+    def attend(self, function, module, query, key, value, window, kwargs):
+        """sdpa's attention within documents, and within ``window`` tokens if there is one: by a mask where it is small,
+        else a document at a time, and a window's breadth of it. The output [batch, tokens, heads, size]."""
+        tokens = self.positions.shape[1]
+        narrow = window is not None and window < tokens
+        if not self.packed and not narrow:
+            return function(module, query, key, value, None, **kwargs)[0]
+        if self.positions.numel() * tokens <= _MOST_MASK:
+            return function(module, query, key, value, self.mask(window if narrow else None), **kwargs)[0]
+        rows = []
+        for lengths, *row in zip(self.lengths(), query.split(1), key.split(1), value.split(1)):
+            documents = zip(*(part.split(lengths, dim=2) for part in row))
+            parts = [part for document in documents for part in _parts(*document, window)]
+            rows.append(torch.cat([function(module, *part, **kwargs)[0] for part in parts], dim=1))
+        return torch.cat(rows)
+
+
+def _near(queries, keys, window, device):
+    """bool [queries, keys]: whether a query attends to a key, where the last of both are one token."""
+    place = torch.arange(keys, device=device)
+    distance = place[keys - queries :, None] - place[None, :]
+    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+
+
+def _parts(query, key, value, window):
+    """(queries, keys, values, mask or None for a causal one) of one document, in order."""
+    tokens, step = query.shape[2], max(_BLOCK, window or 0)
+    if window is None or window >= tokens:
+        yield query, key, value, None
+        return
+    for begin in range(0, tokens, step):
+        end, first = min(begin + step, tokens), max(0, begin - window + 1)
+        mask = _near(end - begin, end - first, window, query.device)
+        yield query[:, :, begin:end], key[:, :, first:end], value[:, :, first:end], mask[None, None]
 
 
 class SequenceAttention:
@@ -148,22 +186,22 @@ class SequenceAttention:
                                 "heads than one rank does; set attention_dropout to 0")
         query, key, value = heads_for_tokens([query, key, value], self._sequence)
         window = kwargs.get("sliding_window")
-        mask, batch = None, query.shape[0]
+        batch, sdpa = query.shape[0], module.config._attn_implementation == "sdpa"
         kwargs = {name: item for name, item in kwargs.items()
                   if not name.startswith(("cu_seq_lens", "max_length_", "seq_idx"))} | {"position_ids": cut.positions}
         if kwargs.get("s_aux") is not None:  # a number for each head
             kwargs["s_aux"] = kwargs["s_aux"].chunk(self._sequence.size)[self._sequence.rank]
-        if module.config._attn_implementation == "sdpa":
-            narrow = window is not None and window < cut.positions.shape[1]
-            mask = cut.mask(window) if cut.packed or narrow else None
-        elif cut.packed and batch > 1:  # documents are found in one row alone
+        if not sdpa and cut.packed and batch > 1:  # documents are found in one row alone
             query, key, value = (x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value))
             kwargs["position_ids"] = cut.positions.reshape(1, -1)
         groups = getattr(module, "num_key_value_groups", None)
         try:
             if groups is not None:
                 module.num_key_value_groups = query.shape[1] // key.shape[1]
-            output, *others = function(module, query, key, value, mask, **kwargs)
+            if sdpa:
+                output, others = cut.attend(function, module, query, key, value, window, kwargs), [None]
+            else:
+                output, *others = function(module, query, key, value, None, **kwargs)
         finally:
             if groups is not None:
                 module.num_key_value_groups = groups

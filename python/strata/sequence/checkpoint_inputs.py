@@ -7,14 +7,13 @@ Used by the thread that runs forward, and by autograd's."""
 import functools
 import weakref
 from collections import deque
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from .. import _C
 from ..model import free_memory
-from ..model.compiling import outside_graphs
 
 _LEAST = 1 << 20  # bytes of an input that is worth a copy
 _LEAVING = 2  # copies that the device's memory may wait for
@@ -24,82 +23,73 @@ _GRANULE = 1 << 22  # host memory is taken in multiples of it
 class CheckpointInputs:
     """Keeps inputs of the checkpoints of one model. ``where``: "cpu": those of every block but the last go to the host;
     "auto": as many of the first blocks' as would take more than a quarter of a GPU's free memory; "device": none.
-    ``core``: a _C.ShardedModel. ``device``: torch.device of the model."""
+    ``core``: a _C.ShardedModel. ``device``: torch.device of the model. ``modules``: those of transformers that can be
+    checkpointed."""
 
-    _running = None  # that of the model whose forward runs
-
-    def __init__(self, core, device, where):
+    def __init__(self, core, device, where, modules):
         self._where, self._device = where, device
         self._host = _HostMemory(core.host_memory)
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" and where != "device" else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._leaving = deque()  # (event of a copy, its source)
         self._kept = {}  # {bytes of an input: inputs of this size that stay on the device}
-        self._blocks, self._last = None, lambda: None  # in the last forward; a weak reference to the last _Moved
-        self._number, self._outer = 0, None
+        self._blocks, self._all = weakref.WeakKeyDictionary(), False  # {block: its place in forward}; are all known?
+        inner = [module for module in modules if {*modules} & {*module.modules()} == {module}]
+        # The blocks; or a model of older transformers, which calls the checkpoints of all its blocks.
+        self._expected = len(inner) if len(inner) > 1 else float("inf")
+        self._last = lambda: None  # a weak reference to the last _Moved
 
-    @staticmethod
-    def running():
-        """The object of the model whose forward runs; None: there is none."""
-        return CheckpointInputs._running
+    def take(self, module):
+        """Has the checkpoints of a module of transformers keep their inputs here. Where transformers would copy inputs
+        itself ("offload": True), they go to the host here."""
+        if not isinstance(function := module._gradient_checkpointing_func, _Checkpoint):
+            vars(module)["_gradient_checkpointing_func"] = _Checkpoint(function, self)
 
-    def install(self, model):
-        """Has the checkpoints of transformers' models, in ``model``, keep their inputs here. Returns a function that
-        undoes this. Where transformers would copy inputs itself ("offload": True), they go to the host here."""
-        modules = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
-        inner = [module for module in modules if len({*modules} & {*module.modules()}) == 1]
-        undo = ExitStack()
-        begin, end = outside_graphs(lambda *_: self._begin(modules, inner)), outside_graphs(lambda *_: self._end())
-        undo.callback(model.register_forward_pre_hook(begin).remove)
-        undo.callback(model.register_forward_hook(end, always_call=True).remove)
-        undo.callback(_unwrap, modules)
-        return undo.close
-
-    def _begin(self, modules, blocks):
-        self._outer, CheckpointInputs._running = CheckpointInputs._running, self
-        found = 0
+    def release(self, modules):
+        """Undoes ``take``."""
         for module in modules:
-            function = module.__dict__.get("_gradient_checkpointing_func")
-            if function is not None and not isinstance(function, _Checkpoint):
-                module.__dict__["_gradient_checkpointing_func"] = _Checkpoint(function, self)
-            found += function is not None and module in blocks
-        # A model of older transformers calls all of its blocks' checkpoints itself.
-        self._blocks = self._number or self._blocks or (found if found > 1 else float("inf"))
-        self._number, self._last = 0, lambda: None
+            if isinstance(function := vars(module).get("_gradient_checkpointing_func"), _Checkpoint):
+                vars(module)["_gradient_checkpointing_func"] = function.__wrapped__
 
-    def _end(self):
-        CheckpointInputs._running = self._outer
+    def _place_of(self, function):
+        """(place of the block that a checkpoint calls, number of blocks); the first forward counts them."""
+        block = getattr(getattr(function, "func", function), "__self__", None)
+        if not isinstance(block, torch.nn.Module):
+            return 0, float("inf")
+        self._all = self._all or block in self._blocks
+        place = self._blocks.setdefault(block, len(self._blocks))
+        return place, len(self._blocks) if self._all else self._expected
 
     @contextmanager
-    def around(self, args, asked=False):
-        """A context for one call of a checkpoint with the positional arguments ``args``. ``asked``: its inputs go to
-        the host in any case."""
-        number, self._number = self._number, self._number + 1
+    def around(self, function, args, asked=False):
+        """A context for one call of a checkpoint of ``function`` with the positional arguments ``args``. ``asked``:
+        inputs of every block but the last go to the host."""
+        place, blocks = self._place_of(function)
         inputs = {(x.data_ptr(), x.numel()) for x in args if isinstance(x, torch.Tensor) and x.requires_grad}
 
         def pack(tensor):
             size = tensor.nbytes
-            wanted = (tensor.data_ptr(), tensor.numel()) in inputs and self._goes(number, size, asked)
-            return self._move(tensor) if wanted else _Stayed(tensor)
+            wanted = (tensor.data_ptr(), tensor.numel()) in inputs and self._goes(place, blocks, size, asked)
+            return self._move(tensor, place) if wanted else _Stayed(tensor)
 
         with saved_tensors_hooks(pack, lambda kept: kept.back()):
             yield
 
-    def _goes(self, number, size, asked):
-        if size < _LEAST or (self._where == "device" and not asked) or number >= self._blocks - 1:
+    def _goes(self, place, blocks, size, asked):
+        if size < _LEAST or (self._where == "device" and not asked) or place >= blocks - 1:
             return False
         if self._where == "cpu" or asked:
             return True
         if size not in self._kept:
             free = free_memory.free_bytes(self._device)
             self._kept[size] = float("inf") if free is None else max(2, free // 4 // size)
-        return number < self._blocks - self._kept[size]
+        return place < blocks - self._kept[size]
 
-    def _move(self, tensor):
+    def _move(self, tensor, place):
         try:
             memory = self._host.take(tensor.nbytes)
         except _C.OutOfMemoryError:
             return _Stayed(tensor)
-        self._last = weakref.ref(moved := _Moved(self, tensor, memory, self._last))
+        self._last = weakref.ref(moved := _Moved(self, tensor, memory, place, self._last))
         with self._copying() as event:
             moved.host.copy_(tensor, non_blocking=True)
         self._leaving.append((event, _Stayed(tensor)))
@@ -135,8 +125,9 @@ class _Stayed:
 class _Moved:
     """One input. ``host``: its values, of its shape and dtype."""
 
-    def __init__(self, inputs, tensor, memory, before):
-        self._inputs, self._device, self._before, self._coming = inputs, tensor.device, before, None
+    def __init__(self, inputs, tensor, memory, place, before):
+        self._inputs, self._device, self._coming = inputs, tensor.device, None
+        self._place, self._before = place, before
         self.host = memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         weakref.finalize(self, inputs._host.give_back, memory)
 
@@ -157,7 +148,7 @@ class _Moved:
         (tensor, event), self._coming = self._coming, None
         if event is not None:
             torch.cuda.current_stream(self._device).wait_event(event)
-        if (before := self._before()) is not None:
+        if (before := self._before()) is not None and before._place <= self._place:  # of the same forward
             before.fetch()
         return tensor
 
@@ -205,15 +196,9 @@ class _Checkpoint:
     def __call__(self, function, *args, **kwargs):
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self._plain(function, *args, **kwargs)
-        with self._inputs.around(args, self._asked):
+        with self._inputs.around(function, args, self._asked):
             return self._plain(function, *args, **kwargs)
 
     def __reduce__(self):
         return functools.partial, (self.__wrapped__,)
 
-
-def _unwrap(modules):
-    for module in modules:
-        function = module.__dict__.get("_gradient_checkpointing_func")
-        if isinstance(function, _Checkpoint):
-            module.__dict__["_gradient_checkpointing_func"] = function.__wrapped__

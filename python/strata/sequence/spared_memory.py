@@ -1,35 +1,60 @@
-"""Spares memory in the training of long rows: a loss without logits, MLPs in pieces, checkpoints' inputs on the
-host."""
+"""Spares memory in the training of long rows: a loss without logits, MLPs in pieces, checkpoints' inputs on the host.
+Imports of each no more than a model needs."""
 
+import weakref
 from contextlib import ExitStack
 
-from .checkpoint_inputs import CheckpointInputs
-from .mlp_pieces import MlpPieces
+_MLPS = ("MLP", "Mlp", "FeedForward", "FFN")  # ends of the names of their classes
 
 
 class SparedMemory:
-    """Has the models among ``modules``, of which the first is the engine's, spare memory as ``config`` says. Made
-    before an engine intercepts the modules; ``install`` comes afterwards, and ``undo()`` when the engine has let go of
-    them."""
+    """Has the models among ``modules`` spare memory as ``config`` says. Made before an engine intercepts the modules;
+    ``install`` comes afterwards, and ``undo()`` when the engine has let go of them."""
+
+    _latest = lambda: None  # noqa: E731 - a weak reference to that of the latest engine
 
     def __init__(self, modules, config):
-        self._modules, self._config, self._heads = modules, config, None
-        self._pieces = MlpPieces(modules, config.mlp_piece)
+        self._config, self._inputs, self._heads = config, None, None
+        self._checkpointed = [module for module in modules if hasattr(module, "gradient_checkpointing")]
+        mlps = [module for module in modules if type(module).__name__.endswith(_MLPS)]
+        self._before = ExitStack()
+        if mlps and config.mlp_piece != 0:
+            from .mlp_pieces import MlpPieces
+
+            self._before.callback(MlpPieces(mlps, config.mlp_piece).undo)
         if config.loss != "plain":
-            from ..tiles.vocabulary_loss import WholeHeads  # not for other models
+            from ..tiles.vocabulary_loss import WholeHeads
 
             self._heads = WholeHeads(modules, config.loss)
+            self._before.callback(self._heads.undo)
+        self.undo = self._before.close
+
+    @staticmethod
+    def latest():
+        """The object of the latest engine; None: there is none."""
+        return SparedMemory._latest()
 
     def install(self, core, device):
         """``core``: the engine's _C.ShardedModel. ``device``: torch.device of the model. Returns a function that undoes
         this."""
+        self._core, self._device, SparedMemory._latest = core, device, weakref.ref(self)
         undo = ExitStack()
         if self._heads is not None:
             undo.callback(self._heads.install(core))
-        undo.callback(CheckpointInputs(core, device, self._config.activations).install(self._modules[0]))
+        undo.callback(lambda: self._inputs and self._inputs.release(self._checkpointed))
         return undo.close
 
-    def undo(self):
-        if self._heads is not None:
-            self._heads.undo()
-        self._pieces.undo()
+    def renew(self):
+        """Looks for modules whose checkpoints of transformers are new, before a forward."""
+        for module in self._checkpointed:
+            if "_gradient_checkpointing_func" in vars(module):
+                self.inputs.take(module)
+
+    @property
+    def inputs(self):
+        """The ``CheckpointInputs`` of the model."""
+        if self._inputs is None:
+            from .checkpoint_inputs import CheckpointInputs
+
+            self._inputs = CheckpointInputs(self._core, self._device, self._config.activations, self._checkpointed)
+        return self._inputs

@@ -300,8 +300,9 @@ class _LazyHead:
 
     def __call__(self, hidden):
         # LazyLogits are for training, and torch.compile cannot trace a frame that gets them.
-        compiles = torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
-        if not torch.is_grad_enabled() or compiles or not self._wants(hidden, self.rows):
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return self.__wrapped__(hidden)
+        if torch._C._dynamo.eval_frame.get_eval_frame_callback() or not self._wants(hidden, self.rows):
             return self.__wrapped__(hidden)
         return LazyLogits.of(self, hidden)
 
@@ -315,6 +316,7 @@ class _LossOfHead:
     def __init__(self, head):
         self._head, self.__wrapped__ = head, head.forward
 
+    @outside_graphs  # as a head by itself is without this
     def __call__(self, hidden, loss_of=None):
         if loss_of is None:
             return self.__wrapped__(hidden)

@@ -17,6 +17,17 @@ using Json = nlohmann::json;
 
 constexpr std::size_t kProblemMax = 300;
 
+// Hands the parser a text, and notes how far it has read, which its events do not tell.
+struct Byte : std::iterator_traits<const char*> {
+  using iterator_category = std::input_iterator_tag;
+  char operator*() const { return text[*read = at]; }
+  Byte& operator++() { return ++at, *this; }
+  bool operator==(const Byte& other) const { return at == other.at; }
+  const char* text;
+  std::size_t* read;
+  std::size_t at;
+};
+
 // The parser's message, without the name of the exception and the raw bytes of the text.
 std::string problem_in(const Json::exception& error) {
   const std::string_view whole = error.what();
@@ -150,18 +161,9 @@ class JsonReader::Events {
 
 void JsonReader::read(const JsonPlace& top) {
   if (text_.starts_with('\xEF')) fail("it begins with a byte order mark");  // the parser skips it
-  // The parser's events do not tell how far it has read.
-  struct Byte : std::iterator_traits<const char*> {
-    using iterator_category = std::input_iterator_tag;
-    char operator*() const { return reader->text_[reader->at_ = at]; }
-    Byte& operator++() { return ++at, *this; }
-    bool operator==(const Byte& other) const { return at == other.at; }
-    JsonReader* reader;
-    std::size_t at;
-  };
   Events events(*this, top);
-  Json::sax_parse(Byte{{}, this, 0}, Byte{{}, this, text_.size()}, &events,
-                  Json::input_format_t::json, /*strict=*/false);
+  Json::sax_parse(Byte{{}, text_.data(), &at_, 0}, Byte{{}, text_.data(), &at_, text_.size()},
+                  &events, Json::input_format_t::json, /*strict=*/false);
   at_ = std::min(text_.find_first_not_of(" \n\t\r", at_ + 1), text_.size());
   if (at_ != text_.size()) fail(fmt::format("{} follows its end", in_quotes(text_.substr(at_, 1))));
 }
