@@ -13,12 +13,66 @@ std::string ranks_text(int ranks) {
   return count_of(static_cast<std::size_t>(ranks), "rank");
 }
 
-Bytes activations_in(const Json& plan) {
-  const Json& found = plan["activations"];
-  return found.is_null() ? Bytes() : Bytes(found["bytes"].get<std::int64_t>());
+Bytes bytes_in(const Json& json, const char* key) {
+  return Bytes(json.value(key, std::int64_t{0}));
 }
 
-std::string table_of(const PlanRequest& request, const Json& stages, Bytes activations) {
+Bytes activations_in(const Json& row, const char* key) {
+  return row.contains("activations") ? bytes_in(row["activations"], key) : Bytes();
+}
+
+std::string longest_in(const Json& row) {
+  if (!row.contains("longest")) return "-";
+  const auto seq = row["longest"]["seq"].get<std::int64_t>();
+  return seq > 0 ? with_commas(seq) : "none";
+}
+
+// The part of a peak by its key in JSON.
+std::string name_of_part(const Json& longest, const std::string& key) {
+  const auto piece = longest["mlp_piece"].get<std::int64_t>();
+  if (key == "host") return "inputs of checkpoints";
+  if (key == "kept")
+    return longest["checkpointing"] == true ? "inputs of checkpoints" : "values that layers keep";
+  if (key == "loss") return longest["fused"] == true ? "loss without logits" : "loss from logits";
+  if (key == "attention") return "one layer's attention and norms";
+  return piece == 0 ? "one layer's MLP"
+                    : fmt::format("one layer's MLP, {} tokens at a time", with_commas(piece));
+}
+
+std::string text_of_longest(const Json& longest) {
+  if (longest.is_null()) return "";
+  const auto tokens = [](const Json& rows) {
+    return rows["seq"] == 0 ? "none of 1,024 tokens"
+                            : fmt::format("about {} tokens", with_commas(rows["seq"]));
+  };
+  std::string parts = to_string(bytes_in(longest, "engine")) + " engine";
+  for (const char* const key : {"kept", "loss", "mlp", "attention"}) {
+    const bool at_peak = key == std::string_view("kept") ||
+                         (key == std::string_view("loss")) == (longest["peak"] == "loss");
+    if (const Bytes bytes = bytes_in(longest, key); at_peak && bytes > Bytes())
+      parts += fmt::format(" + {} {}", to_string(bytes), name_of_part(longest, key));
+  }
+  std::string text = fmt::format(
+      "the longest rows at stage {}{}: {}\n  runs out first: {} memory, for {}\n  each device:    "
+      "{}",
+      longest["stage"].dump(),
+      longest.contains("placement") ? ", " + longest["placement"].get<std::string>() : "",
+      tokens(longest), longest["first"] == "host" ? "host" : "device",
+      name_of_part(longest, longest["first"]), parts);
+  const auto hosted = [](const Json& rows) {
+    const Bytes bytes = bytes_in(rows, "host");
+    return bytes > Bytes() ? fmt::format("; each rank on the host: {} {}", to_string(bytes),
+                                         name_of_part(rows, "host"))
+                           : "";
+  };
+  text += hosted(longest) + "\n";
+  if (const Json& advice = longest["advice"]; !advice.is_null())
+    text += fmt::format("  longer with:    {}: {}{}\n", advice["setting"].get<std::string>(),
+                        tokens(advice), hosted(advice));
+  return text;
+}
+
+std::string table_of(const PlanRequest& request, const Json& stages) {
   TextTable table({"each device holds", "stage 0", "stage 1", "stage 2", "stage 3"});
   const auto add_row = [&](std::string label, const auto& cell) {
     std::vector<std::string> row{std::move(label)};
@@ -43,10 +97,14 @@ std::string table_of(const PlanRequest& request, const Json& stages, Bytes activ
   });
   table.add_line();
   add_sizes("at most, together", "device", "total");
-  if (activations > Bytes())
-    add_row("activations, about", [&](const Json&) { return to_string(activations); });
+  if (request.seq > 0)
+    add_row("activations, about",
+            [&](const Json& stage) { return to_string(activations_in(stage, "bytes")); });
   if (request.device_memory)
     add_answers(fmt::format("fits {}", to_string(*request.device_memory)), "fits");
+  if (std::any_of(stages.begin(), stages.end(),
+                  [](const Json& stage) { return stage.contains("longest"); }))
+    add_row("longest rows, about", longest_in);
   for (const SharedTier& tier : kSharedTiers) {
     const auto holds = [&](const std::string& kind) {
       return std::any_of(stages.begin(), stages.end(),
@@ -102,7 +160,11 @@ std::string grid_of(const PlanRequest& request, const Json& plan) {
     if (!row.contains(tier)) return std::string("-");
     return to_string(Bytes(row[tier]["total"].get<std::int64_t>()) * times + more);
   };
-  TextTable table({"stage", "placement", "each device", "each host", "its drive", "fits"});
+  std::vector<std::string> head{"stage",     "placement", "each device",
+                                "each host", "its drive", "fits"};
+  const bool asks_longest = !plan["longest"].is_null();
+  if (asks_longest) head.push_back("longest rows");
+  TextTable table(head);
   table.align_left(1);
   for (const Json& row : plan["grid"]) {
     std::string lacking;
@@ -111,9 +173,14 @@ std::string grid_of(const PlanRequest& request, const Json& plan) {
       if (row[key] == false) lacking += fmt::format("{}{}", lacking.empty() ? "no: " : ", ", what);
     }
     if (lacking.empty()) lacking = row["fits"].is_null() ? "-" : "yes";
-    table.add({row["stage"].dump(), row["placement"].get<std::string>(),
-               size(row, "device", 1, activations_in(plan)), size(row, "host", ranks),
-               size(row, "nvme", ranks), lacking});
+    std::vector<std::string> cells{row["stage"].dump(),
+                                   row["placement"].get<std::string>(),
+                                   size(row, "device", 1, activations_in(row, "bytes")),
+                                   size(row, "host", ranks, activations_in(row, "host") * ranks),
+                                   size(row, "nvme", ranks),
+                                   lacking};
+    if (asks_longest) cells.push_back(longest_in(row));
+    table.add(cells);
   }
   if (!request.device_memory) return table.text();
   if (plan["best"].is_null()) return table.text() + "nothing fits all memory that was named\n";
@@ -135,8 +202,15 @@ std::string text_of_plan(const PlanRequest& request, const Json& plan) {
       request.grid ? "" : fmt::format(" at stage {} of the configuration", plan["stage"].dump()),
       request.job.on_gpus ? "on GPUs" : "on CPUs");
   const Json& stages = plan[request.grid ? "grid" : "stages"];
-  text += request.grid ? grid_of(request, plan)
-                       : table_of(request, stages, activations_in(plan)) + advice_of(request, plan);
+  text +=
+      request.grid ? grid_of(request, plan) : table_of(request, stages) + advice_of(request, plan);
+  text += text_of_longest(plan["longest"]);
+  if (const Json most = plan.value("longest_row", Json());
+      !most.is_null() && most != plan["best"]) {
+    const Json& row = stages[most.get<std::size_t>()];
+    text += fmt::format("the longest of all: stage {}, {}: about {} tokens\n", row["stage"].dump(),
+                        row["placement"].get<std::string>(), longest_in(row));
+  }
   text += "\n";
   for (const Json& stage : stages) {
     for (const auto& [key, verb] : {std::pair("refused", " is refused"), {"lacking", ""}}) {
@@ -150,7 +224,7 @@ std::string text_of_plan(const PlanRequest& request, const Json& plan) {
       "torch, the driver and the collectives keep for themselves. Kinds are peaks of their own, "
       "and do not add up.\nHost and "
       "NVMe are {}, also while it loads or saves.\n",
-      plan["activations"].is_null() ? "activations, " : "",
+      plan["activations"].is_null() && plan["longest"].is_null() ? "activations, " : "",
       request.grid ? "of all ranks of a host" : "of each rank");
   for (const Json& remark : plan["remarks"]) text += "- " + remark.get<std::string>() + "\n";
   if (request.shapes) text += plan["shapes"].dump(1) + "\n";

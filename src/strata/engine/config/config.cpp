@@ -95,6 +95,16 @@ StrataConfig read_strata(const Settings& s) {
   read("init.replay_above", config.replay_above);
   read("init.read", config.init_read);
   read("init.report", config.init_report);
+  read("loss", config.loss);
+  read("mlp_piece", config.mlp_piece);
+  read("activations.device", config.activations);
+  if (s.flag("activation_checkpointing.cpu_checkpointing")) {
+    if (config.activations == "device")
+      throw ConfigError(
+          "activation_checkpointing.cpu_checkpointing: true contradicts strata.activations.device "
+          "\"device\"; write one of them");
+    config.activations = "cpu";
+  }
   read("timeout_s", config.timeout_s);
   read("decay_unused", config.decay_unused);
   read("max_skipped_steps", config.max_skipped_steps);

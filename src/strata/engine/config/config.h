@@ -70,6 +70,9 @@ struct StrataConfig {
   Numel replay_above;  // elements of a parameter whose constructors are replayed
   io::ReadWay init_read = io::ReadWay::kAuto;
   std::optional<std::string> init_report;  // a file; absent: none
+  std::string loss = "auto";               // or "fused", "plain"
+  std::string activations = "auto";        // where inputs of checkpoints stay; or "cpu", "device"
+  std::optional<std::int64_t> mlp_piece;   // tokens; 0: all; absent: by memory
   double timeout_s = 300.0;
   bool decay_unused = false;         // parameters without a gradient decay, too
   int max_skipped_steps = 20;        // in a row, for gradients that are not finite

@@ -33,7 +33,7 @@ activation_checkpointing section, hint | deepspeed.checkpointing | activation ch
     torch.utils.checkpoint's or the model's own
 .partition_activations flag = false, missed | shard saved activations
 .contiguous_memory_optimization flag = false, missed | copy them into one buffer
-.cpu_checkpointing flag = false, missed | keep them on the host
+.cpu_checkpointing flag = false | another name of "cpu" as strata.activations.device
 .number_checkpoints integer(>= 0), hint | how many
 .synchronize_checkpoint_boundary flag = false, hint | synchronise at each
 .profile flag = false, missed | time them
@@ -209,6 +209,17 @@ strata section | Strata's own settings
 .timeout_s number(> 0) = 300.0 | seconds after which a rank that waits for another raises an error
 .decay_unused flag = false | true: update a parameter without a gradient on any rank, as DeepSpeed
     does: it decays and its momentum goes on; false: it keeps its value, as in torch
+.loss choice(auto|fused|plain) = "auto" | how a causal model of transformers computes its loss:
+    from all logits (plain), or a block of the vocabulary at a time (fused), which holds no logits
+    unless a script asks for them; auto: fused on a GPU where logits and loss would take more than
+    half of its free memory
+.mlp_piece integer(>= 0) | tokens that an MLP of a decoder computes at a time in training; less memory
+    for long rows, and no more work where blocks are checkpointed; null or "auto": all on CPU ranks,
+    and on a GPU where they take less than a quarter of its free memory; 0: all
+.activations section | inputs of checkpointed blocks, which stay from forward to backward
+..device choice(auto|cpu|device) = "auto" | where they stay: on the model's device, or on the host (cpu),
+    copied beside the computation; auto: on the host for the blocks whose inputs would take more
+    than a quarter of a GPU's free memory
 .sequence_parallel section | rows that ranks share
 .sequence_parallel.size integer(>= 1) = 1 | ranks that share the tokens of each row, in attention by
     an exchange of heads; it divides the ranks and the model's heads; batch sizes count these
