@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <numeric>
 #include <vector>
 
@@ -15,126 +16,60 @@ namespace {
 
 using Json = nlohmann::json;
 
-constexpr std::int64_t kGranule = 1024;  // tokens
-constexpr std::int64_t kSeqMax = 100'000'000;
+constexpr std::int64_t kGranule = 1024;   // tokens
+constexpr std::int64_t kPiece = 8192;     // tokens, where the engine chooses
 constexpr double kLossOfLogit = 12;       // bytes: two of the model's dtype and two in fp32
 constexpr double kLossBlock = 256 << 20;  // 128 MiB of fp32 logits, and their gradients
 constexpr double kMlpTensors = 8;         // as wide as the MLP, in its forward and backward
-constexpr double kMlpGradients = 2;       // of these, where the others were kept by forward
-constexpr std::int64_t kPiece = 4096;     // tokens, where the engine chooses
-constexpr double kLastInputs = 2;         // of layers on the device, if all others' are on the host
+constexpr double kInputsInUse = 2;        // of layers: the one in backward, and the next
 
 Bytes rounded(double bytes) {
   return Bytes(static_cast<std::int64_t>(bytes));
+}
+
+double number(std::int64_t value) {
+  return static_cast<double>(value);
+}
+
+// The widest moment of one layer's backward. That of the MLP comes before that of attention, whose
+// queries, keys, values and output have gradients as large, and where ranks share rows a copy of
+// each that is exchanged. The values of the norm between them are gone by then.
+void add_layer(const Activations& model, const ActivationSettings& settings,
+               ActivationBytes& found) {
+  const double tokens = number(found.tokens);
+  const double element = number(size_of(settings.dtype).value);
+  const std::int64_t sp = settings.sequence_parallel;
+  const double repeated = number(std::max<std::int64_t>(1, sp / model.key_heads));
+  double exchanged = 2 * (model.queries + model.keys * repeated) * element * (sp > 1 ? 2 : 1);
+  exchanged = (exchanged - model.norm.bytes(element)) * tokens;
+  double attention = 2 * model.hidden * element * tokens;  // the gradients of a block's two sums
+  double mlp = 2 * model.mlp_width * element * tokens;     // gradients
+  if (settings.checkpointing) {
+    attention += model.attention.bytes(element) * tokens;
+    mlp += model.mlp.bytes(element) * tokens;
+  }
+  if (found.mlp_piece > 0) mlp = kMlpTensors * model.mlp_width * element * number(found.mlp_piece);
+  found.mlp = rounded(mlp > exchanged ? mlp : 0);
+  found.attention = rounded(attention + (mlp > exchanged ? 0 : exchanged));
 }
 
 bool shares_heads(const Activations& model, std::int64_t ranks) {
   return model.heads % ranks == 0 && (model.key_heads % ranks == 0 || ranks % model.key_heads == 0);
 }
 
-// One estimate.
-class Estimate {
- public:
-  Estimate(const Activations& model, const ActivationSettings& settings, std::int64_t seq,
-           const ActivationRoom& room)
-      : model_(model),
-        settings_(settings),
-        element_(static_cast<double>(size_of(settings.dtype).value)),
-        tokens_(static_cast<double>(settings.tokens_of_rank(seq))) {
-    if (settings.on_gpu && room.device)
-      free_ = std::max(0.0, static_cast<double>(room.device->value));
-    found_.tokens = settings.tokens_of_rank(seq);
-    found_.checkpointing = settings.checkpointing;
-  }
-
-  ActivationBytes run() {
-    choose_piece();
-    add_kept();
-    add_loss();
-    add_layer();
-    return found_;
-  }
-
- private:
-  double computed(double values) const { return values * element_ * tokens_; }
-
-  void choose_piece() {
-    const double all = kMlpTensors * computed(model_.mlp_width);
-    std::int64_t piece = settings_.mlp_piece.value_or(free_ && all > *free_ / 4 ? kPiece : 0);
-    if (model_.experts || static_cast<double>(piece) >= tokens_) piece = 0;
-    found_.mlp_piece = piece;
-  }
-
-  void add_kept() {
-    if (!settings_.checkpointing) {
-      const double of_block = model_.attention.bytes(element_) +
-                              (found_.mlp_piece > 0 ? 0 : model_.mlp.bytes(element_));
-      found_.kept = rounded(model_.layers * of_block * tokens_);
-      return;
-    }
-    const double input = computed(model_.hidden);
-    double layers = model_.layers;
-    if (settings_.inputs == "cpu" && settings_.on_gpu) layers = kLastInputs;
-    if (settings_.inputs == "auto" && free_) layers = std::max(kLastInputs, *free_ / 4 / input);
-    layers = std::floor(std::min(layers, model_.layers));
-    found_.kept = rounded(layers * input);
-    found_.host = rounded((model_.layers - layers) * input);
-  }
-
-  void add_loss() {
-    const double logits = kLossOfLogit * model_.vocabulary * tokens_;
-    found_.fused = settings_.loss == "fused";
-    if (settings_.loss == "auto" && free_)
-      found_.fused = logits > (*free_ - static_cast<double>(found_.kept.value)) / 2;
-    const double norm = model_.norm.bytes(element_) * tokens_;
-    // Without logits the gradient of the head's input is summed in fp32, beside two copies.
-    const double inputs = computed(2 * model_.hidden) + 4 * model_.hidden * tokens_;
-    found_.loss = rounded(norm + (found_.fused ? std::min(logits, kLossBlock + inputs) : logits));
-  }
-
-  // Backward of the MLP comes before that of attention, whose queries, keys, values and output have
-  // gradients as large, and where ranks share rows a copy of each that is exchanged. The values of
-  // the norm between them are gone by then.
-  void add_layer() {
-    const auto sp = settings_.sequence_parallel;
-    const double repeated = static_cast<double>(std::max<std::int64_t>(1, sp / model_.key_heads));
-    const double exchanged =
-        computed(2 * model_.queries + 2 * model_.keys * repeated) * (sp > 1 ? 2 : 1) -
-        model_.norm.bytes(element_) * tokens_;
-    double mlp = kMlpGradients * computed(model_.mlp_width);
-    if (settings_.checkpointing) mlp += model_.mlp.bytes(element_) * tokens_;
-    if (found_.mlp_piece > 0)
-      mlp = kMlpTensors * model_.mlp_width * element_ * static_cast<double>(found_.mlp_piece);
-    double attention = computed(2 * model_.hidden);  // the gradients of a block's two sums
-    if (settings_.checkpointing) attention += model_.attention.bytes(element_) * tokens_;
-    found_.mlp = rounded(mlp > exchanged ? mlp : 0);
-    found_.attention = rounded(attention + (mlp > exchanged ? 0 : exchanged));
-  }
-
-  const Activations& model_;
-  const ActivationSettings& settings_;
-  double element_;
-  double tokens_;
-  std::optional<double> free_;
-  ActivationBytes found_;
-};
+bool exceeds(Bytes bytes, const std::optional<Bytes>& room) {
+  return room && bytes > *room;
+}
 
 Json json_of(const LongestRows& rows) {
   const ActivationBytes& bytes = rows.bytes;
-  Json json = json_of(bytes);
-  json["seq"] = rows.seq;
   const char* first = bytes.mlp > bytes.attention ? "mlp" : "attention";
-  Bytes largest = std::max(bytes.mlp, bytes.attention);
-  if (bytes.in_loss()) {
-    first = "loss";
-    largest = bytes.loss;
-  }
-  json["first"] = rows.host_first ? "host" : bytes.kept > largest ? "kept" : first;
+  if (bytes.in_loss()) first = "loss";
+  if (bytes.kept > (bytes.in_loss() ? bytes.loss : std::max(bytes.mlp, bytes.attention)))
+    first = "kept";
+  Json json = json_of(bytes);
+  json.update({{"seq", rows.seq}, {"first", rows.host_first ? "host" : first}});
   return json;
-}
-
-bool exceeds(Bytes bytes, const std::optional<Bytes>& room) {
-  return room && bytes > *room;
 }
 
 }  // namespace
@@ -165,7 +100,37 @@ Json json_of(const ActivationBytes& bytes) {
 
 ActivationBytes activation_bytes(const Activations& model, const ActivationSettings& settings,
                                  std::int64_t seq, const ActivationRoom& room) {
-  return Estimate(model, settings, seq, room).run();
+  const std::int64_t sp = settings.sequence_parallel;
+  ActivationBytes found;
+  found.tokens = (seq * settings.micro_batch + sp - 1) / sp;
+  found.checkpointing = settings.checkpointing;
+  const double tokens = number(found.tokens);
+  const double element = number(size_of(settings.dtype).value);
+  const double free = settings.on_gpu && room.device ? std::max(0.0, number(room.device->value))
+                                                     : std::numeric_limits<double>::infinity();
+  const bool large = kMlpTensors * model.mlp_width * element * tokens > free / 4;
+  found.mlp_piece = settings.mlp_piece.value_or(large ? kPiece : 0);
+  if (model.whole_mlp || found.mlp_piece >= found.tokens) found.mlp_piece = 0;
+  double of_layer = model.hidden * element * tokens;
+  double layers = model.layers;
+  if (!settings.checkpointing) {
+    of_layer = model.attention.bytes(element) * tokens;
+    if (found.mlp_piece == 0) of_layer += model.mlp.bytes(element) * tokens;
+  } else if (settings.on_gpu && settings.inputs != "device") {
+    const double share = settings.inputs == "cpu" ? 0 : free / 4 / of_layer;
+    layers = std::min(layers, std::max(kInputsInUse, std::floor(share)));
+  }
+  found.kept = rounded(layers * of_layer);
+  found.host = rounded((model.layers - layers) * of_layer);
+  const double logits = kLossOfLogit * model.vocabulary * tokens;
+  found.fused = settings.loss == "fused" ||
+                (settings.loss == "auto" && logits > (free - number(found.kept.value)) / 2);
+  // Without logits the gradient of the head's input is summed in fp32, beside two copies.
+  const double blocks = kLossBlock + (2 * element + 4) * model.hidden * tokens;
+  found.loss = rounded(model.norm.bytes(element) * tokens +
+                       (found.fused ? std::min(logits, blocks) : logits));
+  add_layer(model, settings, found);
+  return found;
 }
 
 LongestRows longest_rows(const Activations& model, const ActivationSettings& settings,
@@ -188,31 +153,32 @@ LongestRows longest_rows(const Activations& model, const ActivationSettings& set
 
 Json report_longest(const Activations& model, const ActivationSettings& settings,
                     const ActivationRoom& room, int world_size) {
-  const LongestRows own = longest_rows(model, settings, room);
-  Json report = json_of(own);
+  LongestRows longest = longest_rows(model, settings, room);
+  Json report = json_of(longest);
   Json& advice = report["advice"];
-  std::int64_t longest = own.seq;
-  const auto attempt = [&](const std::string& name, const auto& change) {
-    ActivationSettings other = settings;
-    change(other);
+  const auto attempt = [&](const std::string& name, const ActivationSettings& other) {
     const LongestRows rows = longest_rows(model, other, room);
-    if (rows.seq <= longest) return;
-    longest = rows.seq;
+    if (rows.seq <= longest.seq) return;
+    longest = rows;
     advice = json_of(rows);
     advice["setting"] = name;
   };
-  attempt("gradient checkpointing in the script (here --checkpointing)",
-          [](ActivationSettings& other) { other.checkpointing = true; });
-  for (const char* const place : {"cpu", "device"})
-    attempt(fmt::format("strata.activations.device \"{}\"", place),
-            [&](ActivationSettings& other) { other.inputs = place; });
-  attempt("strata.loss \"fused\"", [](ActivationSettings& other) { other.loss = "fused"; });
-  attempt(fmt::format("strata.mlp_piece {}", kPiece),
-          [](ActivationSettings& other) { other.mlp_piece = kPiece; });
-  for (int ranks = 2; ranks <= std::min<std::int64_t>(world_size, model.heads); ++ranks) {
+  std::vector<ActivationSettings> others(5, settings);
+  others[0].checkpointing = true;
+  attempt("gradient checkpointing in the script (here --checkpointing)", others[0]);
+  others[1].inputs = "cpu";
+  attempt("strata.activations.device \"cpu\"", others[1]);
+  others[2].inputs = "device";
+  attempt("strata.activations.device \"device\"", others[2]);
+  others[3].loss = "fused";
+  attempt("strata.loss \"fused\"", others[3]);
+  others[4].mlp_piece = kPiece;
+  attempt(fmt::format("strata.mlp_piece {}", kPiece), others[4]);
+  ActivationSettings shared = settings;
+  for (std::int64_t& ranks = shared.sequence_parallel = 2;
+       ranks <= std::min<std::int64_t>(world_size, model.heads); ++ranks) {
     if (world_size % ranks == 0 && shares_heads(model, ranks))
-      attempt(fmt::format("strata.sequence_parallel.size {}", ranks),
-              [&](ActivationSettings& other) { other.sequence_parallel = ranks; });
+      attempt(fmt::format("strata.sequence_parallel.size {}", ranks), shared);
   }
   return report;
 }

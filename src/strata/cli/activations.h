@@ -33,21 +33,19 @@ struct Activations {
   double keys = 0;     // of all; as wide as that of values
   std::int64_t heads = 1;
   std::int64_t key_heads = 1;
-  double mlp_width = 0;  // of all chosen experts
-  bool experts = false;  // which are never computed in pieces
+  double mlp_width = 0;    // of all chosen experts
+  bool whole_mlp = false;  // it is never computed in pieces: experts, and GPT-2's
   double vocabulary = 0;
   Values attention;  // that a block keeps until backward, its norms included
   Values mlp;        // likewise
   Values norm;       // the last one, with the input of the head
 };
 
+constexpr std::int64_t kSeqMax = 100'000'000;  // tokens of a row
+
 struct ActivationSettings {
   ActivationSettings() = default;
   ActivationSettings(const engine::Config& config, DType model_dtype);
-  // In a micro-batch of rows of `seq` tokens.
-  std::int64_t tokens_of_rank(std::int64_t seq) const {
-    return (seq * micro_batch + sequence_parallel - 1) / sequence_parallel;
-  }
 
   DType dtype = DType::kBFloat16;
   bool on_gpu = true;

@@ -21,7 +21,6 @@ constexpr auto kReplaceBytes = nlohmann::json::error_handler_t::replace;
 constexpr int kWorldMax = 1'000'000;
 constexpr int kDepthMax = 1024;
 constexpr int kRankMax = 65'536;
-constexpr int kTokensMax = 100'000'000;
 
 const std::map<std::string, io::EngineKind> kEngines{{"auto", io::EngineKind::kAuto},
                                                      {"io_uring", io::EngineKind::kUring},
@@ -269,9 +268,9 @@ class CommandLine {
     command.add_option("--frozen", o.trained.frozen,
                        "Do not train parameters: a regular expression");
     command.add_option("--seq", o.seq, "Tokens of a sample: estimates activations, too")
-        ->check(CLI::Range(1, kTokensMax));
+        ->check(CLI::Range(std::int64_t{1}, kSeqMax));
     command.add_option("--micro-batch", o.micro_batch, "Samples of a micro-batch")
-        ->check(CLI::Range(1, kTokensMax));
+        ->check(CLI::Range(std::int64_t{1}, kSeqMax));
     command.add_flag(
         "--checkpointing", o.checkpointing,
         "The script checkpoints activations; with --device-memory: says the longest rows");

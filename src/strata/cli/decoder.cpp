@@ -203,12 +203,14 @@ Activations activations_of(const Family& family, const Numbers& numbers, std::in
   found.norm = {(norm.computed + 1) * found.hidden, norm.in_fp32 * found.hidden};
   // Gradients need these values of a gate's operations, of a GELU in operations, of one GELU.
   const double copies = family.has("gate") ? 4 : family.has("c_fc") ? 5.5 : 2;
-  found.experts = numbers.of.contains('e');
+  const bool experts = numbers.of.contains('e');
+  found.whole_mlp = experts || family.has("c_fc");
   found.mlp_width = width('f');
-  if (found.experts)  // tokens are copied to each chosen one, and back
+  if (experts)
     found.mlp_width = static_cast<double>(numbers.get({"num_experts_per_tok"})) * width('m');
   found.mlp.computed = copies * found.mlp_width;
-  if (found.experts) found.mlp.computed += 2 * found.hidden * found.mlp_width / width('m');
+  // Tokens are copied to each chosen expert, and back.
+  if (experts) found.mlp.computed += 2 * found.hidden * found.mlp_width / width('m');
   return found;
 }
 

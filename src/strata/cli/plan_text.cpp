@@ -21,16 +21,11 @@ Bytes activations_in(const Json& row, const char* key) {
   return row.contains("activations") ? bytes_in(row["activations"], key) : Bytes();
 }
 
-std::string longest_in(const Json& row) {
-  if (!row.contains("longest")) return "-";
-  const auto seq = row["longest"]["seq"].get<std::int64_t>();
-  return seq > 0 ? with_commas(seq) : "none";
-}
-
 // The part of a peak by its key in JSON.
 std::string name_of_part(const Json& longest, const std::string& key) {
   const auto piece = longest["mlp_piece"].get<std::int64_t>();
-  if (key == "host") return "inputs of checkpoints";
+  if (key == "engine") return "the engine";
+  if (key == "host") return "inputs of checkpoints, on the host of each rank";
   if (key == "kept")
     return longest["checkpointing"] == true ? "inputs of checkpoints" : "values that layers keep";
   if (key == "loss") return longest["fused"] == true ? "loss without logits" : "loss from logits";
@@ -39,37 +34,32 @@ std::string name_of_part(const Json& longest, const std::string& key) {
                     : fmt::format("one layer's MLP, {} tokens at a time", with_commas(piece));
 }
 
+std::string tokens_of(const Json& longest) {
+  return longest["seq"] == 0 ? "none" : with_commas(longest["seq"]) + " tokens";
+}
+
 std::string text_of_longest(const Json& longest) {
   if (longest.is_null()) return "";
-  const auto tokens = [](const Json& rows) {
-    return rows["seq"] == 0 ? "none of 1,024 tokens"
-                            : fmt::format("about {} tokens", with_commas(rows["seq"]));
-  };
-  std::string parts = to_string(bytes_in(longest, "engine")) + " engine";
-  for (const char* const key : {"kept", "loss", "mlp", "attention"}) {
-    const bool at_peak = key == std::string_view("kept") ||
-                         (key == std::string_view("loss")) == (longest["peak"] == "loss");
-    if (const Bytes bytes = bytes_in(longest, key); at_peak && bytes > Bytes())
-      parts += fmt::format(" + {} {}", to_string(bytes), name_of_part(longest, key));
-  }
   std::string text = fmt::format(
-      "the longest rows at stage {}{}: {}\n  runs out first: {} memory, for {}\n  each device:    "
-      "{}",
+      "the longest sequence at stage {}{}: {}\nfirst to run out: memory of the {}, for {}; held "
+      "then\n",
       longest["stage"].dump(),
       longest.contains("placement") ? ", " + longest["placement"].get<std::string>() : "",
-      tokens(longest), longest["first"] == "host" ? "host" : "device",
-      name_of_part(longest, longest["first"]), parts);
-  const auto hosted = [](const Json& rows) {
-    const Bytes bytes = bytes_in(rows, "host");
-    return bytes > Bytes() ? fmt::format("; each rank on the host: {} {}", to_string(bytes),
-                                         name_of_part(rows, "host"))
-                           : "";
-  };
-  text += hosted(longest) + "\n";
-  if (const Json& advice = longest["advice"]; !advice.is_null())
-    text += fmt::format("  longer with:    {}: {}{}\n", advice["setting"].get<std::string>(),
-                        tokens(advice), hosted(advice));
-  return text;
+      tokens_of(longest), longest["first"] == "host" ? "host" : "device",
+      name_of_part(longest, longest["first"]));
+  for (const std::string key : {"engine", "kept", "loss", "mlp", "attention", "host"}) {
+    const bool at_peak =
+        longest["peak"] == "loss" ? key != "mlp" && key != "attention" : key != "loss";
+    if (const Bytes bytes = bytes_in(longest, key.c_str()); at_peak && bytes > Bytes())
+      text += fmt::format("{:>10}  {}\n", to_string(bytes), name_of_part(longest, key));
+  }
+  const Json& advice = longest["advice"];
+  if (advice.is_null()) return text;
+  text +=
+      fmt::format("longer with {}: {}", advice["setting"].get<std::string>(), tokens_of(advice));
+  if (const Bytes bytes = bytes_in(advice, "host"); bytes > Bytes())
+    text += fmt::format(", {} of each rank on the host", to_string(bytes));
+  return text + "\n";
 }
 
 std::string table_of(const PlanRequest& request, const Json& stages) {
@@ -92,6 +82,9 @@ std::string table_of(const PlanRequest& request, const Json& stages) {
       return stage[key].is_null() ? "-" : stage[key].get<bool>() ? "yes" : "no";
     });
   };
+  const auto hosts_inputs = [](const Json& stage) {
+    return activations_in(stage, "host") > Bytes();
+  };
   for_each_kind([&](memory::Kind kind, const std::string& name) {
     if (is_planned(kind)) add_sizes(name, "device", name);
   });
@@ -104,7 +97,9 @@ std::string table_of(const PlanRequest& request, const Json& stages) {
     add_answers(fmt::format("fits {}", to_string(*request.device_memory)), "fits");
   if (std::any_of(stages.begin(), stages.end(),
                   [](const Json& stage) { return stage.contains("longest"); }))
-    add_row("longest rows, about", longest_in);
+    add_row("longest sequence", [](const Json& stage) {
+      return stage.contains("longest") ? tokens_of(stage["longest"]) : "-";
+    });
   for (const SharedTier& tier : kSharedTiers) {
     const auto holds = [&](const std::string& kind) {
       return std::any_of(stages.begin(), stages.end(),
@@ -117,6 +112,9 @@ std::string table_of(const PlanRequest& request, const Json& stages) {
       if (holds(name)) add_sizes(fmt::format("{}: {}", tier.label, name), tier.key, name);
     });
     add_sizes(fmt::format("{}, together", tier.label), tier.key, "total");
+    if (tier.tier == memory::Tier::kHost && std::any_of(stages.begin(), stages.end(), hosts_inputs))
+      add_row("and inputs of checkpoints",
+              [&](const Json& stage) { return to_string(activations_in(stage, "host")); });
     if (room) add_answers(fmt::format("fits {} {}", tier.label, to_string(*room)), tier.fits_key);
   }
   return table.text();
@@ -163,7 +161,7 @@ std::string grid_of(const PlanRequest& request, const Json& plan) {
   std::vector<std::string> head{"stage",     "placement", "each device",
                                 "each host", "its drive", "fits"};
   const bool asks_longest = !plan["longest"].is_null();
-  if (asks_longest) head.push_back("longest rows");
+  if (asks_longest) head.push_back("longest sequence");
   TextTable table(head);
   table.align_left(1);
   for (const Json& row : plan["grid"]) {
@@ -179,7 +177,7 @@ std::string grid_of(const PlanRequest& request, const Json& plan) {
                                    size(row, "host", ranks, activations_in(row, "host") * ranks),
                                    size(row, "nvme", ranks),
                                    lacking};
-    if (asks_longest) cells.push_back(longest_in(row));
+    if (asks_longest) cells.push_back(row.contains("longest") ? tokens_of(row["longest"]) : "-");
     table.add(cells);
   }
   if (!request.device_memory) return table.text();
@@ -208,8 +206,8 @@ std::string text_of_plan(const PlanRequest& request, const Json& plan) {
   if (const Json most = plan.value("longest_row", Json());
       !most.is_null() && most != plan["best"]) {
     const Json& row = stages[most.get<std::size_t>()];
-    text += fmt::format("the longest of all: stage {}, {}: about {} tokens\n", row["stage"].dump(),
-                        row["placement"].get<std::string>(), longest_in(row));
+    text += fmt::format("the longest of all: stage {}, {}: {}\n", row["stage"].dump(),
+                        row["placement"].get<std::string>(), tokens_of(row["longest"]));
   }
   text += "\n";
   for (const Json& stage : stages) {
