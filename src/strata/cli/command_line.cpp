@@ -242,7 +242,7 @@ class CommandLine {
         "--model Llama-3.1-70B --world 8 --device-memory 80GB --host-memory 1TB \\\n      --seq "
         "4096 --micro-batch 1 --checkpointing --write ds.json\n  strata plan --model config.json "
         "--world 1 --device-memory 24GiB --lora-rank 16 --seq 2048\n  strata plan --model Qwen3-8B "
-        "--world 8 --device-memory 80GB --checkpointing   the longest rows",
+        "--world 8 --device-memory 80GB --checkpointing   the longest sequence",
         [](PlanRequest& request) { return make_plan(request); });
     command.add_option("--config", o.config, "DeepSpeed JSON, a file; else bf16 and AdamW")
         ->check(CLI::ExistingFile);
@@ -271,9 +271,9 @@ class CommandLine {
         ->check(CLI::Range(std::int64_t{1}, kSeqMax));
     command.add_option("--micro-batch", o.micro_batch, "Samples of a micro-batch")
         ->check(CLI::Range(std::int64_t{1}, kSeqMax));
-    command.add_flag(
-        "--checkpointing", o.checkpointing,
-        "The script checkpoints activations; with --device-memory: says the longest rows");
+    command.add_flag("--checkpointing", o.checkpointing,
+                     "The script checkpoints activations; with --device-memory: says the longest "
+                     "sequence that fits");
     command.add_flag("--grid", o.grid, "Compare stages and placements");
     command.add_option("--write", o.write, "Write the fastest of the grid that fits to this file");
     command.add_option("--nvme-path", o.nvme_path, "Its folder on a drive")->capture_default_str();

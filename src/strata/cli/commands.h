@@ -94,7 +94,7 @@ struct PlanRequest {
   std::optional<Bytes> nvme_space;        // likewise
   std::int64_t seq = 0;                   // tokens of a sample; above 0: activations are estimated
   std::int64_t micro_batch = 0;           // 0: the configuration's, or 1
-  bool checkpointing = false;             // of activations; with device_memory: finds longest rows
+  bool checkpointing = false;             // of activations; with device_memory: longest rows
   bool grid = false;                      // of stages and placements
   bool shapes = false;                    // list the parameters
   std::string write;                      // a file for the first of the grid that fits
