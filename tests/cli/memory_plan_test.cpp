@@ -357,6 +357,7 @@ TEST_F(Plan, SaysTheLongestRows) {
   const auto json = run(arguments({"--world", "1", "--host-memory", "512GB", "--json"})).json();
   EXPECT_EQ(json["best"], 4) << "the first with room for any rows";
   EXPECT_EQ(json["grid"][0]["longest"]["seq"], 0);
+  EXPECT_EQ(json["grid"][0]["longest"]["first"], "engine");
   EXPECT_EQ(json["longest_row"], 7) << "all on the host, before the drive, which was not named";
   const auto& longest = json["longest"];
   EXPECT_EQ(longest["placement"], "optimizer on the host");

@@ -67,6 +67,7 @@ Json json_of(const LongestRows& rows) {
   if (bytes.in_loss()) first = "loss";
   if (bytes.kept > (bytes.in_loss() ? bytes.loss : std::max(bytes.mlp, bytes.attention)))
     first = "kept";
+  if (rows.seq == 0) first = "engine";
   Json json = json_of(bytes);
   json.update({{"seq", rows.seq}, {"first", rows.host_first ? "host" : first}});
   return json;

@@ -94,7 +94,8 @@ struct LongestRows {
 LongestRows longest_rows(const Activations& model, const ActivationSettings& settings,
                          const ActivationRoom& room);
 
-// The same with its bytes as JSON; "first": "host", or the largest part of the device's peak;
+// The same with its bytes as JSON; "first": "host", or the largest part of the device's peak, or
+// "engine" where none fits;
 // "advice": the longest rows with the one "setting" that makes them longest, null where none does.
 // `world_size`: ranks that may share rows.
 nlohmann::json report_longest(const Activations& model, const ActivationSettings& settings,

@@ -46,7 +46,8 @@ std::string text_of_longest(const Json& longest) {
       longest["stage"].dump(),
       longest.contains("placement") ? ", " + longest["placement"].get<std::string>() : "",
       tokens_of(longest), longest["first"] == "host" ? "host" : "device",
-      name_of_part(longest, longest["first"]));
+      longest["first"] == "host" ? "inputs of checkpoints"
+                                 : name_of_part(longest, longest["first"]));
   for (const std::string key : {"engine", "kept", "loss", "mlp", "attention", "host"}) {
     const bool at_peak =
         longest["peak"] == "loss" ? key != "mlp" && key != "attention" : key != "loss";
