@@ -328,17 +328,87 @@ TEST_F(Plan, EstimatesActivations) {
   // They count, and leave a twentieth of the device.
   const auto held = one["grid"][3]["device"]["total"].get<std::int64_t>() +
                     one["activations"]["bytes"].get<std::int64_t>();
-  const auto fits = [&](std::int64_t memory) {
-    return at({"--device-memory", std::to_string(memory)})["grid"][3]["fits"].get<bool>();
+  const auto row_at = [&](std::int64_t memory, const std::string& loss) {
+    write_text(folder_ / "own.json", R"({"train_micro_batch_size_per_gpu": 1,
+      "bf16": {"enabled": true}, "strata": {"loss": ")" +
+                                         loss + R"("}})");
+    return at({"--device-memory", std::to_string(memory), "--config", folder_ / "own.json",
+               "--grid"})["grid"][3];
   };
-  EXPECT_TRUE(fits(held / 19 * 20 + 40));
-  EXPECT_FALSE(fits(held));
+  EXPECT_TRUE(row_at(held / 19 * 20 + 40, "plain")["fits"]);
+  EXPECT_FALSE(row_at(held, "plain")["fits"]);
+  EXPECT_TRUE(row_at(held, "auto")["fits"]) << "without logits";
+  EXPECT_LT(row_at(held, "auto")["activations"]["bytes"], one["activations"]["bytes"]);
   CommandRun result = plan({"--seq", "4096"});
   EXPECT_EQ(result.code, kUsage);
   EXPECT_THAT(result.err, HasSubstr("--seq: activations are estimated for decoders"));
   result = run({"plan", "--model", "GPT2", "--world", "8", "--config", folder_ / "ds.json", "--seq",
                 "4096"});
   EXPECT_THAT(result.out, AllOf(HasSubstr("activations, about"), HasSubstr("an estimate")));
+}
+
+TEST_F(Plan, SaysTheLongestRows) {
+  const auto arguments = [&](std::vector<std::string> more) {
+    std::vector<std::string> all{"plan", "--model",        "Qwen3-8B", "--device-memory",
+                                 "80GB", "--checkpointing"};
+    all.insert(all.end(), more.begin(), more.end());
+    return all;
+  };
+  const auto json = run(arguments({"--world", "1", "--host-memory", "512GB", "--json"})).json();
+  EXPECT_EQ(json["best"], 4) << "the first with room for any rows";
+  EXPECT_EQ(json["grid"][0]["longest"]["seq"], 0);
+  EXPECT_EQ(json["grid"][0]["longest"]["first"], "engine");
+  EXPECT_EQ(json["longest_row"], 7) << "all on the host, before the drive, which was not named";
+  const auto& longest = json["longest"];
+  EXPECT_EQ(longest["placement"], "optimizer on the host");
+  EXPECT_GT(longest["seq"], 100'000);
+  EXPECT_EQ(longest["seq"].get<std::int64_t>() % 1024, 0);
+  EXPECT_TRUE(longest["fused"]);
+  EXPECT_LE(longest["engine"].get<std::int64_t>() + longest["bytes"].get<std::int64_t>(),
+            76'000'000'000);
+  EXPECT_EQ(longest["advice"]["setting"], "strata.activations.device \"cpu\"");
+  EXPECT_GT(longest["advice"]["seq"], longest["seq"]);
+  EXPECT_TRUE(json["activations"].is_null()) << "no --seq";
+  // Rows of this length fit, and no longer ones.
+  const auto fits = [&](std::int64_t seq) {
+    return run(arguments({"--world", "1", "--seq", std::to_string(seq), "--json"}))
+        .json()["grid"][4]["fits"];
+  };
+  EXPECT_EQ(fits(longest["seq"]), true);
+  EXPECT_EQ(fits(longest["seq"].get<std::int64_t>() + 1024), false);
+  const CommandRun text = run(arguments({"--world", "1", "--host-memory", "512GB"}));
+  EXPECT_EQ(text.code, kDone);
+  EXPECT_THAT(text.out,
+              AllOf(HasSubstr("the longest sequence at stage 1, optimizer on the host: "),
+                    HasSubstr("first to run out: memory of the device, for"),
+                    HasSubstr("GiB  the engine\n"), HasSubstr("GiB  inputs of checkpoints\n"),
+                    HasSubstr("longer with strata.activations.device \"cpu\": "),
+                    HasSubstr("the longest of all: stage 3, all on the host: ")));
+  EXPECT_THAT(run(arguments({"--world", "8", "--config", folder_ / "ds.json"})).out,
+              AllOf(HasSubstr("longest sequence"), HasSubstr("the longest sequence at stage 3: "),
+                    HasSubstr("longer with strata.sequence_parallel.size 8: ")));
+  EXPECT_EQ(run(arguments({"--world", "1", "--host-memory", "110GB", "--json"}))
+                .json()["longest"]["first"],
+            "host");
+}
+
+TEST_F(Plan, SaysWhyRowsHaveNoLength) {
+  CommandRun result = plan({"--checkpointing", "--device-memory", "1GiB"});
+  EXPECT_EQ(result.code, kUsage);
+  EXPECT_THAT(result.err, HasSubstr("--checkpointing: activations are estimated for decoders"));
+  EXPECT_EQ(plan({"--checkpointing"}).code, kDone) << "nothing is asked";
+  write_text(folder_ / "ds.json", R"({"train_micro_batch_size_per_gpu": 1,
+    "bf16": {"enabled": true}, "strata": {"sequence_parallel": {"size": 6}}})");
+  const auto at = [&](const std::string& world) {
+    return run(
+        {"plan", "--model", "Qwen3-0.6B", "--world", world, "--config", folder_ / "ds.json"});
+  };
+  EXPECT_THAT(
+      at("12").err,
+      HasSubstr(
+          "16 attention heads and 8 key heads cannot be dealt to 6 ranks; write one of 1, 2"));
+  EXPECT_EQ(at("12").code, kUsage);
+  EXPECT_THAT(at("8").err, HasSubstr("strata.sequence_parallel.size: must divide the 8 ranks"));
 }
 
 TEST_F(Plan, TrainsAdaptersAlone) {

@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -33,12 +34,21 @@ CHOICES = [
 ]
 
 
+# The form knows no choice of the engine by free memory.
+PLAIN = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True},
+         "strata": {"loss": "plain", "mlp_piece": 0, "activations": {"device": "device"}}}
+
+
 @functools.cache
 def _told(model, lora, job, device, host, drive, tokens, checkpointing):
     more = ["--device-memory", str(device)]
     more += ["--host-memory", str(host)] * (host is not None) + ["--nvme-space", str(drive)] * (drive is not None)
     more += ["--seq", str(tokens)] * (tokens > 0) + ["--checkpointing"] * checkpointing
-    return plan_tables.plan(find_program(), model, *DATA["jobs"][job], DATA["lora_ranks"][lora], *more)
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as config:
+        config.write(json.dumps(PLAIN))
+        config.flush()
+        more += ["--config", config.name, "--grid"]
+        return plan_tables.plan(find_program(), model, *DATA["jobs"][job], DATA["lora_ranks"][lora], *more)
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice[0])

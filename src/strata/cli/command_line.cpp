@@ -21,7 +21,6 @@ constexpr auto kReplaceBytes = nlohmann::json::error_handler_t::replace;
 constexpr int kWorldMax = 1'000'000;
 constexpr int kDepthMax = 1024;
 constexpr int kRankMax = 65'536;
-constexpr int kTokensMax = 100'000'000;
 
 const std::map<std::string, io::EngineKind> kEngines{{"auto", io::EngineKind::kAuto},
                                                      {"io_uring", io::EngineKind::kUring},
@@ -242,7 +241,8 @@ class CommandLine {
         "--config ds.json --model path/to/model --world 64 --ranks-per-host 8\n  strata plan "
         "--model Llama-3.1-70B --world 8 --device-memory 80GB --host-memory 1TB \\\n      --seq "
         "4096 --micro-batch 1 --checkpointing --write ds.json\n  strata plan --model config.json "
-        "--world 1 --device-memory 24GiB --lora-rank 16 --seq 2048",
+        "--world 1 --device-memory 24GiB --lora-rank 16 --seq 2048\n  strata plan --model Qwen3-8B "
+        "--world 8 --device-memory 80GB --checkpointing   the longest sequence",
         [](PlanRequest& request) { return make_plan(request); });
     command.add_option("--config", o.config, "DeepSpeed JSON, a file; else bf16 and AdamW")
         ->check(CLI::ExistingFile);
@@ -268,10 +268,12 @@ class CommandLine {
     command.add_option("--frozen", o.trained.frozen,
                        "Do not train parameters: a regular expression");
     command.add_option("--seq", o.seq, "Tokens of a sample: estimates activations, too")
-        ->check(CLI::Range(1, kTokensMax));
+        ->check(CLI::Range(std::int64_t{1}, kSeqMax));
     command.add_option("--micro-batch", o.micro_batch, "Samples of a micro-batch")
-        ->check(CLI::Range(1, kTokensMax));
-    command.add_flag("--checkpointing", o.checkpointing, "The script checkpoints activations");
+        ->check(CLI::Range(std::int64_t{1}, kSeqMax));
+    command.add_flag("--checkpointing", o.checkpointing,
+                     "The script checkpoints activations; with --device-memory: says the longest "
+                     "sequence that fits");
     command.add_flag("--grid", o.grid, "Compare stages and placements");
     command.add_option("--write", o.write, "Write the fastest of the grid that fits to this file");
     command.add_option("--nvme-path", o.nvme_path, "Its folder on a drive")->capture_default_str();

@@ -81,8 +81,9 @@ Report check_config(const CheckRequest& request);
 // drive, and which of them suffice; or a grid of stages and placements, of which one that fits is
 // written as a configuration. The engine itself computes it, run on a device without memory
 // (forecast/); the model comes from its files, or from its configuration alone (named_model.h).
-// Only activations are estimated. Errors: ConfigError for a configuration that is wrong, or does
-// not suit this number of ranks at its own stage; those of read_model().
+// Only activations are estimated, and by them the longest rows that fit (activations.h). Errors:
+// ConfigError for a configuration that is wrong, or does not suit this number of ranks at its own
+// stage; those of read_model().
 struct PlanRequest {
   std::string config;  // path, or JSON text; empty: bf16, and the grid
   std::string model;   // as read_model() takes it
@@ -93,7 +94,7 @@ struct PlanRequest {
   std::optional<Bytes> nvme_space;        // likewise
   std::int64_t seq = 0;                   // tokens of a sample; above 0: activations are estimated
   std::int64_t micro_batch = 0;           // 0: the configuration's, or 1
-  bool checkpointing = false;             // of activations
+  bool checkpointing = false;             // of activations; with device_memory: longest rows
   bool grid = false;                      // of stages and placements
   bool shapes = false;                    // list the parameters
   std::string write;                      // a file for the first of the grid that fits

@@ -187,35 +187,34 @@ void append_rows(const std::string& prefix, const std::string& rows, const Numbe
 
 Activations activations_of(const Family& family, const Numbers& numbers, std::int64_t layers) {
   const auto width = [&](char letter) { return static_cast<double>(numbers.of.at(letter)); };
-  const double hidden = width('h');
-  const double heads = width('q') + width('k');
+  Activations found;
+  found.layers = static_cast<double>(layers);
+  found.hidden = width('h');
+  found.queries = width('q');
+  found.keys = width('k');
+  found.heads = numbers.of.at('q') / numbers.of.at('d');
+  found.key_heads = numbers.of.at('k') / numbers.of.at('d');
+  found.vocabulary = width('v');
+  const double heads = found.queries + found.keys;
   const double norms =
-      hidden * (family.has(kMlpNorms) ? 4 : 2) + (family.has("q_norm") ? heads : 0);
+      found.hidden * (family.has(kMlpNorms) ? 4 : 2) + (family.has("q_norm") ? heads : 0);
+  const Activations::Values& norm = family.norm;
+  found.attention = {norm.computed * norms + 2 * (found.hidden + heads), norm.in_fp32 * norms};
+  found.norm = {(norm.computed + 1) * found.hidden, norm.in_fp32 * found.hidden};
   // Gradients need these values of a gate's operations, of a GELU in operations, of one GELU.
   const double copies = family.has("gate") ? 4 : family.has("c_fc") ? 5.5 : 2;
-  double mlp = copies * width('f');
-  if (numbers.of.contains('e')) {  // tokens are copied to each chosen expert, and back
-    mlp = static_cast<double>(numbers.get({"num_experts_per_tok"})) *
-          (copies * width('m') + 2 * hidden);
-  }
-  const Activations::Values& norm = family.norm;
-  return {static_cast<double>(layers),
-          hidden,
-          {norm.computed * norms + 2 * (hidden + heads) + mlp, norm.in_fp32 * norms},
-          // Log-probabilities, and the gradients of two operations, are fp32.
-          {(norm.computed + 1) * hidden + width('v'), norm.in_fp32 * hidden + 3 * width('v')}};
+  const bool experts = numbers.of.contains('e');
+  found.whole_mlp = experts || family.has("c_fc");
+  found.mlp_width = width('f');
+  if (experts)
+    found.mlp_width = static_cast<double>(numbers.get({"num_experts_per_tok"})) * width('m');
+  found.mlp.computed = copies * found.mlp_width;
+  // Tokens are copied to each chosen expert, and back.
+  if (experts) found.mlp.computed += 2 * found.hidden * found.mlp_width / width('m');
+  return found;
 }
 
 }  // namespace
-
-Bytes Activations::of_token(DType dtype, bool checkpointing) const {
-  const auto element = static_cast<double>(size_of(dtype).value);
-  const double in_block = block.computed * element + block.in_fp32 * 4;
-  const double in_head = head.computed * element + head.in_fp32 * 4;
-  return Bytes(static_cast<std::int64_t>(checkpointing ? layers * hidden * element +
-                                                             std::max(in_block, in_head)
-                                                       : layers * in_block + in_head));
-}
 
 NamedModel decoder_names(const Json& config, const std::string& origin) {
   const Family& family = family_of(config, origin);

@@ -23,17 +23,22 @@ struct GridPlace {
   const char* weights;
   const char* states;
   int least_stage;
-  const char* needs;  // the answer that must not be open
+  const char* needs;              // the answer that must not be open
+  const char* setting = nullptr;  // that is worth an attempt
 };
 
 constexpr std::array<GridPlace, 5> kGrid{{{"all on the device", "none", "none", 0, "fits"},
-                                          {"optimizer on the host", "none", "cpu", 1, "host_fits"},
-                                          {"all on the host", "cpu", "cpu", 3, "host_fits"},
+                                          {"optimizer on the host", "none", "cpu", 1, "host_fits",
+                                           "zero_optimization.offload_optimizer.device \"cpu\""},
+                                          {"all on the host", "cpu", "cpu", 3, "host_fits",
+                                           "zero_optimization.offload_param.device and "
+                                           "offload_optimizer.device \"cpu\""},
                                           {"optimizer on NVMe", "none", "nvme", 1, "nvme_fits"},
                                           {"all on NVMe", "nvme", "nvme", 3, "nvme_fits"}}};
 
 // Where activations are estimated, this part of a device stays for torch, the driver and NCCL.
 constexpr int kSpareParts = 20;
+constexpr std::int64_t kLeastSeq = 1024;  // where only the longest rows are asked for
 
 constexpr const char* kPlainConfig =
     R"({"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": true}})";
@@ -75,7 +80,6 @@ class Planner {
                  {"elements", elements.value},
                  {"trained_elements", trained.value},
                  {"weight_bytes", weights.value},
-                 {"activations", activations_},
                  {"ranks_of_host", ranks_of_host_},
                  {"device_memory", bytes_or_null(request_.device_memory)},
                  {"host_memory", bytes_or_null(request_.host_memory)},
@@ -100,6 +104,8 @@ class Planner {
     json["stage"] = stage_;
     json["fits_from"] = more ? find_world() : Json();
     const Json& at_own = stages[static_cast<std::size_t>(stage_)];
+    for (const char* const key : {"activations", "longest"}) json[key] = at_own.value(key, Json());
+    if (!json["longest"].is_null()) advise_offload(json["longest"]);
     for (const SharedTier& tier : kSharedTiers) {
       json[tier.key] = at_own.value(tier.key, Json({{"total", 0}}));
       json[tier.fits_key] = at_own[tier.fits_key];
@@ -110,7 +116,8 @@ class Planner {
   // Writes the first that fits to the file, if there is one.
   void add_grid(Json& json) const {
     Json& rows = json["grid"] = Json::array();
-    json["best"] = nullptr;
+    json["best"] = json["longest_row"] = nullptr;
+    std::int64_t longest = 0;
     for (const GridPlace& place : kGrid) {
       for (int stage = place.least_stage; stage < 4; ++stage) {
         const Json document = document_in(place, stage);
@@ -122,9 +129,18 @@ class Planner {
           if (!request_.write.empty())
             write_whole(request_.write, engine::pretty_text(document), "--write");
         }
+        const std::int64_t seq = row.value("longest", Json({{"seq", 0}}))["seq"];
+        if (seq > longest && (place.needs == kGrid[0].needs || row[place.needs] == true)) {
+          longest = seq;
+          json["longest_row"] = rows.size();
+        }
         rows.push_back(std::move(row));
       }
     }
+    const Json& chosen = json["best"].is_null() ? json["longest_row"] : json["best"];
+    const Json& row = rows[chosen.is_null() ? 0 : chosen.get<std::size_t>()];
+    for (const char* const key : {"activations", "longest"}) json[key] = row.value(key, Json());
+    if (!json["longest"].is_null()) json["longest"]["placement"] = row["placement"];
   }
 
   void remark(std::string text) { model_.remarks.push_back(std::move(text)); }
@@ -187,32 +203,57 @@ class Planner {
   }
 
   void estimate_activations(const engine::Config& config) {
-    if (request_.seq == 0) return;
+    if (config.sequence_parallel > 1 && model_.activations)
+      require_heads(*model_.activations, config.sequence_parallel);
+    if (request_.seq == 0 && !(request_.checkpointing && request_.device_memory)) return;
     if (!model_.activations)
       throw UsageError(
-          "--seq: activations are estimated for decoders whose config.json names a known "
+          "{}: activations are estimated for decoders whose config.json names a known "
           "model_type; leave it out to plan the engine's memory alone: path={}",
-          request_.model);
-    const std::int64_t tokens = request_.seq * batch_.micro_batch_size.value_or(1);
-    const Bytes of_token = model_.activations->of_token(
-        config.precision.weight_dtype(model_.params.front().dtype), request_.checkpointing);
+          request_.seq > 0 ? "--seq" : "--checkpointing", request_.model);
+    settings_ = ActivationSettings(config, model_.params.front().dtype);
+    settings_->on_gpu = request_.job.on_gpus;
+    settings_->checkpointing = request_.checkpointing;
+    const auto ranks = settings_->sequence_parallel;
     remark(fmt::format(
-        "activations are an estimate: {} of {} tokens, {} checkpointing, for an attention kernel "
-        "that keeps no scores; a {}th of the device stays free for torch and the driver",
-        to_string(of_token * tokens), with_commas(tokens),
+        "activations are an estimate: a micro-batch of {}{}, {} checkpointing, for an attention "
+        "kernel that keeps no scores; a {}th of the device stays free for torch and the driver",
+        settings_->micro_batch, ranks > 1 ? fmt::format(" on {} ranks together", ranks) : "",
         request_.checkpointing ? "with" : "without", kSpareParts));
-    activations_ = {{"estimate", true},
-                    {"bytes", (of_token * tokens).value},
-                    {"of_token", of_token.value},
-                    {"tokens", tokens},
-                    {"checkpointing", request_.checkpointing}};
+  }
+
+  // The engine leaves it for activations.
+  ActivationRoom room_beside(const forecast::MemoryForecast& found) const {
+    ActivationRoom room;
+    if (const auto& memory = request_.device_memory)
+      room.device = *memory - *memory / kSpareParts - found.total();
+    if (const auto& memory = request_.host_memory)
+      room.host = *memory / ranks_of_host_ - found.total_on(memory::Tier::kHost);
+    return room;
+  }
+
+  ActivationBytes activations_beside(const forecast::MemoryForecast& found) const {
+    if (!settings_) return {};
+    return activation_bytes(*model_.activations, *settings_,
+                            request_.seq > 0 ? request_.seq : kLeastSeq, room_beside(found));
   }
 
   bool fits_device(const forecast::MemoryForecast& found) const {
     const Bytes room = *request_.device_memory;
-    if (activations_.is_null()) return found.total() <= room;
-    return found.total() + Bytes(activations_["bytes"].get<std::int64_t>()) <=
-           room - room / kSpareParts;
+    return found.total() + activations_beside(found).total() <=
+           (settings_ ? room - room / kSpareParts : room);
+  }
+
+  // The longest rows at the configuration's stage with values of the engine on the host.
+  void advise_offload(Json& longest) const {
+    for (const GridPlace& place : kGrid) {
+      if (stage_ < place.least_stage || place.setting == nullptr) continue;
+      const Json other = entry_at(stage_, document_in(place, stage_), /*required=*/false);
+      const Json& most = longest["advice"].is_null() ? longest : longest["advice"];
+      if (!other.contains("longest") || other["longest"]["seq"] <= most["seq"]) continue;
+      longest["advice"] = other["longest"];
+      longest["advice"]["setting"] = place.setting;
+    }
   }
 
   Json document_at(int stage) const {
@@ -289,6 +330,13 @@ class Planner {
       return entry;
     }
     if (request_.device_memory) entry["fits"] = fits_device(found);
+    const ActivationBytes activations = activations_beside(found);
+    if (request_.seq > 0) entry["activations"] = json_of(activations);
+    if (settings_ && request_.device_memory) {
+      entry["longest"] = report_longest(*model_.activations, *settings_, room_beside(found),
+                                        request_.job.world_size);
+      entry["longest"].update({{"engine", found.total().value}, {"stage", stage}});
+    }
     entry["device"]["total"] = found.total().value;
     for_each_kind([&](memory::Kind kind, const std::string& name) {
       if (is_planned(kind)) entry["device"][name] = found.of(kind).value;
@@ -301,7 +349,9 @@ class Planner {
         if (bytes > Bytes()) entry[tier.key][name] = bytes.value;
       });
       if (const auto& room = request_.*tier.room)
-        entry[tier.fits_key] = total <= *room / ranks_of_host_;
+        entry[tier.fits_key] =
+            total + (tier.tier == memory::Tier::kHost ? activations.host : Bytes()) <=
+            *room / ranks_of_host_;
     }
     return entry;
   }
@@ -330,7 +380,7 @@ class Planner {
   Json document_;
   engine::UpdateRule rule_ = engine::UpdateRule::kAdamW;
   engine::BatchSizes batch_;
-  Json activations_;  // null: not asked for
+  std::optional<ActivationSettings> settings_;  // absent: activations are not asked for
 };
 
 }  // namespace

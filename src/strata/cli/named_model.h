@@ -15,28 +15,11 @@
 #include <string>
 #include <vector>
 
-#include "strata/base/dtype.h"
-#include "strata/base/units.h"
+#include "strata/cli/activations.h"
 #include "strata/plan/block_search.h"
 #include "strata/plan/param_spec.h"
 
 namespace strata::cli {
-
-// An estimate of what autograd keeps of one token until backward: without dropout, by an attention
-// kernel that keeps no scores (SDPA, flash), with the loss over all tokens at once.
-struct Activations {
-  struct Values {
-    double computed = 0;  // in the dtype that the model computes in
-    double in_fp32 = 0;
-  };
-  double layers = 0;
-  double hidden = 0;
-  Values block;  // of one
-  Values head;   // of the last norm, the logits and their gradients
-
-  // `checkpointing`: the inputs of blocks are kept, and one block at a time is computed again.
-  Bytes of_token(DType dtype, bool checkpointing) const;
-};
 
 struct NamedModel {
   std::vector<plan::ParamSpec> params;  // each in its own dtype

@@ -13,12 +13,57 @@ std::string ranks_text(int ranks) {
   return count_of(static_cast<std::size_t>(ranks), "rank");
 }
 
-Bytes activations_in(const Json& plan) {
-  const Json& found = plan["activations"];
-  return found.is_null() ? Bytes() : Bytes(found["bytes"].get<std::int64_t>());
+Bytes bytes_in(const Json& json, const char* key) {
+  return Bytes(json.value(key, std::int64_t{0}));
 }
 
-std::string table_of(const PlanRequest& request, const Json& stages, Bytes activations) {
+Bytes activations_in(const Json& row, const char* key) {
+  return row.contains("activations") ? bytes_in(row["activations"], key) : Bytes();
+}
+
+// The part of a peak by its key in JSON.
+std::string name_of_part(const Json& longest, const std::string& key) {
+  const auto piece = longest["mlp_piece"].get<std::int64_t>();
+  if (key == "engine") return "the engine";
+  if (key == "host") return "inputs of checkpoints, on the host of each rank";
+  if (key == "kept")
+    return longest["checkpointing"] == true ? "inputs of checkpoints" : "values that layers keep";
+  if (key == "loss") return longest["fused"] == true ? "loss without logits" : "loss from logits";
+  if (key == "attention") return "one layer's attention and norms";
+  return piece == 0 ? "one layer's MLP"
+                    : fmt::format("one layer's MLP, {} tokens at a time", with_commas(piece));
+}
+
+std::string tokens_of(const Json& longest) {
+  return longest["seq"] == 0 ? "none" : with_commas(longest["seq"]) + " tokens";
+}
+
+std::string text_of_longest(const Json& longest) {
+  if (longest.is_null()) return "";
+  std::string text = fmt::format(
+      "the longest sequence at stage {}{}: {}\nfirst to run out: memory of the {}, for {}; held "
+      "then\n",
+      longest["stage"].dump(),
+      longest.contains("placement") ? ", " + longest["placement"].get<std::string>() : "",
+      tokens_of(longest), longest["first"] == "host" ? "host" : "device",
+      longest["first"] == "host" ? "inputs of checkpoints"
+                                 : name_of_part(longest, longest["first"]));
+  for (const std::string key : {"engine", "kept", "loss", "mlp", "attention", "host"}) {
+    const bool at_peak =
+        longest["peak"] == "loss" ? key != "mlp" && key != "attention" : key != "loss";
+    if (const Bytes bytes = bytes_in(longest, key.c_str()); at_peak && bytes > Bytes())
+      text += fmt::format("{:>10}  {}\n", to_string(bytes), name_of_part(longest, key));
+  }
+  const Json& advice = longest["advice"];
+  if (advice.is_null()) return text;
+  text +=
+      fmt::format("longer with {}: {}", advice["setting"].get<std::string>(), tokens_of(advice));
+  if (const Bytes bytes = bytes_in(advice, "host"); bytes > Bytes())
+    text += fmt::format(", {} of each rank on the host", to_string(bytes));
+  return text + "\n";
+}
+
+std::string table_of(const PlanRequest& request, const Json& stages) {
   TextTable table({"each device holds", "stage 0", "stage 1", "stage 2", "stage 3"});
   const auto add_row = [&](std::string label, const auto& cell) {
     std::vector<std::string> row{std::move(label)};
@@ -38,15 +83,24 @@ std::string table_of(const PlanRequest& request, const Json& stages, Bytes activ
       return stage[key].is_null() ? "-" : stage[key].get<bool>() ? "yes" : "no";
     });
   };
+  const auto hosts_inputs = [](const Json& stage) {
+    return activations_in(stage, "host") > Bytes();
+  };
   for_each_kind([&](memory::Kind kind, const std::string& name) {
     if (is_planned(kind)) add_sizes(name, "device", name);
   });
   table.add_line();
   add_sizes("at most, together", "device", "total");
-  if (activations > Bytes())
-    add_row("activations, about", [&](const Json&) { return to_string(activations); });
+  if (request.seq > 0)
+    add_row("activations, about",
+            [&](const Json& stage) { return to_string(activations_in(stage, "bytes")); });
   if (request.device_memory)
     add_answers(fmt::format("fits {}", to_string(*request.device_memory)), "fits");
+  if (std::any_of(stages.begin(), stages.end(),
+                  [](const Json& stage) { return stage.contains("longest"); }))
+    add_row("longest sequence", [](const Json& stage) {
+      return stage.contains("longest") ? tokens_of(stage["longest"]) : "-";
+    });
   for (const SharedTier& tier : kSharedTiers) {
     const auto holds = [&](const std::string& kind) {
       return std::any_of(stages.begin(), stages.end(),
@@ -59,6 +113,9 @@ std::string table_of(const PlanRequest& request, const Json& stages, Bytes activ
       if (holds(name)) add_sizes(fmt::format("{}: {}", tier.label, name), tier.key, name);
     });
     add_sizes(fmt::format("{}, together", tier.label), tier.key, "total");
+    if (tier.tier == memory::Tier::kHost && std::any_of(stages.begin(), stages.end(), hosts_inputs))
+      add_row("and inputs of checkpoints",
+              [&](const Json& stage) { return to_string(activations_in(stage, "host")); });
     if (room) add_answers(fmt::format("fits {} {}", tier.label, to_string(*room)), tier.fits_key);
   }
   return table.text();
@@ -102,7 +159,11 @@ std::string grid_of(const PlanRequest& request, const Json& plan) {
     if (!row.contains(tier)) return std::string("-");
     return to_string(Bytes(row[tier]["total"].get<std::int64_t>()) * times + more);
   };
-  TextTable table({"stage", "placement", "each device", "each host", "its drive", "fits"});
+  std::vector<std::string> head{"stage",     "placement", "each device",
+                                "each host", "its drive", "fits"};
+  const bool asks_longest = !plan["longest"].is_null();
+  if (asks_longest) head.push_back("longest sequence");
+  TextTable table(head);
   table.align_left(1);
   for (const Json& row : plan["grid"]) {
     std::string lacking;
@@ -111,9 +172,14 @@ std::string grid_of(const PlanRequest& request, const Json& plan) {
       if (row[key] == false) lacking += fmt::format("{}{}", lacking.empty() ? "no: " : ", ", what);
     }
     if (lacking.empty()) lacking = row["fits"].is_null() ? "-" : "yes";
-    table.add({row["stage"].dump(), row["placement"].get<std::string>(),
-               size(row, "device", 1, activations_in(plan)), size(row, "host", ranks),
-               size(row, "nvme", ranks), lacking});
+    std::vector<std::string> cells{row["stage"].dump(),
+                                   row["placement"].get<std::string>(),
+                                   size(row, "device", 1, activations_in(row, "bytes")),
+                                   size(row, "host", ranks, activations_in(row, "host") * ranks),
+                                   size(row, "nvme", ranks),
+                                   lacking};
+    if (asks_longest) cells.push_back(row.contains("longest") ? tokens_of(row["longest"]) : "-");
+    table.add(cells);
   }
   if (!request.device_memory) return table.text();
   if (plan["best"].is_null()) return table.text() + "nothing fits all memory that was named\n";
@@ -135,8 +201,15 @@ std::string text_of_plan(const PlanRequest& request, const Json& plan) {
       request.grid ? "" : fmt::format(" at stage {} of the configuration", plan["stage"].dump()),
       request.job.on_gpus ? "on GPUs" : "on CPUs");
   const Json& stages = plan[request.grid ? "grid" : "stages"];
-  text += request.grid ? grid_of(request, plan)
-                       : table_of(request, stages, activations_in(plan)) + advice_of(request, plan);
+  text +=
+      request.grid ? grid_of(request, plan) : table_of(request, stages) + advice_of(request, plan);
+  text += text_of_longest(plan["longest"]);
+  if (const Json most = plan.value("longest_row", Json());
+      !most.is_null() && most != plan["best"]) {
+    const Json& row = stages[most.get<std::size_t>()];
+    text += fmt::format("the longest of all: stage {}, {}: {}\n", row["stage"].dump(),
+                        row["placement"].get<std::string>(), tokens_of(row["longest"]));
+  }
   text += "\n";
   for (const Json& stage : stages) {
     for (const auto& [key, verb] : {std::pair("refused", " is refused"), {"lacking", ""}}) {
@@ -150,7 +223,7 @@ std::string text_of_plan(const PlanRequest& request, const Json& plan) {
       "torch, the driver and the collectives keep for themselves. Kinds are peaks of their own, "
       "and do not add up.\nHost and "
       "NVMe are {}, also while it loads or saves.\n",
-      plan["activations"].is_null() ? "activations, " : "",
+      plan["activations"].is_null() && plan["longest"].is_null() ? "activations, " : "",
       request.grid ? "of all ranks of a host" : "of each rank");
   for (const Json& remark : plan["remarks"]) text += "- " + remark.get<std::string>() + "\n";
   if (request.shapes) text += plan["shapes"].dump(1) + "\n";
