@@ -3,7 +3,8 @@ runs without a graph and again in backward, gradients of weights are summed in f
 
 ``compute_params`` are weights that the function uses; None: those of the modules among its arguments. These count in
 any case. A backward pass of a function that uses others is a UsageError. Ranks may have different numbers of tiles
-where they gather the weights of whole blocks, as Strata does for models of transformers."""
+where they gather the weights of whole blocks, as Strata does for models of transformers. There is one tile, an ordinary
+call, where such a weight is itself trained in tiles, of ``strata.tiles``."""
 
 import itertools
 import math
@@ -11,7 +12,7 @@ import math
 import torch
 
 from .. import _C
-from ..sequence.pieces import each_piece, in_pieces
+from ..sequence.pieces import each_piece, in_pieces, train_in_tiles
 
 
 class TiledMLP:
@@ -28,8 +29,9 @@ class TiledMLP:
             x: [..., tokens, width].
             shards: int, at least 1; UsageError otherwise.
         """
-        size = _tile_of("TiledMLP", x.shape[-2], shards)
-        return in_pieces(lambda piece: fn(self, piece), x, size, _weights(compute_params, self))
+        weights = _weights(compute_params, self)
+        size = _tile_of("TiledMLP", x.shape[-2], shards, weights)
+        return in_pieces(lambda piece: fn(self, piece), x, size, weights)
 
 
 class SequenceTiledCompute:
@@ -73,14 +75,14 @@ def sequence_tiled_compute(fn, seqlen, shards, kwargs_to_shard, kwargs_to_pass, 
         if tensor.dim() < 2 or tensor.shape[1] != seqlen:
             raise _C.UsageError(f"sequence_tiled_compute: '{name}': wanted [batch, {seqlen} tokens, ...]; found "
                                 f"{list(tensor.shape)}")
-    size = _tile_of("sequence_tiled_compute", seqlen, shards)
+    weights = _weights(compute_params, *kwargs_to_pass.values(), getattr(fn, "__self__", fn))
+    size = _tile_of("sequence_tiled_compute", seqlen, shards, weights)
     others = {name: tensor.detach() for name, tensor in kwargs_to_shard.items() if name != grad_requiring_tensor_key}
 
     def of_tile(piece, part):
         tile = {name: tensor[:, part] for name, tensor in others.items()}
         return fn(**{grad_requiring_tensor_key: piece}, **tile, **kwargs_to_pass)
 
-    weights = _weights(compute_params, *kwargs_to_pass.values(), getattr(fn, "__self__", fn))
     found = each_piece(of_tile, kwargs_to_shard[grad_requiring_tensor_key], 1, size, output_unshard_dimension or None,
                        weights)  # fmt: skip
     return found if output_reduction is None else getattr(found, output_reduction)()
@@ -93,8 +95,8 @@ class TiledFusedLogitsLoss:
     def apply(fn, self, x, y, mask, shards, compute_params=None, output_reduction="mean"):
         """The loss of tokens, whose logits exist for one of at most ``shards`` tiles at a time.
 
-        DeepSpeed computes gradients in forward. Here they are computed in backward, from the gradient that arrives, so
-        a loss scale applies to them, and a loss without a backward pass makes none.
+        DeepSpeed computes gradients in forward, and those of weights ignore what a script does with the loss. Here they
+        are computed in backward, from the gradient that arrives, and a loss without a backward pass makes none.
 
         Args:
             fn: of ``self`` and a tile of ``x`` and ``y`` (and ``mask``, unless that is None), [tokens, ...], all rows
@@ -115,16 +117,18 @@ class TiledFusedLogitsLoss:
             raise ValueError(f"output_reduction: wanted 'mean' or 'sum'; found {output_reduction!r}")
         rows = x.shape[:2]
         if min(x.dim(), y.dim()) < 2 or y.shape[:2] != rows or mask is not None and mask.shape != rows:
-            raise ValueError("TiledFusedLogitsLoss: wanted x and y [batch, tokens, ...] and mask [batch, tokens]; found "
-                             f"{list(x.shape)}, {list(y.shape)} and {None if mask is None else list(mask.shape)}")
+            found = f"{list(x.shape)}, {list(y.shape)} and {None if mask is None else list(mask.shape)}"
+            raise ValueError("TiledFusedLogitsLoss: wanted x and y [batch, tokens, ...] and mask [batch, tokens]; "
+                             f"found {found}")
         x, labels = x.flatten(0, 1), y.detach().flatten(0, 1)
         others = [labels] if mask is None else [labels, mask.flatten()]
-        size = _tile_of("TiledFusedLogitsLoss", len(x), shards)
+        weights = _weights(compute_params, self)
+        size = _tile_of("TiledFusedLogitsLoss", len(x), shards, weights)
 
         def of_tile(piece, part):
             return fn(self, piece, *(tensor[part] for tensor in others)).reshape(())
 
-        losses = each_piece(of_tile, x, 0, size, None, _weights(compute_params, self))
+        losses = each_piece(of_tile, x, 0, size, None, weights)
         if output_reduction == "sum" or mask is not None or labels.is_floating_point():
             return getattr(losses, output_reduction)()
         counts = torch.stack([(tile != -100).sum() for tile in labels.split(size)])
@@ -132,11 +136,11 @@ class TiledFusedLogitsLoss:
         return (torch.where(counts > 0, losses, 0.0) * shares).sum().to(losses.dtype)
 
 
-def _tile_of(name, tokens, shards):
+def _tile_of(name, tokens, shards, weights):
     """int: the tokens of a tile, at least 1."""
     if shards < 1:
         raise _C.UsageError(f"{name}: shards: wanted at least 1; found {shards}")
-    return max(1, math.ceil(tokens / shards))
+    return max(1, tokens if train_in_tiles(weights) else math.ceil(tokens / shards))
 
 
 def _weights(compute_params, *arguments):

@@ -7,14 +7,15 @@ import torch
 
 from .. import _C
 from ..model.compiling import outside_graphs
-from ..model.tiles import tile_of, tiles_of
+from ..model.tiles import tiles_of
 
 
 def in_pieces(function, x, piece_tokens, parameters=()):
     """``function(x)``, computed in pieces of dimension -2, again in backward: only ``x`` stays until then. Its parts
     have the bits of ``function`` of those parts; gradients of parameters are summed over pieces in fp32 and reach
     autograd once. In a layer that torch's non-reentrant checkpoint computes again, and that saves nothing behind this
-    call, ``function`` does not run for that.
+    call, ``function`` does not run for that. Where a weight is trained in tiles, whose gradients come once a pass,
+    there is one piece.
 
     Random numbers are the same in backward as in forward, and so is autocast. Gradients of gradients are torch's error.
     UsageError for arguments and results of other shapes; and in backward for a ``function`` that uses a tensor that
@@ -30,7 +31,8 @@ def in_pieces(function, x, piece_tokens, parameters=()):
     if x.dim() < 2 or piece_tokens < 1:
         raise _C.UsageError("in_pieces: wanted x [..., tokens, width] and at least 1 token a piece; found "
                             f"{list(x.shape)} and {piece_tokens}")
-    if x.shape[-2] <= piece_tokens:
+    parameters = list(parameters)
+    if x.shape[-2] <= piece_tokens or train_in_tiles(parameters):
         return function(x)
     return each_piece(lambda piece, part: function(piece), x, -2, piece_tokens, -2, parameters)
 
@@ -40,22 +42,24 @@ def each_piece(function, x, dimension, size, joins_at, parameters):
     """``in_pieces`` for other shapes: the results of ``function(piece, part)``, one for each piece of x, joined.
 
     Args:
-        function: ``part``, a slice, says which tokens the piece has. It uses no other tensors that require gradients.
+        function: ``part``, a slice, says which tokens the piece has. It uses no other tensors that require gradients,
+            and no weights that are trained in tiles.
         dimension: int, of the tokens of x. size: the most tokens of a piece.
         joins_at: int, the dimension of results that has the tokens of their piece; None: results are stacked.
     """
-    parameters = trainable(parameters)
+    parameters = list({id(p): p for p in parameters if p.requires_grad}.values())
     pieces = _Pieces(function, dimension, size, joins_at, x)
+    if len(pieces.parts) == 1:
+        found = function(x, pieces.parts[0])
+        return found[None] if joins_at is None else found
     if not torch.is_grad_enabled() or not (x.requires_grad or parameters):
         return pieces.joined(x)
     return _Again.apply(_Kept.apply(x), pieces, *parameters)
 
 
-def trainable(parameters):
-    """[tensor]: those that require a gradient, each once. One that is used in tiles has the tiles' anchor here."""
-    anchored = ((p, tiles_of(p)) for p in parameters)
-    found = (p if tiles is None else tiles.anchor for p, tiles in anchored)
-    return list({id(p): p for p in found if p.requires_grad}.values())
+def train_in_tiles(parameters):
+    """bool: whether one of them is used in tiles, and trained."""
+    return any(tiles.anchor.requires_grad for tiles in map(tiles_of, parameters) if tiles is not None)
 
 
 class _Pieces:
@@ -64,7 +68,7 @@ class _Pieces:
     def __init__(self, function, dimension, size, joins_at, x):
         self.function, self._dimension, self._joins_at = function, dimension, joins_at
         tokens = x.shape[dimension]
-        self.parts = [slice(begin, min(begin + size, tokens)) for begin in range(0, tokens, size)]
+        self.parts = [slice(begin, min(begin + size, tokens)) for begin in range(0, max(1, tokens), size)]
 
     def of(self, x, part):
         """A view of the part of x, or of its gradient."""
@@ -219,8 +223,7 @@ def _without_hooks(parameters):
 
 
 def _require_only(found, allowed):
-    """UsageError where ``found`` depends on leaves of autograd other than ``allowed``, and than tiles, which give their
-    gradients themselves."""
+    """UsageError where ``found`` depends on leaves of autograd other than ``allowed``."""
     known, seen, waiting = {id(tensor) for tensor in allowed}, set(), [found.grad_fn]
     while waiting:
         node = waiting.pop()
@@ -229,6 +232,6 @@ def _require_only(found, allowed):
         seen.add(node)
         waiting += [before for before, _ in node.next_functions]
         leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in known and tile_of(leaf)[0] is None:
+        if leaf is not None and id(leaf) not in known:
             raise _C.UsageError(f"pieces: the function uses a tensor {list(leaf.shape)} that requires a gradient, and "
                                 "is not among its parameters, so it would get none; name all that it uses")
