@@ -122,7 +122,6 @@ operators | ops.op_builder | GDSBuilder OpBuilder
 random numbers | runtime.activation_checkpointing.checkpointing | get_cuda_rng_tracker get_rng_tracker
     model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed
 tiling | runtime.zero runtime.zero.tiling | TiledLinear TiledLinearReturnBias
-tiling | runtime.sequence_parallel.ulysses_sp | SequenceTiledCompute TiledFusedLogitsLoss TiledMLP
 MiCS | runtime.zero runtime.zero.mics | MiCS_Init
 MiCS | runtime.zero.mics | MiCS_Optimizer
 estimates | runtime.zero.stage3 | estimate_zero3_model_states_mem_needs_all_cold
@@ -242,6 +241,7 @@ strata.compat.script_functions | runtime.utils | copy_to_device=move_to_device m
 strata.compat.script_functions | utils utils.nvtx | instrument_w_nvtx=as_it_is
 strata.compat.script_functions | utils utils.logging | set_log_level_from_string
 strata.compat.script_functions | utils.logging | should_log_le
+strata.compat.sequence | runtime.sequence_parallel.ulysses_sp | UlyssesSPAttentionHF
 strata.compat.sharding | . runtime.base_optimizer | DeepSpeedOptimizer
 strata.compat.sharding | runtime.base_optimizer | ZeROOptimizer
 strata.compat.sharding | runtime.bf16_optimizer | BF16_Optimizer
@@ -255,6 +255,8 @@ strata.compat.sharding | runtime.zero runtime.zero.stage3 | unwrap_model_for_gen
 strata.compat.sharding | runtime.zero.partition_parameters | zero_wrapper_for_fp_tensor_constructor
 strata.compat.sharding | runtime.zero.stage3 | DeepSpeedZeroOptimizer_Stage3
 strata.compat.sharding | runtime.zero.stage_1_and_2 | DeepSpeedZeroOptimizer
+strata.compat.tiling | runtime.sequence_parallel.ulysses_sp | SequenceTiledCompute TiledFusedLogitsLoss TiledMLP
+    sequence_tiled_compute
 strata.config_source | . | add_config_arguments
 strata.doctor | env_report | cli_main=ds_report main=ds_report
 strata.model.leaves | utils utils.z3_leaf_module | get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules
@@ -271,7 +273,6 @@ strata.parameter_states | utils utils.tensor_fragment | safe_get_full_fp32_param
 strata.rank_logging | . utils utils.logging | log_dist logger
 strata.rank_logging | utils.logging | get_current_level=logger.getEffectiveLevel
 strata.schedule | runtime.lr_schedules | LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR
-strata.compat.sequence | runtime.sequence_parallel.ulysses_sp | UlyssesSPAttentionHF
 strata.sequence.groups | utils utils.groups | _get_data_parallel_world_size=get_data_parallel_world_size
     _get_sequence_parallel_group=get_sequence_parallel_group _get_sequence_parallel_rank=get_sequence_parallel_rank
     _get_sequence_parallel_world_size=get_sequence_parallel_world_size get_data_parallel_world_size

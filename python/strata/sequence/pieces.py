@@ -7,15 +7,15 @@ import torch
 
 from .. import _C
 from ..model.compiling import outside_graphs
-from ..model.tiles import tile_of, tiles_of
+from ..model.tiles import tiles_of
 
 
-@outside_graphs
 def in_pieces(function, x, piece_tokens, parameters=()):
     """``function(x)``, computed in pieces of dimension -2, again in backward: only ``x`` stays until then. Its parts
     have the bits of ``function`` of those parts; gradients of parameters are summed over pieces in fp32 and reach
     autograd once. In a layer that torch's non-reentrant checkpoint computes again, and that saves nothing behind this
-    call, ``function`` does not run for that.
+    call, ``function`` does not run for that. Where a weight is trained in tiles, whose gradients come once a pass,
+    there is one piece.
 
     Random numbers are the same in backward as in forward, and so is autocast. Gradients of gradients are torch's error.
     UsageError for arguments and results of other shapes; and in backward for a ``function`` that uses a tensor that
@@ -31,42 +31,87 @@ def in_pieces(function, x, piece_tokens, parameters=()):
     if x.dim() < 2 or piece_tokens < 1:
         raise _C.UsageError("in_pieces: wanted x [..., tokens, width] and at least 1 token a piece; found "
                             f"{list(x.shape)} and {piece_tokens}")
-    if x.shape[-2] <= piece_tokens:
+    parameters = list(parameters)
+    if x.shape[-2] <= piece_tokens or train_in_tiles(parameters):
         return function(x)
-    parameters = trainable(parameters)
+    return each_piece(lambda piece, part: function(piece), x, -2, piece_tokens, -2, parameters)
+
+
+@outside_graphs
+def each_piece(function, x, dimension, size, joins_at, parameters):
+    """``in_pieces`` for other shapes: the results of ``function(piece, part)``, one for each piece of x, joined.
+
+    Args:
+        function: ``part``, a slice, says which tokens the piece has. It uses no other tensors that require gradients,
+            and no weights that are trained in tiles.
+        dimension: int, of the tokens of x. size: the most tokens of a piece.
+        joins_at: int, the dimension of results that has the tokens of their piece; None: results are stacked.
+    """
+    parameters = list({id(p): p for p in parameters if p.requires_grad}.values())
+    pieces = _Pieces(function, dimension, size, joins_at, x)
+    if len(pieces.parts) == 1:
+        found = function(x, pieces.parts[0])
+        return found[None] if joins_at is None else found
     if not torch.is_grad_enabled() or not (x.requires_grad or parameters):
-        return _joined(function, x, piece_tokens)
-    return _Pieces.apply(_Kept.apply(x), function, piece_tokens, *parameters)
+        return pieces.joined(x)
+    return _Again.apply(_Kept.apply(x), pieces, *parameters)
 
 
-def trainable(parameters):
-    """[tensor]: those that require a gradient, each once. One that is used in tiles has the tiles' anchor here."""
-    anchored = ((p, tiles_of(p)) for p in parameters)
-    found = (p if tiles is None else tiles.anchor for p, tiles in anchored)
-    return list({id(p): p for p in found if p.requires_grad}.values())
+def train_in_tiles(parameters):
+    """bool: whether one of them is used in tiles, and trained."""
+    return any(tiles.anchor.requires_grad for tiles in map(tiles_of, parameters) if tiles is not None)
 
 
-def _joined(function, x, size):
-    out = None
-    for begin in range(0, x.shape[-2], size):
-        piece = x.narrow(-2, begin, min(size, x.shape[-2] - begin))
-        found = function(piece)
-        _require_tokens(found, piece)
-        out = found.new_empty(*x.shape[:-1], found.shape[-1]) if out is None else out
-        out.narrow(-2, begin, piece.shape[-2]).copy_(found)
-        del found  # before the next one is made
-    return out
+class _Pieces:
+    """How ``each_piece`` cuts x, and joins results."""
 
+    def __init__(self, function, dimension, size, joins_at, x):
+        self.function, self._dimension, self._joins_at = function, dimension, joins_at
+        tokens = x.shape[dimension]
+        self.parts = [slice(begin, min(begin + size, tokens)) for begin in range(0, max(1, tokens), size)]
 
-def _require_tokens(found, piece):
-    if not torch.is_tensor(found) or found.shape[:-1] != piece.shape[:-1]:
-        what = list(found.shape) if torch.is_tensor(found) else type(found).__name__
-        raise _C.UsageError(f"in_pieces: wanted a tensor {list(piece.shape[:-1])} x width from a function of a piece "
-                            f"{list(piece.shape)}; found {what}")
+    def of(self, x, part):
+        """A view of the part of x, or of its gradient."""
+        return x.narrow(self._dimension, part.start, part.stop - part.start)
+
+    def of_result(self, result, number, part):
+        """A view of the same part of the joined results, or of their gradient. ``number``: of the piece."""
+        if self._joins_at is None:
+            return result[number]
+        return result.narrow(self._joins_at, part.start, part.stop - part.start)
+
+    def joined(self, x):
+        """The results of all pieces, as one tensor."""
+        out = None
+        for number, part in enumerate(self.parts):
+            piece = self.of(x, part)
+            found = self.function(piece, part)
+            self._require_tokens(found, piece, part)
+            if out is None:
+                shape = list(found.shape)
+                if self._joins_at is None:
+                    shape.insert(0, len(self.parts))
+                else:
+                    shape[self._joins_at] = x.shape[self._dimension]
+                out = found.new_empty(shape)
+            self.of_result(out, number, part).copy_(found)
+            del found  # before the next one is made
+        return out
+
+    def _require_tokens(self, found, piece, part):
+        at, tokens = self._joins_at, part.stop - part.start
+        if not torch.is_tensor(found):
+            wrong = type(found).__name__
+        elif at is None or -found.dim() <= at < found.dim() and found.shape[at] == tokens:
+            return
+        else:
+            wrong = list(found.shape)
+        wanted = "a tensor" if at is None else f"a tensor with {tokens} tokens at dimension {at}"
+        raise _C.UsageError(f"pieces: wanted {wanted} from the function of a piece {list(piece.shape)}; found {wrong}")
 
 
 class _Kept(torch.autograd.Function):
-    """x, saved in a node before that of ``_Pieces``, which saves nothing: a checkpoint that computes again what was
+    """x, saved in a node before that of ``_Again``, which saves nothing: a checkpoint that computes again what was
     saved ends here, and does not call the function."""
 
     @staticmethod
@@ -79,41 +124,39 @@ class _Kept(torch.autograd.Function):
         return gradient
 
 
-class _Pieces(torch.autograd.Function):
+class _Again(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, function, size, *parameters):
-        ctx.function, ctx.size, ctx.parameters = function, size, parameters
-        ctx.kept, ctx.again = x.grad_fn, Again(x.device)
+    def forward(ctx, x, pieces, *parameters):
+        ctx.pieces, ctx.parameters = pieces, parameters
+        ctx.kept, ctx.first = x.grad_fn, _FirstCall(x.device)
         if ctx.kept is None:  # x requires no gradient
             ctx.save_for_backward(x)
-        with ctx.again.autocast():
-            return _joined(function, x, size)
+        with ctx.first.autocast():
+            return pieces.joined(x)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient):
         (x,) = (ctx.kept or ctx).saved_tensors
-        wanted = [p for p, needs in zip(ctx.parameters, ctx.needs_input_grad[3:]) if needs]
-        sums = GradientSums(wanted)
+        wanted = [p for p, needs in zip(ctx.parameters, ctx.needs_input_grad[2:]) if needs]
+        sums, pieces = _GradientSums(wanted), ctx.pieces
         dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
-        with ctx.again.as_in_forward():
-            for begin in range(0, x.shape[-2], ctx.size):
-                part = slice(begin, min(begin + ctx.size, x.shape[-2]))
-                piece = x[..., part, :].detach().requires_grad_(dx is not None)
+        with ctx.first.again():
+            for number, part in enumerate(pieces.parts):
+                piece = pieces.of(x, part).detach().requires_grad_(dx is not None)
                 with torch.enable_grad():
-                    found = ctx.function(piece)
-                if begin == 0:
-                    require_only(found, [piece, *ctx.parameters])
-                of_piece = sums.add(found, gradient[..., part, :], piece)
+                    found = pieces.function(piece, part)
+                if number == 0:
+                    _require_only(found, [piece, *ctx.parameters])
+                of_piece = sums.add(found, pieces.of_result(gradient, number, part), piece)
                 del found
                 if dx is not None:
-                    dx[..., part, :] = 0 if of_piece is None else of_piece
-        return dx, None, None, *(sums.of(p) for p in ctx.parameters)
+                    pieces.of(dx, part).copy_(of_piece) if of_piece is not None else pieces.of(dx, part).zero_()
+        return dx, None, *(sums.of(p) for p in ctx.parameters)
 
 
-class Again:
-    """Has a second call of a function, in backward, compute as the first one, which begins when this is made: with the
-    same random numbers of a device, and with autocast as there."""
+class _FirstCall:
+    """The random numbers of a device, and autocast there, as a call finds them that begins when this is made."""
 
     def __init__(self, device):
         self._device = device
@@ -130,8 +173,8 @@ class Again:
         return torch.autocast(self._device.type, cache_enabled=False, **self._autocast)
 
     @contextlib.contextmanager
-    def as_in_forward(self):
-        """A context that begins as the first call did; other random numbers go on behind it as before."""
+    def again(self):
+        """A context for another call that finds the same; other random numbers go on behind it as before."""
         of_host = self._device.type == "cpu"
         devices, kind = ([], "cuda") if of_host else ([self._device], self._device.type)
         with torch.random.fork_rng(devices, device_type=kind), self.autocast():
@@ -139,7 +182,7 @@ class Again:
             yield
 
 
-class GradientSums:
+class _GradientSums:
     """Sums of gradients of ``parameters``, leaves of autograd, over calls that use them, at least in fp32."""
 
     def __init__(self, parameters):
@@ -179,24 +222,16 @@ def _without_hooks(parameters):
             hooks.update(before)
 
 
-def leaves_of(found):
-    """[tensor]: the leaves of autograd that ``found`` depends on."""
-    leaves, seen, waiting = [], set(), [found.grad_fn]
+def _require_only(found, allowed):
+    """UsageError where ``found`` depends on leaves of autograd other than ``allowed``."""
+    known, seen, waiting = {id(tensor) for tensor in allowed}, set(), [found.grad_fn]
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if hasattr(node, "variable"):
-            leaves.append(node.variable)
-        waiting += [following for following, _ in node.next_functions]
-    return leaves
-
-
-def require_only(found, allowed):
-    """UsageError where ``found`` depends on leaves of autograd other than ``allowed``."""
-    known = {id(tensor) for tensor in allowed}
-    for leaf in leaves_of(found):
-        if id(leaf) not in known and tile_of(leaf)[0] is None:  # tiles give their gradients themselves
-            raise _C.UsageError(f"the function in pieces uses a tensor {list(leaf.shape)} that requires a gradient and "
+        waiting += [before for before, _ in node.next_functions]
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in known:
+            raise _C.UsageError(f"pieces: the function uses a tensor {list(leaf.shape)} that requires a gradient, and "
                                 "is not among its parameters, so it would get none; name all that it uses")
