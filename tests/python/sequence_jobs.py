@@ -6,6 +6,7 @@ writes FOLDER/NAME.rank<n>.json: by case, losses, gradient norms and an evaluati
 SIZE-STAGE or SIZE-STAGE-WHAT; "plain" and "plain-lora" are one rank without an engine.
 """
 
+import functools
 import json
 import os
 import sys
@@ -17,6 +18,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
 from peft import LoraConfig, get_peft_model
 from sequence_models import VOCABULARY
+from strata.integrations.transformers import StrataTrainer
 from strata.sequence.exchange import group_loss
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -79,7 +81,7 @@ def _loop(folder, accumulation, size, stage):
     return {"losses": means, "norms": norms, "evaluated": sum(evaluated) / len(evaluated)}
 
 
-def _trainer(folder, accumulation, lora=False, **more):
+def _trainer(folder, accumulation, lora=False, make=Trainer, **more):
     arguments = TrainingArguments(
         folder, per_device_train_batch_size=2, gradient_accumulation_steps=accumulation, learning_rate=1e-2,
         max_grad_norm=0.5, logging_steps=1, report_to=[], use_cpu=True, seed=9, disable_tqdm=True,
@@ -89,7 +91,7 @@ def _trainer(folder, accumulation, lora=False, **more):
     if lora:
         torch.manual_seed(4)
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
-    return Trainer(model=model, args=arguments, train_dataset=Rows(), eval_dataset=Rows(8, 13))
+    return make(model=model, args=arguments, train_dataset=Rows(), eval_dataset=Rows(8, 13))
 
 
 def _found(trainer):
@@ -120,6 +122,10 @@ def _run_case(folder, case, world):
         return _found(second)
     if what == ["loop"]:
         return _loop(folder, accumulation, size, stage)
+    if "strata" in what:
+        config = {"zero_optimization": settings["deepspeed"]["zero_optimization"],
+                  "strata": {"sequence_parallel": {"size": size}}}  # fmt: skip
+        settings = {"make": functools.partial(StrataTrainer, strata_config=config)}
     trainer = _trainer(folder, accumulation, lora="lora" in what, **settings)
     trainer.train()
     found = _found(trainer)

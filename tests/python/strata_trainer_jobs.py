@@ -14,6 +14,7 @@ import warnings
 import strata
 import torch
 import transformers
+from accelerate import ParallelismConfig
 from accelerate.state import AcceleratorState
 from hf_jobs import MIDDLE, Recorder, Texts, arguments, new_model, prepared, zero
 from peft import LoraConfig, get_peft_model
@@ -110,6 +111,8 @@ def refusals(folder, out):
     attempt("scheduler", {"scheduler": {"type": "WarmupLR"}})
     attempt("batch", auto_find_batch_size=True)
     attempt("cast", bf16_full_eval=True)
+    attempt("parallelism", parallelism_config=ParallelismConfig())
+    attempt("smoothing", {"strata": {"sequence_parallel": {"size": 2}}}, label_smoothing_factor=0.1)
     return said
 
 

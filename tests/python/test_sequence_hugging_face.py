@@ -25,11 +25,16 @@ def found(tmp_path_factory):
     run([sys.executable, SCRIPT, folder, "alone", "plain", "plain-lora"], environment_of())
     for world, cases in CASES.items():
         run([find_program(), "run", f"--num_gpus={world}", SCRIPT, folder, f"ranks{world}", *cases], environment_of())
-    return {"plain": told_by_ranks(folder, "alone", 1)[0]} | {
+    # Accelerate keeps for a process that it has met DeepSpeed's name.
+    run([find_program(), "run", "--num_gpus=2", SCRIPT, folder, "own", "2-3-strata"], environment_of())
+    return {"plain": told_by_ranks(folder, "alone", 1)[0], "own": told_by_ranks(folder, "own", 2)} | {
         world: told_by_ranks(folder, f"ranks{world}", world) for world in CASES}
 
 
-@pytest.mark.parametrize("world, case", [(world, case) for world, cases in CASES.items() for case in cases])
+OF_WORLDS = [(world, case) for world, cases in CASES.items() for case in cases]
+
+
+@pytest.mark.parametrize("world, case", [("own", "2-3-strata"), *OF_WORLDS])
 def test_numbers_are_those_of_one_rank(found, world, case):
     expected = found["plain"]["plain-lora" if "lora" in case else "plain"]
     for rank in found[world]:

@@ -119,6 +119,8 @@ SAID = {
     "scheduler": ["section 'scheduler'", "lr_scheduler_type"],
     "batch": ["auto_find_batch_size", "per_device_train_batch_size"],
     "cast": ["bf16_full_eval"],
+    "parallelism": ["parallelism_config", "strata.sequence_parallel.size"],
+    "smoothing": ["label_smoothing_factor", "strata.sequence_parallel"],
 }  # fmt: skip
 
 

@@ -15,6 +15,8 @@ from transformers import Trainer
 from .. import _C
 from ..checkpoint.adapters import is_peft_model
 from ..config_source import document_of
+from ..sequence.groups import initialize_sequence_parallel
+from ..sequence.loader import SequenceLoader
 from ..start import initialize
 
 _SCHEDULER = "scheduler.pt"  # Trainer's name for the file
@@ -52,6 +54,16 @@ class StrataTrainerMixin:
         accelerator.backward, prepare = self._backward, accelerator.prepare_model
         accelerator.prepare_model = lambda model, *args, **kwargs: (
             model if self.engine is not None and model is self.engine.module else prepare(model, *args, **kwargs))
+
+    def get_train_dataloader(self):
+        """Trainer's; where ranks share rows (``strata.sequence_parallel``), of this rank's pieces of what its group
+        draws."""
+        loader, size = super().get_train_dataloader(), _ranks_of_a_row(self._settings)
+        return loader if size == 1 else SequenceLoader(loader, initialize_sequence_parallel(size))
+
+    def get_total_train_batch_size(self, args):
+        """Trainer's: rows of a step on all ranks."""
+        return super().get_total_train_batch_size(args) // _ranks_of_a_row(self._settings)
 
     def _move_model_to_device(self, model, device):
         """Does nothing: the engine moves parameters to the device shard by shard, when it takes them over."""
@@ -158,8 +170,8 @@ def engine_settings(config, args):
     has a section ``optimizer`` or ``scheduler``. UsageError where ``args`` have a setting that the engine does not
     support. ``config``: dict, path or JSON text, whose batch sizes, ``gradient_clipping``, ``bf16`` and ``fp16`` are
     left out, "auto", or equal to those of ``args``, a ``TrainingArguments``; None: stage 3."""
-    _require_possible(args)
     settings = copy.deepcopy(DEFAULT if config is None else document_of(config))
+    _require_possible(args, settings)
     for section, instead in _TRAINERS.items():
         if section in settings:
             raise _C.ConfigError(f"the configuration has a section '{section}', which is Trainer's to make; leave it "
@@ -170,7 +182,7 @@ def engine_settings(config, args):
         ("train_micro_batch_size_per_gpu", "per_device_train_batch_size", micro),
         ("gradient_accumulation_steps", "gradient_accumulation_steps", steps),
         ("train_batch_size", "per_device_train_batch_size * gradient_accumulation_steps * ranks",
-         micro * steps * args.world_size),
+         micro * steps * args.world_size // _ranks_of_a_row(settings)),
         ("gradient_clipping", "max_grad_norm", args.max_grad_norm or 0.0),
         ("bf16.enabled", "bf16", bool(args.bf16)),
         ("fp16.enabled", "fp16", bool(args.fp16)),
@@ -188,8 +200,17 @@ def engine_settings(config, args):
     return settings
 
 
-def _require_possible(args):
+def _ranks_of_a_row(settings):
+    own = settings.get("strata") or {}
+    return (own.get("sequence_parallel") or {}).get("size") or settings.get("sequence_parallel_size") or 1
+
+
+def _require_possible(args, settings):
     for refused, why in (
+        (getattr(args, "parallelism_config", None), "parallelism_config of TrainingArguments is for another engine; "
+         "write strata.sequence_parallel.size in strata_config, where ranks shall share rows"),
+        (args.label_smoothing_factor and _ranks_of_a_row(settings) > 1, "label_smoothing_factor needs whole rows, and "
+         "ranks share them under strata.sequence_parallel; leave one of the two out"),
         (args.deepspeed or args.fsdp, "deepspeed and fsdp of TrainingArguments choose another engine; leave them out, "
          "and pass strata_config=..."),
         (args.auto_find_batch_size, "auto_find_batch_size would change batch sizes under the engine; set "
