@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import weakref
 from contextlib import contextmanager
 
 import torch
@@ -211,7 +212,7 @@ class StartUp:
         if self.config.sequence_parallel > 1:
             group = initialize_sequence_parallel(self.config.sequence_parallel)
             attention = SequenceAttention(self.engine.module, group, gathers_loss=self.mpu is None)
-            self.engine.sequence = group
+            self.engine.sequence, group.core = group, weakref.ref(self.engine.core)
             self.engine._undo.append(attention.undo)
 
     def schedule(self):

@@ -1,5 +1,7 @@
 """Sequence parallelism of an engine's own loop: the losses, norms and weights of plain torch on whole rows."""
 
+import os
+
 import pytest
 import torch
 import transformers
@@ -163,6 +165,20 @@ def _cut_for(engine, batch):
     labels = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
     return {"input_ids": batch["input_ids"][:, piece], "position_ids": batch["position_ids"][:, piece],
             "shift_labels": labels[:, piece]}
+
+
+def _ends_in_a_layer():
+    engine, *_ = strata.initialize(model=make_model("qwen3"), config=_config(3, 2))
+    batch = _cut_for(engine, rows_of("packed", 1))
+    if engine.global_rank == 1:
+        engine.module.model.layers[1].register_forward_pre_hook(lambda *_: os._exit(3))
+    with pytest.raises(strata.CommError, match="rank 1 is gone"):
+        engine(**batch)
+    return "named"
+
+
+def test_a_rank_that_ends_between_exchanges_is_named():
+    assert run_ranks(2, _ends_in_a_layer, may_die=[1]) == ["named", None]
 
 
 def test_other_models_and_the_end():

@@ -29,7 +29,8 @@ class _Cut:
 
     def __init__(self, local, sequence):
         parts = [torch.empty_like(local) for _ in range(sequence.size)]
-        dist.all_gather(parts, local.contiguous(), group=sequence.group)
+        with sequence.exchanging():
+            dist.all_gather(parts, local.contiguous(), group=sequence.group)
         self.positions = torch.cat(parts, dim=1)
         ascending = torch.arange(self.positions.shape[1], device=local.device)
         self.packed = not torch.equal(self.positions, ascending.expand_as(self.positions))
@@ -148,7 +149,8 @@ class SequenceAttention:
                                 "tokens; set sp_seq_length_is_variable=True, or pad them")
         mine = torch.tensor(positions.shape, device=positions.device)
         shapes = [torch.empty_like(mine) for _ in range(self._sequence.size)]
-        dist.all_gather(shapes, mine, group=self._sequence.group)
+        with self._sequence.exchanging():
+            dist.all_gather(shapes, mine, group=self._sequence.group)
         for rank, theirs in enumerate(torch.stack(shapes).tolist()):
             if theirs != list(positions.shape):
                 raise _C.UsageError("sequence parallelism: a group needs pieces of equal shape; [batch, tokens] "

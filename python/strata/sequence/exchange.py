@@ -10,15 +10,16 @@ class _AllToAll(torch.autograd.Function):
     """[ranks, ...] -> [ranks, ...]: row r goes to rank r of the group, and comes from there."""
 
     @staticmethod
-    def forward(ctx, rows, group):
-        ctx.group = group
+    def forward(ctx, rows, sequence):
+        ctx.sequence = sequence
         received = torch.empty_like(rows)
-        dist.all_to_all_single(received, rows, group=group)
+        with sequence.exchanging():
+            dist.all_to_all_single(received, rows, group=sequence.group)
         return received
 
     @staticmethod
     def backward(ctx, gradient):
-        return _AllToAll.apply(gradient.contiguous(), ctx.group), None
+        return _AllToAll.apply(gradient.contiguous(), ctx.sequence), None
 
 
 def heads_for_tokens(tensors, sequence):
@@ -34,7 +35,7 @@ def heads_for_tokens(tensors, sequence):
         tensor = tensor.unflatten(1, (ranks, -1)).movedim(1, 0)
         shapes.append(tensor.shape)
         rows.append(tensor.reshape(ranks, -1))
-    received = _AllToAll.apply(torch.cat(rows, dim=1), sequence.group)
+    received = _AllToAll.apply(torch.cat(rows, dim=1), sequence)
     parts = received.split([row.shape[1] for row in rows], dim=1)
     return [part.view(shape).movedim(0, 2).flatten(2, 3) for part, shape in zip(parts, shapes)]
 
@@ -43,7 +44,7 @@ def tokens_for_heads(output, sequence):
     """[batch, tokens of all ranks, heads of this rank, size] -> [batch, tokens of this rank, all heads, size].
     ``sequence``: the ``SequenceGroup``. Collective."""
     rows = output.unflatten(1, (sequence.size, -1)).movedim(1, 0).contiguous()
-    return _AllToAll.apply(rows, sequence.group).movedim(0, 2).flatten(2, 3)
+    return _AllToAll.apply(rows, sequence).movedim(0, 2).flatten(2, 3)
 
 
 def group_loss(loss, shift_labels, sequence):
@@ -58,6 +59,7 @@ def group_loss(loss, shift_labels, sequence):
     count = (shift_labels != -100).sum()
     own = torch.where(count > 0, loss, 0.0) * count
     sums = torch.stack([own.detach().double(), count.double()])
-    dist.all_reduce(sums, group=sequence.group)
+    with sequence.exchanging():
+        dist.all_reduce(sums, group=sequence.group)
     share = own * (sequence.size / sums[1].clamp(min=1)).to(own.dtype)
     return share + ((sums[0] / sums[1].clamp(min=1)).to(own.dtype) - share.detach())

@@ -3,6 +3,8 @@ Parameters, gradients and states are sharded over all ranks all the same. A proc
 it has one default process group. The functions have the names of ``deepspeed.utils.groups`` and of the ``mpu``
 ``deepspeed.runtime.sequence_parallel.parallel_state_sp``."""
 
+from contextlib import contextmanager
+
 import torch.distributed as dist
 
 from .. import _C
@@ -14,6 +16,7 @@ class SequenceGroup:
     one rank. ``tokens``: of every row; None: any number."""
 
     current = None  # the grouping of this process; None: there is none
+    core = None  # a weak reference to the _C.ShardedModel of its latest engine
 
     def __init__(self, size):
         world = dist.get_world_size() if dist.is_initialized() else 1
@@ -24,6 +27,18 @@ class SequenceGroup:
             group = dist.new_group(range(first, first + size))
             if first <= dist.get_rank() < first + size:
                 self.group, self.rank = group, dist.get_rank() - first
+
+    @contextmanager
+    def exchanging(self):
+        """A context for a collective call of the group. Where a peer is lost, the engine's CommError names the rank
+        that has ended, and what ended it."""
+        try:
+            yield
+        except RuntimeError:
+            core = self.core and self.core()
+            if core is not None and core.alive:
+                core.wait_for_all()
+            raise
 
 
 def initialize_sequence_parallel(sequence_parallel_size):

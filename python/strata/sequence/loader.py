@@ -65,7 +65,8 @@ class SequenceLoader(IterableDataset):
         except _C.UsageError as error:
             mine, problem = str(error), error
         batches = [None] * self.sequence.size
-        dist.all_gather_object(batches, mine, group=self.sequence.group)
+        with self.sequence.exchanging():
+            dist.all_gather_object(batches, mine, group=self.sequence.group)
         if problem is not None:
             raise problem
         for rank, theirs in enumerate(batches):
