@@ -1,7 +1,8 @@
-"""DeepSpeed's tiled functions, called as axolotl and ArcticTraining call them: the numbers of untiled ones, in plain
-torch and in an engine."""
+"""DeepSpeed's names of long sequences, used as axolotl, ArcticTraining and DeepSpeed's own tests use them: tiled
+functions have the numbers of untiled ones, in plain torch and in an engine."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import strata
+from strata.compat.sequence import UlyssesSPAttentionHF
 from strata.compat.tiling import SequenceTiledCompute, TiledFusedLogitsLoss, TiledMLP, sequence_tiled_compute
 
 
@@ -164,6 +166,23 @@ def test_errors():
                                    "mean").backward()  # fmt: skip
 
 
+def _the_door_takes_objects_with_a_configuration():
+    """The engine then checks the model itself, as it does where a path is given."""
+    configuration = make_model("llama").config
+    given = {"core_attn_implementation": "sdpa", "sequence_parallel_size": 2, "micro_batch_size": 1}
+    for kind in (None, "sdpa"):
+        configuration._attn_implementation = kind
+        mpu = UlyssesSPAttentionHF.register_with_transformers(SimpleNamespace(config=configuration), **given)
+        assert mpu.get_sequence_parallel_world_size() == 2
+    given["core_attn_implementation"] = "flash_attention_2"
+    with pytest.raises(ValueError, match="'flash_attention_2' does not match model config attn_implementation 'sdpa'"):
+        UlyssesSPAttentionHF.register_with_transformers(SimpleNamespace(config=configuration), **given)
+
+
+def test_the_door_takes_objects_with_a_configuration():
+    run_ranks(2, _the_door_takes_objects_with_a_configuration)
+
+
 # --- in an engine ---
 
 
@@ -195,7 +214,7 @@ def _tiled(model):
     def forward(input_ids, labels, use_cache):
         hidden = inner(input_ids=input_ids, use_cache=use_cache).last_hidden_state
         labels = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
-        return type("Output", (), {"loss": _loss_of_arctic_training(model, hidden, labels)})
+        return SimpleNamespace(**{"loss": _loss_of_arctic_training(model, hidden, labels)})
 
     model.forward = forward
     return model

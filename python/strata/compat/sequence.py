@@ -1,5 +1,7 @@
 """DeepSpeed's door to sequence parallelism for transformers' models, which accelerate and Trainer use."""
 
+import torch
+
 from .. import _C
 from ..sequence import groups
 from ..sequence.attention import require_possible
@@ -17,7 +19,8 @@ class UlyssesSPAttentionHF:
         the ranks, ValueError for another attention than the model's.
 
         Args:
-            model_name_or_path: the model, of transformers or PEFT, or its name or path.
+            model_name_or_path: the model, of transformers or PEFT, or its name or path, or any object with its
+                ``config``; of these the engine checks the model.
             core_attn_implementation: None: the model's own.
             seq_length, seq_length_is_variable: tokens of whole rows, which batches must have unless it is variable.
             micro_batch_size, disable_in_eval, max_length: have no effect: a batch that a ``UlyssesSPDataLoaderAdapter``
@@ -25,11 +28,12 @@ class UlyssesSPAttentionHF:
         """
         if sequence_parallel_size == 1:
             return None
-        found = None
-        if not isinstance(model_name_or_path, str):  # of a path the engine checks the model
+        if isinstance(model_name_or_path, torch.nn.Module):
             found = require_possible(model_name_or_path, sequence_parallel_size)
+        else:
+            found = getattr(getattr(model_name_or_path, "config", None), "_attn_implementation", None)
         if None not in (core_attn_implementation, found) and core_attn_implementation != found:
-            raise ValueError(f"sp_attn_implementation: '{core_attn_implementation}' is not the model's attn_"
+            raise ValueError(f"sp_attn_implementation: '{core_attn_implementation}' does not match model config attn_"
                              f"implementation '{found}'; leave it out, or load the model with it")
         if not seq_length_is_variable and seq_length is None:
             raise _C.UsageError("sp_seq_length: with sp_seq_length_is_variable=False every row has that "

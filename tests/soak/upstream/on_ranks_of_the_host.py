@@ -10,11 +10,12 @@ import os
 
 import pytest
 
-# Marks that say "has a GPU": everything below them is computed on the CPU as well.
+# Marks that say "has a GPU", or two: everything below them is computed on the CPU as well.
 MARKS = {
-    "transformers.testing_utils": ("require_torch_accelerator", "require_torch_gpu", "require_torch_fp16"),
-    "accelerate.test_utils.testing": ("require_non_cpu", "require_fp16", "require_cuda"),
-}
+    "transformers.testing_utils": ("require_torch_accelerator", "require_torch_gpu", "require_torch_fp16",
+                                   "require_torch_multi_accelerator"),
+    "accelerate.test_utils.testing": ("require_non_cpu", "require_fp16", "require_cuda", "require_multi_device"),
+}  # fmt: skip
 
 
 def pytest_configure(config):
@@ -26,6 +27,7 @@ def pytest_configure(config):
         marks = importlib.import_module(module)
         for name in names:
             setattr(marks, name, lambda test_case: test_case)
+    importlib.import_module("transformers.testing_utils").backend_device_count = lambda device: 2  # ranks of a test
     importlib.import_module("transformers.training_args").is_torch_bf16_gpu_available = lambda: True
     config.pluginmanager.register(Report(os.environ["STRATA_UPSTREAM_REPORT"]))
 

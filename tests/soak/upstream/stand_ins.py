@@ -47,6 +47,7 @@ MODELS = {
     "gpt2": lambda: _gpt2(32, 300),
     "patrickvonplaten/t5-tiny-random": _t5,
     "hf-internal-testing/tiny-random-gptj": _gptj,
+    "hf-internal-testing/tiny-random-LlamaForCausalLM": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**_qwen2())),
     "peft-internal-testing/tiny-random-qwen-1.5-MoE": _qwen2_moe,
     "trl-internal-testing/tiny-Qwen2ForCausalLM-2.5": lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**_qwen2())),
 }
