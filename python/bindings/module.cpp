@@ -1,6 +1,7 @@
 // The module: its errors, the configuration as Python reads it, the schedules of learning rates,
 // and what the other files bind.
 #include <algorithm>
+#include <nlohmann/json.hpp>
 #include <set>
 
 #include "bindings.h"
@@ -131,6 +132,11 @@ void bind_config(py::module_& module) {
   using engine::Config;
   py::class_<Config> config(module, "Config");
   config.def_static("parse", &Config::parse)
+      .def_static("document",  // the JSON object in the text, if it is right
+                  [](const std::string& text) {
+                    Config::parse(text);
+                    return engine::canonical_text(engine::open_document(text));
+                  })
       .def("complete_batch", &Config::complete_batch)
       .def("require_filled_in", &Config::require_filled_in)
       .def("require_for_training", &Config::require_for_training)

@@ -1,27 +1,25 @@
 """The sources of a configuration: a dict, JSON, or Hjson, which DeepSpeed reads, too; the values of its settings."""
 
-import base64
 import json
 import os
-from contextlib import suppress
 
 from . import _C
 
 
-def read_config(config):
+def read_config(config, read=_C.Config.parse):
     """A _C.Config. ConfigError where the configuration is none of these, or is wrong. ``config``: a dict; or a str or
     os.PathLike: JSON, base64 of JSON, or the path of a JSON file; where the package ``hjson`` is installed, also Hjson
-    or the path of an Hjson file."""
+    or the path of an Hjson file. ``read``: another function of all of these but dicts and Hjson."""
     if isinstance(config, dict):
-        return _C.Config.parse(_json_of(config))
+        return read(_json_of(config))
     if not isinstance(config, (str, os.PathLike)):
         raise _C.ConfigError(
             f"config must be a dict, a path or JSON text; found {type(config).__name__}. Pass config=...")
     source = os.fspath(config)
     try:
-        return _C.Config.parse(source)
+        return read(source)
     except _C.JsonSyntaxError as error:
-        return _C.Config.parse(_json_of(_read_hjson(source, error)))
+        return read(_json_of(_read_hjson(source, error)))
 
 
 def shown(config, path):
@@ -74,22 +72,8 @@ def _without_duplicates(pairs):
 
 
 def document_of(config):
-    """The dict of a configuration: the same one, if it is one. ``config``: dict, path, JSON text, or base64 of that.
-    ConfigError where it is none of these; for JSON the message of Strata's parser names the error."""
-    if isinstance(config, dict):
-        return config
-    read_config(config)  # its messages say more than Python's
-    text = os.fspath(config)
-    if os.path.isfile(text):
-        with open(text, encoding="utf-8") as file:
-            text = file.read()
-    with suppress(ValueError):
-        return json.loads(text)
-    with suppress(ValueError):
-        return json.loads(base64.urlsafe_b64decode(text))
-    import hjson  # read_config has used it, too
-
-    return hjson.loads(text)
+    """The dict of a configuration: the same one, if it is one. ``config``, and errors otherwise: of ``read_config``."""
+    return config if isinstance(config, dict) else json.loads(read_config(config, _C.Config.document))
 
 
 def add_config_arguments(parser):

@@ -1,12 +1,13 @@
 """The sources of configurations, and the settings that ``initialize`` requires; no ranks are needed."""
 
 import base64
+import json
 import sys
 
 import pytest
 import strata
 import torch
-from strata.config_source import read_config
+from strata.config_source import document_of, read_config
 from tiny_models import config_of, make_model
 
 HJSON = """
@@ -41,6 +42,16 @@ def test_json_with_comments_needs_no_package(tmp_path, monkeypatch):
     path.write_text('{"train_batch_size": 8, // comment\n "zero_optimization": {"stage": 1,},}', encoding="utf-8")
     encoded = base64.urlsafe_b64encode(b'{"train_batch_size": 8, "zero_optimization": {"stage": 1}}').decode()
     assert _digest(path) == _digest(encoded)
+    assert document_of(path) == document_of(encoded) == {"train_batch_size": 8, "zero_optimization": {"stage": 1}}
+
+
+def test_the_document_of_a_configuration_is_what_was_written(tmp_path):
+    written = {"train_batch_size": 8, "steps_per_print": float("inf"), "zero_optimization": {"stage": 1}}
+    assert document_of(written) is written and document_of(json.dumps(written)) == written
+    (tmp_path / "config.hjson").write_text(HJSON, encoding="utf-8")
+    assert document_of(tmp_path / "config.hjson")["optimizer"]["params"] == {"lr": 0.25, "betas": [0.5, 0.75]}
+    with pytest.raises(strata.ConfigError, match="bf16.enabled"):
+        document_of('{"bf16": {"enabled": "maybe"}}')
 
 
 def test_hjson_without_its_package_says_what_to_install(tmp_path, monkeypatch):
