@@ -111,19 +111,24 @@ def train_in_tiles(model):
         weights = [self.down_proj.weight, self.gate_proj.weight, self.up_proj.weight]
         return TiledMLP.apply(mlp, self, x, math.ceil(x.shape[-2] / x.shape[-1]), weights)
 
-    def forward(self, input_ids=None, labels=None, shift_labels=None, num_items_in_batch=None, **rest):
-        hidden = self.model(input_ids=input_ids, **rest).last_hidden_state
+    def forward(self, input_ids=None, position_ids=None, labels=None, shift_labels=None, num_items_in_batch=None,
+                **rest):  # fmt: skip
+        hidden = self.model(input_ids=input_ids, position_ids=position_ids, **rest).last_hidden_state
         if shift_labels is None:
             shift_labels = torch.nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
         count = (shift_labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
 
+        weight, tied = self.lm_head.weight, self.config.tie_word_embeddings
+
         def loss_of(self, hidden, labels):  # divides here: gradients of the head are made before the sum is divided
+            if tied:  # DeepSpeed would reduce the gradient after the last tile, and again after the embedding's
+                weight.ds_grad_is_ready = False
             logits = self.lm_head(hidden).float()
             return torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / count
 
         shards = math.ceil(4 * shift_labels.numel() * self.config.vocab_size / GIB)
-        loss = TiledFusedLogitsLoss.apply(loss_of, self, hidden, shift_labels, None, shards, [self.lm_head.weight],
-                                          "sum")  # fmt: skip
+        loss = TiledFusedLogitsLoss.apply(loss_of, self, hidden, shift_labels, None, shards, [weight], "sum")
+        weight.ds_grad_is_ready = True
         return CausalLMOutputWithPast(loss=loss)
 
     type(model.model.layers[0].mlp).forward = tiled_mlp
@@ -148,9 +153,12 @@ def training_arguments(a):
     parallel = {}
     if a.sp > 1:
         from accelerate import ParallelismConfig
+        from accelerate.utils import DeepSpeedSequenceParallelConfig
 
-        replicas = int(os.environ["WORLD_SIZE"]) // a.sp
-        parallel["parallelism_config"] = ParallelismConfig(sp_backend="deepspeed", sp_size=a.sp, dp_shard_size=replicas)
+        parallel["parallelism_config"] = ParallelismConfig(
+            sp_backend="deepspeed", sp_size=a.sp, dp_shard_size=int(os.environ["WORLD_SIZE"]) // a.sp,
+            sp_handler=DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa"),
+        )  # fmt: skip
     return TrainingArguments(
         output_dir=a.out, deepspeed=a.deepspeed, max_steps=a.steps, per_device_train_batch_size=1,
         gradient_accumulation_steps=1, learning_rate=1e-5, max_grad_norm=1.0, bf16=True, gradient_checkpointing=True,
