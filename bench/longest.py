@@ -4,18 +4,18 @@
     python bench/longest.py --shape qwen3-0.6b --lengths 16384 65536 131072
     python bench/longest.py --shape qwen3-8b --offload states --world 2 --sp 2
 
-``longest_script.py`` is started as users do: by ``strata run`` with Strata in DeepSpeed's place, by torchrun with
-DeepSpeed itself. It is a Trainer script with gradient checkpointing that takes 2 steps of one row. Each try is a fresh
+Jobs start as users start them: by ``strata run`` with Strata in DeepSpeed's place, by torchrun with DeepSpeed itself.
+``longest_script.py`` is a Trainer script with gradient checkpointing that takes 2 steps of one row. Each try is a fresh
 job. Contestants take turns: each doubles its row from --from until one does not train, then halves the gap down to
 --granule tokens. A try that ends for lack of memory, or by --timeout, is a result; any other failure is an error, after
 which its contestant has no more tries.
 
 Before, it prints the longest rows that ``strata plan`` expects of Strata; after, their ratio to the measured ones,
-which must be within 10 % on a GPU. Contestants' losses at the same length must agree. Seconds are those of the second
+which must be within 10 % on a GPU. Contestants' losses at the same length must agree. Seconds are those of the last
 step on the slowest rank. Memory: torch's own peaks, all that is in use on the fullest device, and of the host.
 
 Attention's time grows with the square of the row: a step of a million tokens of Qwen3-0.6B takes half an hour. --window
-N bounds it, and leaves the memory as it is; --layers cuts the model. --within and --resume divide a search among
+N bounds it and does not change the memory; --layers cuts the model. --within and --resume divide a search among
 commands that have a time limit.
 """
 
@@ -184,9 +184,9 @@ def next_length(tries, a):
     trained = [one["tokens"] for one in tries if one["outcome"] == "trained"]
     failed = [one["tokens"] for one in tries if one["outcome"] != "trained"]
     if a.lengths:
-        known = {*trained, *failed}
-        left = [tokens for tokens in sorted(a.lengths) if tokens not in known and tokens < min(failed, default=math.inf)]
-        return left[0] if left else None
+        left = (tokens for tokens in sorted(a.lengths) if tokens not in trained)
+        tokens = next(left, None)
+        return tokens if tokens is not None and tokens < min(failed, default=math.inf) else None
     if len(tries) >= a.tries:
         return None
     if not tries:
@@ -208,7 +208,9 @@ def search(a, folder, base, tries, write):
             if tokens is None:
                 del waits[key]
                 continue
-            if left < max([LEAST_TRY_S, *(one["seconds"] for one in tries[key][-1:])]):
+            # A longer row takes longer, by a factor between that of the rows and its square.
+            expected = [one["seconds"] * max(1, tokens / one["tokens"]) for one in tries[key][-1:]]
+            if left < max(LEAST_TRY_S, *expected, 0):
                 print(f"{CONTESTANTS[key].label}: no time is left for {tokens:,} tokens", flush=True)
                 del waits[key]
                 continue
@@ -224,8 +226,8 @@ def search(a, folder, base, tries, write):
 
 def print_try(contestant, found):
     how = f"{found['step']:.2f} s a step" if found["outcome"] == "trained" else found["said"][:150]
-    print(f"{contestant.label}: {found['tokens']:,} tokens: {found['outcome']}, {how} ({found['seconds']:.0f} s in all)",
-          flush=True)  # fmt: skip
+    spent = f"{found['seconds']:.0f} s in all"
+    print(f"{contestant.label}: {found['tokens']:,} tokens: {found['outcome']}, {how} ({spent})", flush=True)
     if found["outcome"] == "error":
         print(found["output"], flush=True)
 
@@ -242,7 +244,8 @@ def warm_up(keys, a, base, scratch):
                  for key in first.values()]  # fmt: skip
     for engine, one in zip(first, tries):
         found = one.result()
-        print(f"uncounted try of {engine}: {found['outcome']} {found['said'][:150]}, {found['seconds']:.1f} s", flush=True)
+        said = f"{found['outcome']}, {found['seconds']:.1f} s {found['said'][:150]}"
+        print(f"uncounted try of {engine}: {said}", flush=True)
 
 
 def device_memory(a):
@@ -254,9 +257,8 @@ def device_memory(a):
 
 
 def forecast(key, a, folder, scratch):
-    """What ``strata plan`` says of the longest row: {"tokens", "first", ...}; None: it does not know."""
-    memory = device_memory(a)
-    if memory is None or CONTESTANTS[key].engine != "strata":
+    """The longest row by ``strata plan``: {"tokens", "first", ...}; None: it does not know."""
+    if a.device_memory is None or CONTESTANTS[key].engine != "strata":
         return None
     config = config_of(CONTESTANTS[key], a)
     if a.sp > 1:
@@ -264,8 +266,8 @@ def forecast(key, a, folder, scratch):
     path = scratch / f"plan-{key}.json"
     path.write_text(json.dumps(config))
     command = [strata_program(), "plan", "--json", "--model", folder / "config.json", "--config", path]
-    command += ["--world", a.world, "--ranks-per-host", a.world, "--checkpointing", "--device-memory", memory]
-    command += ["--host-memory", memory_of_host("MemAvailable")]
+    command += ["--world", a.world, "--ranks-per-host", a.world, "--checkpointing"]
+    command += ["--device-memory", a.device_memory, "--host-memory", memory_of_host("MemAvailable")]
     done = subprocess.run([str(part) for part in command], check=False, capture_output=True, text=True)
     try:
         longest = json.loads(done.stdout)["longest"]
@@ -280,8 +282,8 @@ def forecast(key, a, folder, scratch):
 
 def print_forecasts(forecasts):
     for key, of in forecasts.items():
-        print(f"strata plan expects of {CONTESTANTS[key].label}: {of['tokens']:,} tokens, then {of['first']} has no room",
-              flush=True)  # fmt: skip
+        label, tokens = CONTESTANTS[key].label, of["tokens"]
+        print(f"strata plan expects of {label}: {tokens:,} tokens, then {of['first']} has no room", flush=True)
 
 
 def longest_of(tries):
@@ -306,8 +308,8 @@ def print_table(tries, a):
         if longest is None:
             rows.append([CONTESTANTS[key].label, "none", *[""] * 7, ended])
     show(rows)
-    print("The second step, of the slowest rank. Memory in GiB, at the most of the job: torch's allocator on one device; "
-          "all that is in use on the fullest device; the host's fall of available memory.", flush=True)
+    print("The last step, of the slowest rank. Memory in GiB, at the most of the job: torch's allocator on one device; "
+          "all in use on the fullest device; the host's, by its available memory or by processes.", flush=True)
 
 
 def forecasts_hold(forecasts, tries):
@@ -319,8 +321,8 @@ def forecasts_hold(forecasts, tries):
             continue
         ratio = longest["tokens"] / of["tokens"]
         if failed is None or failed["outcome"] not in ("device", "host"):
-            print(f"{CONTESTANTS[key].label}: {longest['tokens']:,} tokens train, {ratio:.3f} of the forecast, and memory "
-                  "did not end it")  # fmt: skip
+            print(f"{CONTESTANTS[key].label}: {longest['tokens']:,} tokens train, {ratio:.3f} of the forecast; "
+                  "more may, for memory did not end the search")  # fmt: skip
             continue
         least, most = ratio, failed["tokens"] / of["tokens"]
         holds = least < 1 + FORECAST and most > 1 - FORECAST
@@ -408,6 +410,7 @@ def main():
     with tempfile.TemporaryDirectory(prefix="longest-") as scratch, environment(a.as_installed) as base:
         scratch, folder = Path(scratch), Path(scratch, "model")
         make_model.make_config(a.shape, a.layers).save_pretrained(folder)
+        a.device_memory = device_memory(a)
         base |= {"PYTORCH_CUDA_ALLOC_CONF": a.allocator} if a.allocator else {}
         forecasts = {key: of for key in keys if (of := forecast(key, a, folder, scratch))}
         print_forecasts(forecasts)

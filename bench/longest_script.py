@@ -3,9 +3,9 @@
     strata run --num_gpus 1 bench/longest_script.py FOLDER OUT --deepspeed JSON --length 65536
     torchrun --nproc-per-node 1 bench/longest_script.py FOLDER OUT --deepspeed JSON --length 65536 --pieces
 
-FOLDER has a config.json. The weights are random: each engine draws them on the device from the same seed. With --pieces
-the script does for DeepSpeed what ArcticTraining does: TiledMLP takes the MLPs' place, TiledFusedLogitsLoss that of head
-and loss, and DeepSpeed's own context moves inputs of checkpoints to the host.
+FOLDER has a config.json. The weights are random: each engine draws them on the device from the same seed. With
+--pieces the script does for DeepSpeed what ArcticTraining does: TiledMLP takes the MLPs' place, TiledFusedLogitsLoss
+that of head and loss, and DeepSpeed's own context moves inputs of checkpoints to the host.
 
 Every rank writes a line of JSON after each step, and one where a step ends with an error; rank 0 writes what Trainer
 logs. --window N replaces attention by torch's flash kernel with a window of N tokens: the kernel keeps what it keeps
@@ -17,6 +17,7 @@ import contextlib
 import math
 import os
 import time
+import traceback
 import types
 
 import torch
@@ -194,12 +195,9 @@ def kind_of(error):
         return "host"
     if not isinstance(error, torch.OutOfMemoryError) and "outofmemory" not in text and "out of memory" not in text:
         return "error"
-    lines = []
-    while (trace := error.__traceback__) and not lines:
-        while trace:
-            lines.append(trace.tb_frame.f_code.co_name)
-            trace = trace.tb_next
-    return "host" if any("pin_memory" in name or "empty_cpu_like" in name for name in lines) else "device"
+    callers = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
+    pins = callers & {"pin_memory", "pack_to_cpu", "_empty_cpu_like"}  # CUDA says of these what it says of a device
+    return "host" if pins and not isinstance(error, torch.OutOfMemoryError) else "device"
 
 
 def main():
