@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.skipif(os.environ.get("STRATA_TEST_DEVICE") == "cuda", reason="the benches are tried on the CPU")
+IS_CUDA = os.environ.get("STRATA_TEST_DEVICE") == "cuda"
+pytestmark = pytest.mark.skipif(IS_CUDA, reason="the benches are tried on the CPU")
 BENCH = Path(__file__).resolve().parents[2] / "bench" / "bench_loss.py"
 SMALL = ["--device=cpu", "--vocabulary=700", "--tokens=96", "--rounds=1", "--product=64"]
 
