@@ -276,8 +276,8 @@ def forecast(key, a, folder, scratch):
     if not longest:
         print(f"strata plan does not say: {done.stderr.strip()[-300:]}")
         return None
-    named = ("tokens", "first", "engine", "kept", "attention", "mlp", "loss", "host")
-    return {name: longest.get(name) for name in named}
+    named = ("first", "engine", "kept", "attention", "mlp", "loss", "host")
+    return {"tokens": longest["seq"]} | {name: longest.get(name) for name in named}  # "seq": of a row that ranks share
 
 
 def print_forecasts(forecasts):

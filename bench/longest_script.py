@@ -29,6 +29,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 RANK = int(os.environ.get("RANK", "0"))
 GIB = 1 << 30
 SAMPLE_S = 0.02
+# Words, in lower case, of errors of torch, the system and Strata where the host has no memory left.
+OF_HOST = ("defaultcpuallocator", "cannot allocate memory", "no memory for a buffer of the", "cannot map memory",
+           "of host memory", "let this process pin", "the host does not suffice")  # fmt: skip
 
 
 class Tokens(torch.utils.data.Dataset):
@@ -190,10 +193,9 @@ def end_first():
 def kind_of(error):
     """"device", "host", the memory that an error says has no room, or "error"."""
     text = f"{type(error).__name__}: {error}".lower()
-    of_host = ("defaultcpuallocator", "cannot allocate memory", "no memory for a buffer of the", "cannot map memory")
-    if isinstance(error, MemoryError) or any(words in text for words in of_host):
+    if isinstance(error, MemoryError) or "device cuda" not in text and any(words in text for words in OF_HOST):
         return "host"
-    if not isinstance(error, torch.OutOfMemoryError) and "outofmemory" not in text and "out of memory" not in text:
+    if not any(words in text for words in ("outofmemory", "out of memory", "cublas_status_alloc_failed")):
         return "error"
     callers = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
     pins = callers & {"pin_memory", "pack_to_cpu", "_empty_cpu_like"}  # CUDA says of these what it says of a device
