@@ -85,10 +85,10 @@ class Engine(EngineCheckpoints, EngineSettings, Batches, EngineNames, EngineWeig
         modules = [module for _, module, _ in tree.modules]
         self._scope_modules = [modules[index] for index in self.core.scopes()]
         device, floating = self.device if config.move_inputs else None, torch.float16 if config.cast_inputs else None
-        self._spared = SparedMemory(modules, config)
+        spared = SparedMemory(modules, config)
         self._undo = [intercept(self.core, modules), intercept_arguments(tree.model, device, floating),
                       check_at_first_forward(self), *([mark_steps(self)] if config.cuda_graphs else [])]
-        self._undo = [self._spared.install(self.core, self.device), *self._undo, self._spared.undo]
+        self._undo = [spared.install(self.core, self.device), *self._undo, spared.undo]
         self.timers, self.tput_timer = Timers(self.device), ThroughputTimer()
         self._watching = None  # a StepWatch, where this rank shows something of its steps
         self.core.free_originals()
@@ -100,7 +100,6 @@ class Engine(EngineCheckpoints, EngineSettings, Batches, EngineNames, EngineWeig
         ``engine.module(...)`` and ``generate`` do the same. Under ``fp16.auto_cast`` it casts floating ones to fp16.
         UsageError for a tensor on another GPU."""
         self.core.begin_forward()
-        self._spared.renew()
         try:
             if self._watching is None:
                 return self.module(*args, **kwargs)

@@ -26,15 +26,18 @@ STEPS, ROWS = 4, 64
 
 
 class Rows(torch.utils.data.Dataset):
-    def __init__(self, number=ROWS, tokens=16):
+    def __init__(self, number=ROWS, tokens=16, uneven=False):
         generator = torch.Generator().manual_seed(5)
-        self.ids = torch.randint(0, VOCABULARY, (number, tokens), generator=generator)
+        self.ids, self._uneven = torch.randint(0, VOCABULARY, (number, tokens), generator=generator), uneven
 
     def __len__(self):
         return len(self.ids)
 
     def __getitem__(self, index):
-        return {"input_ids": self.ids[index], "labels": self.ids[index]}
+        labels = self.ids[index].clone()
+        if self._uneven:
+            labels[: int(index) % 11] = -100
+        return {"input_ids": self.ids[index], "labels": labels}
 
 
 def _config(stage):
@@ -81,7 +84,7 @@ def _loop(folder, accumulation, size, stage):
     return {"losses": means, "norms": norms, "evaluated": sum(evaluated) / len(evaluated)}
 
 
-def _trainer(folder, accumulation, lora=False, make=Trainer, **more):
+def _trainer(folder, accumulation, lora=False, uneven=False, make=Trainer, **more):
     arguments = TrainingArguments(
         folder, per_device_train_batch_size=2, gradient_accumulation_steps=accumulation, learning_rate=1e-2,
         max_grad_norm=0.5, logging_steps=1, report_to=[], use_cpu=True, seed=9, disable_tqdm=True,
@@ -91,7 +94,7 @@ def _trainer(folder, accumulation, lora=False, make=Trainer, **more):
     if lora:
         torch.manual_seed(4)
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
-    return make(model=model, args=arguments, train_dataset=Rows(), eval_dataset=Rows(8, 13))
+    return make(model=model, args=arguments, train_dataset=Rows(uneven=uneven), eval_dataset=Rows(8, 13))
 
 
 def _found(trainer):
@@ -126,7 +129,7 @@ def _run_case(folder, case, world):
         config = {"zero_optimization": settings["deepspeed"]["zero_optimization"],
                   "strata": {"sequence_parallel": {"size": size}}}  # fmt: skip
         settings = {"make": functools.partial(StrataTrainer, strata_config=config)}
-    trainer = _trainer(folder, accumulation, lora="lora" in what, **settings)
+    trainer = _trainer(folder, accumulation, lora="lora" in what, uneven="uneven" in what, **settings)
     trainer.train()
     found = _found(trainer)
     found["predicted"] = trainer.predict(Rows(4, 11)).metrics["test_loss"]

@@ -188,3 +188,26 @@ def _over_ranks(where):
 
 def test_ranks_and_micro_steps():
     assert run_ranks(2, _over_ranks, "cpu") == run_ranks(2, _over_ranks, "device")
+
+
+def test_checkpoints_of_the_module_itself_and_those_that_are_enabled_later_move_them():
+    model = make_model("llama", num_hidden_layers=LAYERS)
+    engine = _engine("cpu", model=model)
+    engine.module.gradient_checkpointing_enable()
+    engine.backward(engine.module(**rows_of("", 1)).loss)
+    assert _inputs_on_host(engine) == LAYERS - 1
+
+
+def test_an_engine_that_ends_lets_go_of_the_memory():
+    engine = _engine("cpu")
+    engine.backward(engine(**rows_of("", 1)).loss)
+    core = engine.core
+    engine.destroy()
+    assert core.memory_report()["host", "activations"][0] == 0
+    checkpointing.configure(checkpoint_in_cpu=True)
+    try:
+        x = torch.ones(64, 64, requires_grad=True)
+        checkpointing.checkpoint(torch.tanh, x).sum().backward()
+        assert x.grad is not None
+    finally:
+        checkpointing.configure()

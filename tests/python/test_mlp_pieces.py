@@ -1,6 +1,7 @@
 """MLPs of transformers' models in pieces of the sequence (strata.mlp_piece)."""
 
 import copy
+import pickle
 
 import pytest
 import strata
@@ -9,6 +10,8 @@ from devices import test_device
 from ranks import run_ranks
 from sequence_models import make_model, rows_of
 from strata.model import free_memory
+from strata.sequence.mlp_pieces import MlpPieces
+from torch import nn
 
 
 def _engine(piece, stage=3, name="llama", checkpointed=False, adapters=False, **changes):
@@ -121,3 +124,41 @@ def _plain_loss():
 def test_a_piece_is_a_number_of_tokens(wrong):
     with pytest.raises(strata.ConfigError, match="strata.mlp_piece"):
         _engine(wrong)
+
+
+class ShiftingMLP(nn.Module):
+    """A stranger's, which looks at the token before."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift, self.up, self.down = nn.ZeroPad2d((0, 0, 1, -1)), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.down(self.up(x + self.shift(x)).relu())
+
+
+class StrangeMLP(ShiftingMLP):
+    """The same, by a function."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.SiLU()
+
+    def forward(self, x):
+        return super().forward(x.roll(1, dims=-2))
+
+
+def test_mlps_that_may_look_at_other_tokens_stay_whole():
+    assert not MlpPieces([ShiftingMLP()], 4)._widths and not MlpPieces([StrangeMLP()], None)._widths
+
+
+def test_mlps_with_pieces_are_pickled_as_plain_ones():
+    model = make_model("llama")
+    mlp = model.model.layers[0].mlp
+    pieces = MlpPieces([mlp], 4)
+    assert "_strata_pieces" in vars(mlp)
+    again = pickle.loads(pickle.dumps(mlp))
+    assert type(again) is type(make_model("llama").model.layers[0].mlp)
+    x = torch.ones(1, 16, 32)
+    torch.testing.assert_close(again(x), mlp(x))
+    pieces.undo()

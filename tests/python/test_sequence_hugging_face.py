@@ -22,21 +22,23 @@ if ALL:
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sequence")
     make_model("qwen3").save_pretrained(folder / "model")
-    run([sys.executable, SCRIPT, folder, "alone", "plain", "plain-lora"], environment_of())
+    run([sys.executable, SCRIPT, folder, "alone", "plain", "plain-lora", "plain-uneven"], environment_of())
     for world, cases in CASES.items():
         run([find_program(), "run", f"--num_gpus={world}", SCRIPT, folder, f"ranks{world}", *cases], environment_of())
     # Accelerate keeps for a process that it has met DeepSpeed's name.
-    run([find_program(), "run", "--num_gpus=2", SCRIPT, folder, "own", "2-3-strata"], environment_of())
+    run([find_program(), "run", "--num_gpus=2", SCRIPT, folder, "own", *OWN], environment_of())
     return {"plain": told_by_ranks(folder, "alone", 1)[0], "own": told_by_ranks(folder, "own", 2)} | {
         world: told_by_ranks(folder, f"ranks{world}", world) for world in CASES}
 
 
+OWN = ["2-3-strata", "2-3-strata-uneven"]
 OF_WORLDS = [(world, case) for world, cases in CASES.items() for case in cases]
 
 
-@pytest.mark.parametrize("world, case", [("own", "2-3-strata"), *OF_WORLDS])
+@pytest.mark.parametrize("world, case", [*(("own", case) for case in OWN), *OF_WORLDS])
 def test_numbers_are_those_of_one_rank(found, world, case):
-    expected = found["plain"]["plain-lora" if "lora" in case else "plain"]
+    kind = next((kind for kind in ("lora", "uneven") if kind in case), "")
+    expected = found["plain"][f"plain-{kind}".rstrip("-")]
     for rank in found[world]:
         for name, value in rank[case].items():
             if name == "generated":

@@ -167,6 +167,25 @@ def _cut_for(engine, batch):
             "shift_labels": labels[:, piece]}
 
 
+def _sums_over_a_number():
+    """The loss and gradient of a script that counts labels itself, as Trainer does."""
+    batch = rows_of("packed", 1)
+    plain = make_model("qwen3")
+    expected = plain(**batch, num_items_in_batch=torch.tensor(10), use_cache=False).loss
+    expected.backward()
+    engine, *_ = strata.initialize(model=make_model("qwen3"), config=_config(3, 2))
+    loss = engine(**_cut_for(engine, batch), num_items_in_batch=torch.tensor(10)).loss
+    torch.testing.assert_close(loss, expected)
+    engine.backward(loss)
+    for ours, theirs in zip(engine.module.parameters(), plain.parameters(), strict=True):
+        found = strata.utils.safe_get_full_grad(ours) * engine.gradient_accumulation_steps()
+        torch.testing.assert_close(found, theirs.grad, atol=1e-5, rtol=1e-4)
+
+
+def test_losses_over_a_number_of_labels():
+    run_ranks(2, _sums_over_a_number)
+
+
 def _ends_in_a_layer():
     engine, *_ = strata.initialize(model=make_model("qwen3"), config=_config(3, 2))
     batch = _cut_for(engine, rows_of("packed", 1))

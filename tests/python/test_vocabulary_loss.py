@@ -225,3 +225,108 @@ def test_scaled_and_capped_logits_are_those_of_plain_torch():
         for mine, theirs in zip(torch.autograd.grad(ours, (hidden, weight, bias)),
                                 torch.autograd.grad(wanted, (hidden, weight, bias))):
             _require_near(mine, theirs, 1e-5)
+
+
+class _Direct(torch.autograd.Function):
+    """A script's own loss, which autograd hands the logits without asking for their values."""
+
+    @staticmethod
+    def forward(ctx, logits):
+        return logits.new_zeros(()) if logits.is_meta else logits.sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.expand(2, 16, 64)
+
+
+def _metric_then_term(output):
+    with torch.no_grad():
+        output.logits.argmax(-1)
+    return output.loss + output.logits.float().logsumexp(-1).square().mean()
+
+
+def _factor_then_in_place(output):
+    half = output.logits / 2
+    output.logits[..., 5:] = -10
+    return half.logsumexp(-1).mean() + output.logits.logsumexp(-1).mean()
+
+
+USES = {use.__name__: use for use in (_metric_then_term, _factor_then_in_place)}
+
+
+def _gradients_of(use, loss, adapters=False):
+    model = make_transformer("llama")
+    if adapters:
+        import peft
+
+        torch.manual_seed(5)
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+              "zero_optimization": {"stage": 3}, "strata": {"loss": loss}}  # fmt: skip
+    engine, *_ = strata.initialize(model=model.to(test_device()), config=config)
+    output = engine(**rows_of("masked labels", 1))
+    assert isinstance(output.logits, LazyLogits) == (loss == "fused")
+    found = use(output)
+    engine.backward(found)
+    gradients = [strata.utils.safe_get_full_grad(p).clone() for p in engine.module.parameters() if p.requires_grad]
+    engine.destroy()
+    return found.item(), gradients
+
+
+@pytest.mark.parametrize("use", USES)
+def test_scripts_that_read_logits_get_the_gradients_of_plain_ones(use):
+    _require_equal(_gradients_of(USES[use], "fused"), _gradients_of(USES[use], "plain"))
+
+
+def test_adapters_train_without_logits():
+    _require_equal(_gradients_of(lambda output: output.loss, "fused", True),
+                   _gradients_of(lambda output: output.loss, "plain", True))
+
+
+def _require_equal(ours, theirs):
+    assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
+    for mine, wanted in zip(ours[1], theirs[1], strict=True):
+        torch.testing.assert_close(mine, wanted, atol=1e-6, rtol=1e-5)
+
+
+def test_uses_that_would_lose_a_gradient_are_errors():
+    with pytest.raises(RuntimeError, match="meta"):
+        _gradients_of(lambda output: output.loss + _Direct.apply(output.logits), "fused")
+    with pytest.raises(strata.UsageError, match="retain_grad.*plain"):
+        _gradients_of(lambda output: output.logits.retain_grad(), "fused")
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_head_within_a_checkpoint_gives_its_gradients(reentrant):
+    hidden, _, _, _ = _case(torch.float32, False, tokens=(2, 16), width=32)
+    found = []
+    for loss in ("fused", "plain"):
+        engine, *_ = strata.initialize(model=make_transformer("llama").to(test_device()), config={
+            "train_micro_batch_size_per_gpu": 2, "strata": {"loss": loss},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}})  # fmt: skip
+        logits, again = torch.utils.checkpoint.checkpoint(
+            lambda x, head=engine.module.lm_head: (head(x), x * 2), hidden, use_reentrant=reentrant)
+        hidden.grad = None
+        (logits.logsumexp(-1).mean() + again.mean()).backward()
+        found.append(hidden.grad.clone())
+        engine.destroy()
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_logits_that_were_not_computed_describe_their_values():
+    hidden, _, _, labels = _case(torch.float32, False, tokens=(2, 16), width=32)
+    engine, *_ = strata.initialize(model=make_transformer("llama").to(test_device()), config={
+        "train_micro_batch_size_per_gpu": 2, "strata": {"loss": "fused"},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}})  # fmt: skip
+    logits = engine.module.lm_head(input=hidden)
+    assert isinstance(logits, LazyLogits) and logits.requires_grad and not logits.is_meta
+    assert (logits.is_cuda, logits.is_cpu) == (hidden.is_cuda, hidden.is_cpu) and logits.shape == (2, 16, 64)
+    assert logits._found is None
+    with torch.no_grad():
+        hidden.add_(1)
+    with pytest.raises(strata.UsageError, match="in place"):
+        logits.sum()
+    with pytest.raises(strata.UsageError, match="in place"):
+        engine.module.loss_function(logits, labels, 64)
+    engine.module.lm_head.register_full_backward_hook(lambda *_: None)
+    assert not isinstance(engine.module.lm_head(hidden), LazyLogits)

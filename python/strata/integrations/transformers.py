@@ -103,6 +103,19 @@ class StrataTrainerMixin:
             self.engine.step()
             self.optimizer.step_was_skipped = self.optimizer.overflow
 
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        """Trainer's, also where ranks share rows: then the labels of all ranks weigh the micro-steps."""
+        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        size = _ranks_of_a_row(self._settings)
+        if size == 1 or not batches or not self.model_accepts_loss_kwargs:
+            return batches, items
+        items = sum((batch["shift_labels"] != -100).sum() for batch in batches).to(device)
+        if not self.args.average_tokens_across_devices:
+            torch.distributed.all_reduce(items, group=initialize_sequence_parallel(size).group)
+            return batches, items
+        torch.distributed.all_reduce(items)
+        return batches, items * size  # Trainer multiplies by all ranks; a step is the mean over the groups
+
     def _clip_grad_norm(self, model):
         """The norm before clipping; the engine has clipped in its update."""
         return self.engine.get_global_grad_norm()

@@ -128,6 +128,7 @@ class SequenceAttention:
         if labels is None:
             return None
         labels = self._shift_labels = labels.contiguous()  # transformers' loss wants it so
+        self._of_mean = kwargs.get("num_items_in_batch") is None
         positions = kwargs.get("position_ids")
         if positions is None:
             raise _C.UsageError("sequence parallelism: the batch has shift_labels, so its rows are cut, but no "
@@ -165,9 +166,9 @@ class SequenceAttention:
                                 "attention functions, so its tokens would attend to one piece alone; set the size of "
                                 "sequence parallelism to 1")
         if self._gathers_loss and isinstance(output, tuple):
-            return group_loss(output[0], self._shift_labels, self._sequence), *output[1:]
+            return group_loss(output[0], self._shift_labels, self._sequence, self._of_mean), *output[1:]
         if self._gathers_loss and getattr(output, "loss", None) is not None:
-            output.loss = group_loss(output.loss, self._shift_labels, self._sequence)
+            output.loss = group_loss(output.loss, self._shift_labels, self._sequence, self._of_mean)
         return output
 
     def cut_of(self, kwargs):

@@ -7,7 +7,7 @@ Used by the thread that runs forward, and by autograd's."""
 import functools
 import weakref
 from collections import deque
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -28,8 +28,8 @@ class CheckpointInputs:
 
     def __init__(self, core, device, where, modules):
         self._where, self._device = where, device
-        self._host = _HostMemory(core.host_memory)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._host = _HostMemory(core.host_memory, self._stream)
         self._leaving = deque()  # (event of a copy, its source)
         self._kept = {}  # {bytes of an input: inputs of this size that stay on the device}
         self._blocks, self._all = weakref.WeakKeyDictionary(), False  # {block: its place in forward}; are all known?
@@ -45,7 +45,8 @@ class CheckpointInputs:
             vars(module)["_gradient_checkpointing_func"] = _Checkpoint(function, self)
 
     def release(self, modules):
-        """Undoes ``take``."""
+        """Undoes ``take``, and lets go of the host memory that no graph has."""
+        self._host.close()
         for module in modules:
             if isinstance(function := vars(module).get("_gradient_checkpointing_func"), _Checkpoint):
                 vars(module)["_gradient_checkpointing_func"] = function.__wrapped__
@@ -149,7 +150,8 @@ class _Moved:
         if event is not None:
             torch.cuda.current_stream(self._device).wait_event(event)
         if (before := self._before()) is not None and before._place <= self._place:  # of the same forward
-            before.fetch()
+            with suppress(torch.OutOfMemoryError):  # it comes when it is needed
+                before.fetch()
         return tensor
 
 
@@ -165,21 +167,27 @@ def _beside(stream):
 class _HostMemory:
     """Memory that is taken again: a buffer that is large enough, or a new one in place of the smallest."""
 
-    def __init__(self, make):
-        self._make, self._free = make, []
+    def __init__(self, make, stream):
+        self._make, self._stream, self._free, self._closed = make, stream, [], False
 
     def take(self, size):
         """A uint8 tensor of at least ``size`` bytes."""
-        self._free.sort(key=len)
-        fitting = next((n for n, buffer in enumerate(self._free) if len(buffer) >= size), None)
-        if fitting is not None:
-            return self._free.pop(fitting)
-        if self._free:
-            self._free.pop(0)
+        sizes = [len(buffer) for buffer in self._free]  # give_back may append meanwhile: from gc, or another thread
+        fitting = [n for n, found in enumerate(sizes) if found >= size]
+        if fitting:
+            return self._free.pop(min(fitting, key=sizes.__getitem__))
+        if sizes:
+            if self._stream is not None:
+                self._stream.synchronize()  # a copy may still read the memory that goes
+            self._free.pop(min(range(len(sizes)), key=sizes.__getitem__))
         return self._make(-(-size // _GRANULE) * _GRANULE)
 
     def give_back(self, buffer):
-        self._free.append(buffer)
+        if not self._closed:
+            self._free.append(buffer)
+
+    def close(self):
+        self._closed, self._free = True, []
 
 
 class _Checkpoint:

@@ -47,7 +47,7 @@ def tokens_for_heads(output, sequence):
     return _AllToAll.apply(rows, sequence).movedim(0, 2).flatten(2, 3)
 
 
-def group_loss(loss, shift_labels, sequence):
+def group_loss(loss, shift_labels, sequence, mean=True):
     """The mean over the labels of all ranks of a ``SequenceGroup``, from each rank's mean over its own: a tensor of no
     dimension. Its gradient is ``sequence.size`` times this rank's share, so that the mean over all ranks, which an
     engine takes, is the mean of the rows' gradients. 0 where no rank has labels. Collective.
@@ -55,11 +55,13 @@ def group_loss(loss, shift_labels, sequence):
     Args:
         loss: this rank's mean; NaN where it has no labels.
         shift_labels: integers of any shape; -100 is no label.
+        mean: False: ``loss`` is this rank's sum, over a number that all ranks have, and so is the result the group's.
     """
-    count = (shift_labels != -100).sum()
+    count = (shift_labels != -100).sum() if mean else torch.ones((), device=loss.device)
     own = torch.where(count > 0, loss, 0.0) * count
     sums = torch.stack([own.detach().double(), count.double()])
     with sequence.exchanging():
         dist.all_reduce(sums, group=sequence.group)
-    share = own * (sequence.size / sums[1].clamp(min=1)).to(own.dtype)
-    return share + ((sums[0] / sums[1].clamp(min=1)).to(own.dtype) - share.detach())
+    divisor = sums[1].clamp(min=1) if mean else 1.0
+    share = own * torch.as_tensor(sequence.size / divisor).to(own)
+    return share + ((sums[0] / divisor).to(own.dtype) - share.detach())

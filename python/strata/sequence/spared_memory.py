@@ -4,6 +4,8 @@ Imports of each no more than a model needs."""
 import weakref
 from contextlib import ExitStack
 
+from ..model.interception import replaced
+
 _MLPS = ("MLP", "Mlp", "FeedForward", "FFN")  # ends of the names of their classes
 
 
@@ -16,6 +18,7 @@ class SparedMemory:
     def __init__(self, modules, config):
         self._config, self._inputs, self._heads = config, None, None
         self._checkpointed = [module for module in modules if hasattr(module, "gradient_checkpointing")]
+        self._enabling = [module for module in modules if hasattr(module, "gradient_checkpointing_enable")]
         mlps = [module for module in modules if type(module).__name__.endswith(_MLPS)]
         self._before = ExitStack()
         if mlps and config.mlp_piece != 0:
@@ -41,11 +44,20 @@ class SparedMemory:
         undo = ExitStack()
         if self._heads is not None:
             undo.callback(self._heads.install(core))
-        undo.callback(lambda: self._inputs and self._inputs.release(self._checkpointed))
+        for module in self._enabling:
+            undo.callback(replaced(module, "gradient_checkpointing_enable", _Enabling(module, self)))
+        self.renew()
+        undo.callback(self._end)
         return undo.close
 
+    def _end(self):
+        if self._inputs is not None:
+            self._inputs.release(self._checkpointed)
+        if SparedMemory._latest() is self:
+            SparedMemory._latest = lambda: None
+
     def renew(self):
-        """Looks for modules whose checkpoints of transformers are new, before a forward."""
+        """Has every checkpoint of transformers that was asked for so far keep its inputs here."""
         for module in self._checkpointed:
             if "_gradient_checkpointing_func" in vars(module):
                 self.inputs.take(module)
@@ -58,3 +70,17 @@ class SparedMemory:
 
             self._inputs = CheckpointInputs(self._core, self._device, self._config.activations, self._checkpointed)
         return self._inputs
+
+
+class _Enabling:
+    """Stands for ``gradient_checkpointing_enable`` of one module."""
+
+    def __init__(self, module, spared):
+        self.__wrapped__, self._spared = module.gradient_checkpointing_enable, spared
+
+    def __call__(self, *args, **kwargs):
+        self.__wrapped__(*args, **kwargs)
+        self._spared.renew()
+
+    def __reduce__(self):
+        return self.__wrapped__.__reduce__()

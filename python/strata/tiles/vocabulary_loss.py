@@ -216,22 +216,27 @@ def _less(logits, numbers):
 
 
 _PRODUCTS, _QUOTIENTS = {"mul", "__mul__", "__rmul__", "multiply"}, {"div", "__truediv__", "true_divide", "divide"}
-_PLAIN = {"__get__", "__hash__", "dim", "is_complex", "is_floating_point", "ndimension", "nelement", "numel", "size"}
-_VIEWS = {getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag", "data")}
+_PLAIN = {"__hash__", "dim", "is_complex", "is_floating_point", "ndimension", "nelement", "numel", "size"}
+_PLAIN_ATTRIBUTES = {"shape", "dtype", "ndim", "layout", "itemsize", "nbytes", "names", "requires_grad", "is_sparse"}
 
 
 class LazyLogits(torch.Tensor):
     """The output of a head within a transformers model: a tensor whose values are computed once, when an operation
     needs them. Its shape, dtype and device are known without. An operation that needs the values after the weights have
-    changed raises UsageError. A factor and a tanh, which some models apply, give other LazyLogits. ``hidden``: tensor
-    [..., width], the head's input. ``scale``, ``softcap``: as of ``linear_cross_entropy``."""
+    changed, or ``hidden`` has, raises UsageError. A factor and a tanh, which some models apply, give other LazyLogits.
+    ``hidden``: tensor [..., width], the head's input. ``scale``, ``softcap``: as of ``linear_cross_entropy``.
+    ``has_loss``: whether a loss was computed without their values."""
 
     @staticmethod
     def of(head, hidden, scale=1.0, softcap=None, make=None):
         """The logits of a ``_LazyHead``. ``make()``: their values; None: those of the head."""
         meta = torch.empty((*hidden.shape[:-1], head.rows), dtype=_dtype_of(hidden), device="meta")
-        logits = torch.Tensor._make_subclass(LazyLogits, meta)
-        logits.hidden, logits.head, logits._found = hidden, head, None
+        # They require a gradient: a custom autograd function, which gets them without values, fails in backward.
+        logits = torch.Tensor._make_subclass(LazyLogits, meta, True)
+        logits.hidden, logits.head, logits._found, logits.has_loss = hidden, head, None, False
+        logits._version_of_hidden = hidden._version
+        kind = hidden.device.type
+        logits._autocast = {"dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
         logits.scale, logits.softcap, logits._make = scale, softcap, make or (lambda: head.__wrapped__(hidden))
         core = head.core()
         logits._core, logits._steps = core and weakref.ref(core), core and core.global_steps
@@ -246,12 +251,23 @@ class LazyLogits(torch.Tensor):
                     "these logits were not computed, since the loss needs no logits of the whole vocabulary, and the "
                     'weights have changed meanwhile; ask for them before engine.step(), or write "strata": {"loss": '
                     '"plain"} where the head is not in tiles')
-            self._found = self._make()
+            self.require_input()
+            kind = self.hidden.device.type
+            with torch.enable_grad(), torch.autocast(kind, cache_enabled=False, **self._autocast):  # as in forward
+                self._found = self._make()
         return self._found
+
+    def require_input(self):
+        """UsageError where ``hidden`` is no longer what the head got."""
+        if self.hidden._version != self._version_of_hidden:
+            raise _C.UsageError("these logits were not computed, and the input of their head was changed in place "
+                                "meanwhile; change a copy of it, or ask for the logits before")
 
     def _changed(self, name, number=None, *more):
         """Those that the operation ``name`` makes of these; None: it is another one than a factor or the first tanh."""
         scale, softcap = self.scale, self.softcap
+        if self._found is not None:  # a script may have changed them in place
+            return None
         if name == "tanh" and number is None and softcap is None:
             softcap = 1.0
         elif isinstance(number, (int, float)) and number and not more and name in _PRODUCTS | _QUOTIENTS:
@@ -260,16 +276,23 @@ class LazyLogits(torch.Tensor):
         else:
             return None
         given = () if number is None else (number,)
-        return LazyLogits.of(self.head, self.hidden, scale, softcap, lambda: getattr(self.values(), name)(*given))
+        return LazyLogits.of(self.head, self.hidden, scale, softcap, lambda: getattr(self._make(), name)(*given))
 
     device = property(lambda self: self.hidden.device, doc="torch.device of the values.")
+    is_cuda = property(lambda self: self.hidden.is_cuda, doc="Whether the values are on a GPU.")
+    is_cpu = property(lambda self: self.hidden.is_cpu, doc="Whether the values are on the host.")
+    is_meta = property(lambda self: False, doc="False: there are values.")
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", "")
-        with torch._C.DisableTorchFunctionSubclass():
-            if name in _PLAIN and func not in _VIEWS:
+        plain = getattr(func.__self__, "__name__", "") in _PLAIN_ATTRIBUTES if name == "__get__" else name in _PLAIN
+        if plain:
+            with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if name in ("retain_grad", "register_hook") and args[0].has_loss:
+            raise _C.UsageError(f"{name}() of logits whose loss was computed without them: they get no gradient of it. "
+                                'Write "strata": {"loss": "plain"}')
         changed = args[0]._changed(name, *args[1:]) if not kwargs and isinstance(args[0], LazyLogits) else None
         if changed is not None:
             return changed
@@ -292,19 +315,21 @@ def _dtype_of(hidden):
 
 
 class _LazyHead:
-    """Replaces the head's forward. ``rows``: of its weight. ``core()``: its _C.ShardedModel. ``wants(hidden, rows)``:
-    whether its logits are lazy."""
+    """Replaces the forward of ``head``. ``rows``: of its weight. ``core()``: its _C.ShardedModel.
+    ``wants(hidden, rows)``: whether its logits are lazy."""
 
-    def __init__(self, before, rows, core, wants):
-        self.__wrapped__, self.rows, self.core, self._wants = before, rows, core, wants
+    def __init__(self, head, rows, core, wants):
+        self.__wrapped__, self.rows, self.core, self._wants = head.__dict__["forward"], rows, core, wants
+        self._head = head
 
-    def __call__(self, hidden):
-        # LazyLogits are for training, and torch.compile cannot trace a frame that gets them.
+    def __call__(self, input):  # noqa: A002 - the parameter's name of torch.nn.Linear
+        # LazyLogits are for training, and neither torch.compile nor a hook of backward can take them.
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return self.__wrapped__(hidden)
-        if torch._C._dynamo.eval_frame.get_eval_frame_callback() or not self._wants(hidden, self.rows):
-            return self.__wrapped__(hidden)
-        return LazyLogits.of(self, hidden)
+            return self.__wrapped__(input)
+        hooks = self._head._backward_hooks or self._head._backward_pre_hooks
+        if hooks or torch._C._dynamo.eval_frame.get_eval_frame_callback() or not self._wants(input, self.rows):
+            return self.__wrapped__(input)
+        return LazyLogits.of(self, input)
 
     def __reduce__(self):
         return self.__wrapped__.__reduce__()
@@ -340,7 +365,8 @@ class _CausalLoss:
                                ignore_index=ignore_index, shift_labels=shift_labels, **kwargs)  # fmt: skip
         if shift_labels is None:
             shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        hidden = logits.hidden
+        logits.require_input()
+        hidden, logits.has_loss = logits.hidden, True
         shift_labels = shift_labels.reshape(hidden.shape[:-1]).to(hidden.device)
         reduction = "mean" if num_items_in_batch is None else "sum"
         loss = logits.head.loss(hidden, shift_labels, None, ignore_index, reduction, None, logits.scale, logits.softcap)
@@ -379,7 +405,7 @@ def install(module, heads):
     if head is None or id(head) not in heads:
         return None
     tiles = heads[id(head)]
-    lazy = _LazyHead(head.__dict__["forward"], tiles.rows, lambda: tiles[0].core, lambda *_: True)
+    lazy = _LazyHead(head, tiles.rows, lambda: tiles[0].core, lambda *_: True)
     lazy.loss = lambda hidden, *rest: linear_cross_entropy(hidden, head, *rest)
     return _install(module, head, lazy)
 
@@ -393,20 +419,23 @@ class WholeHeads:
     def __init__(self, modules, loss):
         self._fused, self._choice, self._undo = loss == "fused", MemoryChoice(share=1 / 2), ExitStack()
         heads = ((module, _head_of(module)) for module in modules)
-        self._heads = [(module, head) for module, head in heads
-                       if type(head) is torch.nn.Linear and "forward" not in head.__dict__]
-        for _, head in self._heads:
+        self._heads = {}  # {head: the models that have it: PEFT's wrappers pass on the names of theirs}
+        for module, head in heads:
+            if type(head) is torch.nn.Linear and (head in self._heads or "forward" not in head.__dict__):
+                self._heads.setdefault(head, []).append(module)
+        for head in self._heads:
             self._undo.callback(replaced(head, "forward", _LossOfHead(head)))
         self.undo = self._undo.close
 
     def install(self, core):
         """Makes the models' losses lazy, for the engine of ``core``. Returns a function that undoes this."""
         undo, core = ExitStack(), weakref.ref(core)
-        for module, head in self._heads:
-            before, rows = head.__dict__["forward"], head.out_features
-            lazy = _LazyHead(before, rows, core, self._wants)
+        for head, modules in self._heads.items():
+            before = head.__dict__["forward"]
+            lazy = _LazyHead(head, head.out_features, core, self._wants)
             lazy.loss = lambda hidden, *rest, before=before: before(hidden, loss_of=rest)
-            undo.callback(_install(module, head, lazy))
+            for module in modules:
+                undo.callback(_install(module, head, lazy))
         return undo.close
 
     def _wants(self, hidden, rows):
