@@ -28,6 +28,8 @@ inline void expect_bits_where_states_rest(memory::Tier tier, int stage, Over ove
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
     const FakeModel model(uneven_builder(dtype));
     for (int world = 1; world <= 3; ++world) {
+      if (over == Over::kLatePeers && dtype != DType::kBFloat16 && world != 2)
+        continue;  // for speed
       Case c{dtype, world, world == 2 ? 3 : 1, {}, dtype == DType::kFloat16 ? 1024.0 : 1.0, over};
       c.options.engine.stage = stage;
       c.options.engine.gradient_clipping = world == 3 ? 0.0 : 0.25;
