@@ -1,5 +1,6 @@
 """Memory of a GPU as its driver tells it."""
 
+import atexit
 import threading
 import time
 
@@ -23,6 +24,7 @@ class DeviceSampler:
         self._peak = self.used()
         if self._device.type == "cuda":
             self._thread.start()
+            atexit.register(self.stop)  # a thread that takes Python's lock again after the end would abort the process
 
     def used(self):
         """Bytes in use now."""
@@ -48,3 +50,5 @@ class DeviceSampler:
 
     def stop(self):
         self._end.set()
+        if self._thread.is_alive():
+            self._thread.join()

@@ -42,6 +42,7 @@ void bind_model(py::module_& module);
 void bind_interception(py::module_& module);
 void bind_checkpoint(py::module_& module);
 void bind_training(py::module_& module);
+void bind_losses(py::module_& module);
 // Adds recipes, and how tiles are cut and used.
 void bind_large_parameters(py::module_& module, ModelClass& model);
 // Adds the trained parameters, their optimizers and the training states of each.

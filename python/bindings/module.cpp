@@ -204,4 +204,5 @@ PYBIND11_MODULE(_C, module) {
   strata::python::bind_interception(module);
   strata::python::bind_checkpoint(module);
   strata::python::bind_training(module);
+  strata::python::bind_losses(module);
 }

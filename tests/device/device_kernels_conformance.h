@@ -213,11 +213,71 @@ TYPED_TEST_P(DeviceKernelsConformance, RemaindersAreThoseOfTheHost) {
   }
 }
 
+TYPED_TEST_P(DeviceKernelsConformance, LossesOfAVocabularyAreThoseOfTheHost) {
+  const std::int64_t rows = 7;
+  for (const DType dtype : kTrainingTypes) {
+    for (const std::int64_t columns : {1, 3, 8, 77, 5003}) {
+      for (const float softcap : {0.0F, 3.0F}) {
+        for (const bool gradients : {false, true}) {
+          const auto numel = static_cast<std::size_t>(rows * columns);
+          const auto values = this->random_floats(numel, 19);
+          std::vector<std::byte> logits(bytes_of(Numel(numel), dtype).size());
+          kernels::cast(logits.data(), dtype, this->raw(values).data(), DType::kFloat32,
+                        Numel(numel), nullptr);
+          // The last column, one that is ignored, and two beyond the vocabulary.
+          const std::vector<std::int64_t> labels = {0,           columns - 1, -100, columns,
+                                                    columns / 2, -1,          0};
+          std::vector<float> losses(rows, -1.0F);
+          const auto there = this->upload(logits);
+          const auto labels_there = this->upload(std::as_bytes(std::span(labels)));
+          const auto losses_there = this->upload(this->raw(losses));
+          kernels::VocabularyRows task{
+              .logits = there->bytes().data(),
+              .dtype = dtype,
+              .rows = rows,
+              .columns = columns,
+              .labels = reinterpret_cast<const std::int64_t*>(labels_there->bytes().data()),
+              .losses = this->floats(*losses_there).data(),
+              .scale = 1.5F,
+              .softcap = softcap,
+              .gradients = gradients};
+          this->device_->vocabulary_losses(task, *this->stream_);
+          task.logits = logits.data();
+          task.labels = labels.data();
+          task.losses = losses.data();
+          kernels::vocabulary_losses(task, nullptr);
+          const auto found = this->download_floats(*losses_there);
+          for (std::size_t i = 0; i < losses.size(); ++i) {
+            if (std::isnan(losses[i])) {
+              EXPECT_TRUE(std::isnan(found[i])) << i;
+            } else {
+              EXPECT_NEAR(found[i], losses[i], 1e-5F * (1.0F + losses[i])) << i;
+            }
+          }
+          const auto widened = [&](const std::vector<std::byte>& from) {
+            std::vector<float> result(numel);
+            kernels::cast(reinterpret_cast<std::byte*>(result.data()), DType::kFloat32, from.data(),
+                          dtype, Numel(numel), nullptr);
+            return result;
+          };
+          const auto expected = widened(logits);
+          const auto given = widened(this->download(there->bytes()));
+          const float tolerance = dtype == DType::kFloat32 ? 1e-5F : 1e-2F;
+          for (std::size_t i = 0; i < numel; ++i)
+            ASSERT_NEAR(given[i], expected[i], tolerance * std::max(1e-3F, std::abs(expected[i])))
+                << name_of(dtype) << ", " << columns << " columns, element " << i;
+        }
+      }
+    }
+  }
+}
+
 REGISTER_TYPED_TEST_SUITE_P(DeviceKernelsConformance, CastsEveryPairOfTypesAsTheHostKernelsDo,
                             AccumulatesEveryPairOfTypesAsTheHostKernelsDo,
                             ScalesEachElementWithOneRounding, SumsInTheOrderOfTheSources,
                             SumsOfSquaresMatchTheReferenceAndSeeWhatIsNotFinite,
                             TheFactorOfManyGradientsIsThatOfTheHost, RemaindersAreThoseOfTheHost,
-                            FingerprintsOfPiecesAreThoseOfTheHost);
+                            FingerprintsOfPiecesAreThoseOfTheHost,
+                            LossesOfAVocabularyAreThoseOfTheHost);
 
 }  // namespace strata::device

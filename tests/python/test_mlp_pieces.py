@@ -97,7 +97,7 @@ def test_mlps_that_drop_out_stay_whole_and_models_are_as_before_afterwards():
     assert set(lengths) == {16}
     engine.destroy()
     assert type(mlp) is type(copied.model.layers[0].mlp) and "_strata_pieces" not in vars(mlp)
-    x = torch.ones(1, 16, 32)
+    x = torch.ones(1, 16, 32, device=test_device())
     assert copied.model.layers[0].mlp(x).shape == x.shape
     mlp.add_module("dropout", torch.nn.Dropout(0.5))
     assert strata.sequence.mlp_pieces._inner_width(mlp) is None

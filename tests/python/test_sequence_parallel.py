@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 import transformers
+from devices import needs_a_gpu_each
 from ranks import run_ranks
 from sequence_models import SIZES, TOKENS, make_model, plain_loop, rows_of
 from soak import ALL
@@ -14,8 +15,8 @@ from strata.sequence import attention
 from strata.sequence.attention import require_possible
 from strata.sequence.loader import prepared
 
+pytestmark = needs_a_gpu_each
 STEPS = 4
-
 
 SPARES = {"loss": "fused", "mlp_piece": 3, "activations": {"device": "cpu"}}
 
@@ -65,7 +66,7 @@ def _trains_as_one(name, kind, size, config, lengths, checkpointing):
     assert norms == pytest.approx(expected_norms, abs=2e-5)
     with strata.zero.GatheredParameters(list(engine.module.parameters())):
         for ours, theirs in zip(engine.module.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(ours.detach(), theirs.detach(), atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(ours.detach().cpu(), theirs.detach(), atol=1e-4, rtol=1e-4)
     engine.destroy()
 
 
@@ -154,7 +155,7 @@ def _trains_other_models_and_ends():
     engine(**_cut_for(engine, batch))
     assert torch.equal(other(**batch).loss, before)
     whole = engine(**batch).loss  # without shift_labels: whole rows
-    torch.testing.assert_close(whole, before)
+    torch.testing.assert_close(whole.cpu(), before)
     engine.destroy(keep_values=True)
     assert torch.equal(model(**batch).loss, before)
 
@@ -175,11 +176,11 @@ def _sums_over_a_number():
     expected.backward()
     engine, *_ = strata.initialize(model=make_model("qwen3"), config=_config(3, 2))
     loss = engine(**_cut_for(engine, batch), num_items_in_batch=torch.tensor(10)).loss
-    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(loss.cpu(), expected)
     engine.backward(loss)
     for ours, theirs in zip(engine.module.parameters(), plain.parameters(), strict=True):
         found = strata.utils.safe_get_full_grad(ours) * engine.gradient_accumulation_steps()
-        torch.testing.assert_close(found, theirs.grad, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(found.cpu(), theirs.grad, atol=1e-5, rtol=1e-4)
 
 
 def test_losses_over_a_number_of_labels():
@@ -191,7 +192,7 @@ def _ends_in_a_layer():
     batch = _cut_for(engine, rows_of("packed", 1))
     if engine.global_rank == 1:
         engine.module.model.layers[1].register_forward_pre_hook(lambda *_: os._exit(3))
-    with pytest.raises(strata.CommError, match="rank 1 is gone"):
+    with pytest.raises(strata.CommError, match="rank 1 (is gone|failed: it has ended)"):
         engine(**batch)
     return "named"
 

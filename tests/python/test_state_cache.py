@@ -69,7 +69,7 @@ def _trains_with_a_cache(folder, config):
 @pytest.mark.parametrize("micro_steps", [1, 2])
 def test_states_are_cached_and_given_back(params, micro_steps, tmp_path):
     config = all_offloaded(params, "cpu", tmp_path) | {"gradient_accumulation_steps": micro_steps}
-    run_ranks(1, _trains_with_a_cache, str(tmp_path / "saved"), config)
+    run_ranks(1, _trains_with_a_cache, str(tmp_path / "saved"), config, alone=True)
 
 
 def _has_none(folder):

@@ -60,8 +60,9 @@ def test_logits_that_overflow_exponentials_do_not():
     torch.testing.assert_close(LCE(hidden, weight, labels), _plain(hidden, weight, None, labels, "mean"))
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])  # all of the vocabulary at once, and in blocks
 @pytest.mark.parametrize("dtype, near", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
-def test_blocks_of_the_vocabulary_that_are_masked_count_as_in_plain_torch(dtype, near):
+def test_blocks_of_the_vocabulary_that_are_masked_count_as_in_plain_torch(dtype, near, reduction):
     rows, device = 8192, test_device()  # of a block of a weight that is not in tiles
     for masked, label in (
         ([slice(0, rows)], rows + 3),  # the first block, so that nothing is there yet
@@ -79,7 +80,9 @@ def test_blocks_of_the_vocabulary_that_are_masked_count_as_in_plain_torch(dtype,
         labels = torch.full((6,), label, device=device)
         labels[2] = -100
         inputs = (hidden, weight, bias)
-        ours, theirs = LCE(hidden, weight, labels, bias), _plain(hidden, weight, bias, labels, "mean")
+        ours = LCE(hidden, weight, labels, bias, reduction=reduction)
+        theirs = _plain(hidden, weight, bias, labels, "mean")
+        ours = ours.sum() / 5 if reduction == "none" else ours
         assert (ours - theirs).abs() <= near * (theirs.abs() + 1)
         for mine, wanted in zip(torch.autograd.grad(ours, inputs), torch.autograd.grad(theirs, inputs)):
             assert mine.isfinite().all()
@@ -98,6 +101,37 @@ def test_only_what_needs_a_gradient_gets_one():
     assert weight.grad is not None and hidden.grad is None
     LCE(hidden, weight.detach(), labels).backward()
     assert hidden.grad is not None
+
+
+def test_a_graph_that_is_kept_gives_each_time_what_its_factor_says():
+    for dtype, tokens in ((torch.float32, (3, 7)), (torch.bfloat16, (2, 200))):  # two blocks of 128 and the rest
+        hidden, weight, bias, labels = _case(dtype, True, tokens=tokens)
+        inputs = (hidden, weight, bias)
+        ours = LCE(hidden, weight, labels, bias, block_bytes=128 * 50 * dtype.itemsize)
+        theirs = _plain(hidden, weight, bias, labels, "mean")
+        for factor in (3.0, 0.1, 0.0):
+            for mine, wanted in zip(torch.autograd.grad(factor * ours, inputs, retain_graph=True),
+                                    torch.autograd.grad(factor * theirs, inputs, retain_graph=True)):  # fmt: skip
+                _require_near(mine, wanted, 1e-5 if dtype == torch.float32 else 1e-2)
+
+
+def test_gradients_of_16_bits_are_multiplied_in_fp32():
+    """A factor that bf16 would round: all gradients would be off by as much, in the same direction."""
+    hidden, weight, _, labels = _case(torch.bfloat16, False, tokens=(2, 200))
+    factor = 1.0035
+    once, = torch.autograd.grad(LCE(hidden, weight, labels, reduction="sum"), hidden)
+    scaled, = torch.autograd.grad(factor * LCE(hidden, weight, labels, reduction="sum"), hidden)
+    assert torch.equal(scaled, (once.float() * torch.tensor(factor)).to(torch.bfloat16))
+    assert not torch.equal(once, scaled)
+
+
+def test_no_tokens_and_no_graph():
+    hidden, weight, _, labels = _case(torch.float32, False)
+    none = LCE(hidden[:0], weight, labels[:0], reduction="sum")
+    none.backward()
+    assert none == 0 and not weight.grad.any()
+    with torch.no_grad():
+        assert not LCE(hidden, weight, labels).requires_grad
 
 
 def test_another_ignore_index_and_a_module():

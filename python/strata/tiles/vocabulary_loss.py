@@ -1,11 +1,12 @@
-"""A projection onto a vocabulary and its cross-entropy, a block of the vocabulary and of the tokens at a time.
+"""A projection onto a vocabulary and its cross-entropy, without the logits of all tokens.
 
-Forward updates two numbers for each token: the maximum of its logits so far and the sum of their exponentials relative
-to it (the online softmax of Milakov and Gimelshein, 2018). Both give the logarithm of the sum of all exponentials.
-This logarithm and the logit of the token's label stay for backward, beside the input. Backward computes each block's
-logits again and, in the same sweep, the gradients of the input and of the block of weights. It needs the logarithm over
-the whole vocabulary, so forward cannot compute gradients on the way. This takes four products where a loss that keeps
-its logits takes three; the memory of the logits is saved."""
+Where the weight is whole, ``whole_loss`` computes it. In tiles, and for a loss of each token, it takes a block of the
+vocabulary and of the tokens at a time. Forward updates two numbers for each token: the maximum of its logits so far
+and the sum of their exponentials relative to it (the online softmax of Milakov and Gimelshein, 2018). Both give the
+logarithm of the sum of all exponentials. This logarithm and the logit of the token's label stay for backward, beside
+the input. Backward computes each block's logits again and, in the same sweep, the gradients of the input and of the
+block of weights. It needs the logarithm over the whole vocabulary, so forward cannot compute gradients on the way.
+This takes four products where a loss that keeps its logits takes three; the memory of the logits is saved."""
 
 import weakref
 from contextlib import ExitStack, nullcontext
@@ -18,6 +19,7 @@ from ..model.compiling import outside_graphs
 from ..model.free_memory import MemoryChoice
 from ..model.interception import replaced
 from ..model.tiles import Destination, ProductSum, tiles_of, write_product
+from .whole_loss import DTYPES, whole_loss
 
 _BLOCK_BYTES = 128 << 20  # of fp32 logits at once
 _BLOCK_ROWS = 8192  # of a weight that is not in tiles
@@ -43,7 +45,8 @@ def linear_cross_entropy(hidden, weight, labels, bias=None, ignore_index=-100, r
         bias: [vocabulary] or None; of a module: its own.
         ignore_index: labels that count for nothing.
         reduction: "mean" over the labels that count, "sum", or "none".
-        block_bytes: int, the most bytes of fp32 logits that exist at once; None: 128 MiB.
+        block_bytes: int, the most bytes of logits that exist at once; None: 512 MiB, and 128 MiB of fp32 logits of
+            tiles.
         scale: float, a factor of the logits, as Cohere's models have.
         softcap: float or None: scaled logits become ``softcap * tanh(logits / softcap)``, as in Gemma's models.
     """
@@ -58,13 +61,17 @@ def linear_cross_entropy(hidden, weight, labels, bias=None, ignore_index=-100, r
         raise _C.UsageError(f"linear_cross_entropy: reduction is 'mean', 'sum' or 'none'; found {reduction!r}")
     flat, classes = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     flat = flat.to(_dtype_of(flat))
+    counted = (classes != ignore_index).sum()
+    if tiles is None and reduction != "none" and flat.dtype in DTYPES:
+        total = whole_loss(flat, weight, bias, classes.long(), ignore_index, block_bytes, scale, softcap)
+        return total if reduction == "sum" else total / counted
     blocks = _Blocks(weight, tiles, flat, block_bytes or _BLOCK_BYTES, scale, softcap)
     anchor = weight if tiles is None else tiles.anchor
     losses = _Losses.apply(flat, anchor, bias, classes, ignore_index, blocks)
     if reduction == "none":
         return losses.view(labels.shape)
     total = losses.sum()
-    return total if reduction == "sum" else total / (classes != ignore_index).sum()
+    return total if reduction == "sum" else total / counted
 
 
 class _Rows:

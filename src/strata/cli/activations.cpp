@@ -19,7 +19,7 @@ using Json = nlohmann::json;
 constexpr std::int64_t kGranule = 1024;   // tokens
 constexpr std::int64_t kPiece = 8192;     // tokens, where the engine chooses
 constexpr double kLossOfLogit = 12;       // bytes: two of the model's dtype and two in fp32
-constexpr double kLossBlock = 256 << 20;  // 128 MiB of fp32 logits, and their gradients
+constexpr double kLossBlock = 512 << 20;  // logits of a block of tokens, which become gradients
 constexpr double kMlpTensors = 8;         // as wide as the MLP, in its forward and backward
 constexpr double kInputsInUse = 2;        // of layers: the one in backward, and the next
 
@@ -41,6 +41,12 @@ void add_layer(const Activations& model, const ActivationSettings& settings,
   const std::int64_t sp = settings.sequence_parallel;
   const double repeated = number(std::max<std::int64_t>(1, sp / model.key_heads));
   double exchanged = 2 * (model.queries + model.keys * repeated) * element * (sp > 1 ? 2 : 1);
+  if (settings.on_gpu) {
+    // A flash kernel adds up the queries' gradients in fp32. Where heads share keys, it writes
+    // those of keys and values for each head, and adds them up afterwards.
+    exchanged += 4 * model.queries;
+    if (model.key_heads < model.heads) exchanged += 2 * model.queries * element;
+  }
   exchanged = (exchanged - model.norm.bytes(element)) * tokens;
   double attention = 2 * model.hidden * element * tokens;  // the gradients of a block's two sums
   double mlp = 2 * model.mlp_width * element * tokens;     // gradients
@@ -126,8 +132,11 @@ ActivationBytes activation_bytes(const Activations& model, const ActivationSetti
   const double logits = kLossOfLogit * model.vocabulary * tokens;
   found.fused = settings.loss == "fused" ||
                 (settings.loss == "auto" && logits > (free - number(found.kept.value)) / 2);
-  // Without logits the gradient of the head's input is summed in fp32, beside two copies.
-  const double blocks = kLossBlock + (2 * element + 4) * model.hidden * tokens;
+  // The gradient of the head's weight is summed in fp32. Backward has both gradients twice: as
+  // forward left them, and multiplied by that of the loss.
+  const double weight = model.hidden * model.vocabulary;
+  const double inputs = element * model.hidden * tokens;
+  const double blocks = inputs + 4 * weight + std::max(kLossBlock, inputs + element * weight);
   found.loss = rounded(model.norm.bytes(element) * tokens +
                        (found.fused ? std::min(logits, blocks) : logits));
   add_layer(model, settings, found);

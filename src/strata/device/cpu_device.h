@@ -128,6 +128,10 @@ class CpuDevice : public Device {
                        double loss_scale, double clipping, Stream&) override {
     result = kernels::gradient_factor(sums, loss_scale, clipping);
   }
+  void vocabulary_losses(const kernels::VocabularyRows& rows, Stream&) override {
+    const std::lock_guard lock(pool_mutex_);
+    kernels::vocabulary_losses(rows, &pool_);
+  }
   void write_flag(Flag& flag, std::uint32_t value, Stream&) override {
     flag.store(value, std::memory_order_release);
   }

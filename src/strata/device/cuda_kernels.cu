@@ -4,6 +4,7 @@
 // bound by memory: 16-byte accesses wherever the arrays allow them.
 #include "cuda_adam.cuh"
 #include "cuda_elements.cuh"
+#include "cuda_loss.cuh"
 #include "cuda_norm.cuh"
 
 namespace {
@@ -144,6 +145,14 @@ STRATA_CASTS_FROM(bf16, BFloat16)
 STRATA_ACCUMULATES_FROM(f32, float)
 STRATA_ACCUMULATES_FROM(f16, Float16)
 STRATA_ACCUMULATES_FROM(bf16, BFloat16)
+
+#define STRATA_LOSSES(name, T)                                                          \
+  __global__ void __launch_bounds__(kLossThreads) strata_losses_##name(VocabularyRows rows) { \
+    vocabulary_losses<T>(rows);                                                        \
+  }
+STRATA_LOSSES(f32, float)
+STRATA_LOSSES(f16, Float16)
+STRATA_LOSSES(bf16, BFloat16)
 
 // Whole packs of 16 bytes.
 __global__ void strata_copy(uint4* target, const uint4* source, std::int64_t packs) {

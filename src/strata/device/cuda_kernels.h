@@ -26,6 +26,8 @@ inline constexpr std::int64_t kPack = 4;       // elements that a thread takes a
 inline constexpr std::int64_t kByte = 8;       // the same, where a byte holds a bit of each
 inline constexpr std::int64_t kChunk = 65536;  // of a sum: strata/kernels/grad_stats.cpp
 inline constexpr unsigned kWarp = 32;
+inline constexpr unsigned kLossThreads = 1024;  // of a row of logits
+inline constexpr std::int64_t kLossBlocks = 65536;
 
 // Arrays whose chunks one kernel takes, in their order.
 struct SquareArguments {
@@ -54,6 +56,8 @@ struct AdamArguments {
   const float* late_scale;
 };
 static_assert(sizeof(kernels::AdamConstants) == 40 && sizeof(AdamArguments) == 56);
+
+static_assert(sizeof(kernels::VocabularyRows) == 72);
 
 struct GradientArguments {
   const float* wide;
@@ -102,6 +106,13 @@ class CudaKernels : public Device {
                        double loss_scale, double clipping, Stream& stream) override {
     module_.launch_grid(gradient_factor_, {1, 1, kWarp}, CudaStream::handle_of(stream), &result,
                         sums.data(), std::int64_t{std::ssize(sums)}, loss_scale, clipping);
+  }
+  void vocabulary_losses(const kernels::VocabularyRows& rows, Stream& stream) override {
+    require_kernel_types("A vocabulary's loss", 1, rows.dtype, rows.dtype);
+    if (rows.rows == 0) return;
+    const auto blocks = static_cast<unsigned>(std::min<std::int64_t>(rows.rows, kLossBlocks));
+    module_.launch_grid(losses_[kernel_place_of(rows.dtype)], {blocks, 1, kLossThreads},
+                        CudaStream::handle_of(stream), rows);
   }
   // The update and its masters: cuda_adam.cuh.
   void adam_step(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
@@ -257,6 +268,7 @@ class CudaKernels : public Device {
   const ByType adam_ = by_type("adam", 1);
   const ByType remainder_ = by_type("remainder", 0);
   const ByType adopt_ = by_type("adopt", 0);
+  const ByType losses_ = by_type("losses", 1);
   const CUfunction copy_ = module_.find("strata_copy");
   const CUfunction chunk_sums_ = module_.find("strata_chunk_sums");
   const CUfunction totals_ = module_.find("strata_totals");

@@ -27,6 +27,7 @@
 #include "strata/kernels/adam.h"
 #include "strata/kernels/fingerprint.h"
 #include "strata/kernels/grad_stats.h"
+#include "strata/kernels/vocabulary_loss.h"
 #include "strata/memory/ledger.h"
 
 namespace strata::device {
@@ -218,6 +219,9 @@ class Device : public Interface {
   // kernels::gradient_factor(); all in memory of the device.
   virtual void gradient_factor(kernels::GradientFactor& result, std::span<const double> sums,
                                double loss_scale, double clipping, Stream& stream) = 0;
+
+  // kernels::vocabulary_losses(); all in memory of the device.
+  virtual void vocabulary_losses(const kernels::VocabularyRows& rows, Stream& stream) = 0;
 
   // Signals between ranks, in pinned host memory that all of them map: no processor of the device
   // waits. `*flag = value`, seen after everything that the stream did before.
