@@ -1,5 +1,5 @@
-"""Spares memory in the training of long rows: a loss without logits, MLPs in pieces, checkpoints' inputs on the host.
-Imports of each no more than a model needs."""
+"""Spares memory in the training of long rows: a loss without logits, MLPs and norms in pieces, checkpoints' inputs on
+the host. Imports of each no more than a model needs."""
 
 import weakref
 from contextlib import ExitStack
@@ -22,9 +22,10 @@ class SparedMemory:
         mlps = [module for module in modules if type(module).__name__.endswith(_MLPS)]
         self._before = ExitStack()
         if mlps and config.mlp_piece != 0:
-            from .mlp_pieces import MlpPieces
+            from .module_pieces import MlpPieces, NormPieces
 
             self._before.callback(MlpPieces(mlps, config.mlp_piece).undo)
+            self._before.callback(NormPieces(modules, config.mlp_piece).undo)
         if config.loss != "plain":
             from ..tiles.vocabulary_loss import WholeHeads
 

@@ -21,6 +21,7 @@ constexpr std::int64_t kPiece = 8192;     // tokens, where the engine chooses
 constexpr double kLossOfLogit = 12;       // bytes: two of the model's dtype and two in fp32
 constexpr double kLossBlock = 512 << 20;  // logits of a block of tokens, which become gradients
 constexpr double kMlpTensors = 8;         // as wide as the MLP, in its forward and backward
+constexpr double kNormsShare = 32;        // of free memory, that a norm in one piece may take
 constexpr double kInputsInUse = 2;        // of layers: the one in backward, and the next
 
 Bytes rounded(double bytes) {
@@ -29,6 +30,11 @@ Bytes rounded(double bytes) {
 
 double number(std::int64_t value) {
   return static_cast<double>(value);
+}
+
+// In pieces a norm keeps its input in place of what it makes of it, and nothing in fp32.
+double bytes_kept(const Activations::Values& values, const ActivationBytes& found, double element) {
+  return found.norm_pieces ? values.computed * element : values.bytes(element);
 }
 
 // The widest moment of one layer's backward. That of the MLP comes before that of attention, whose
@@ -47,11 +53,12 @@ void add_layer(const Activations& model, const ActivationSettings& settings,
     exchanged += 4 * model.queries;
     if (model.key_heads < model.heads) exchanged += 2 * model.queries * element;
   }
-  exchanged = (exchanged - model.norm.bytes(element)) * tokens;
+  exchanged = (exchanged - bytes_kept(model.norm, found, element)) * tokens;
   double attention = 2 * model.hidden * element * tokens;  // the gradients of a block's two sums
   double mlp = 2 * model.mlp_width * element * tokens;     // gradients
   if (settings.checkpointing) {
-    attention += model.attention.bytes(element) * tokens;
+    attention += bytes_kept(model.attention, found, element) * tokens;
+    if (found.norm_pieces) attention -= model.hidden * element * tokens;  // a checkpoint's input
     mlp += model.mlp.bytes(element) * tokens;
   }
   if (found.mlp_piece > 0) mlp = kMlpTensors * model.mlp_width * element * number(found.mlp_piece);
@@ -118,10 +125,13 @@ ActivationBytes activation_bytes(const Activations& model, const ActivationSetti
   const bool large = kMlpTensors * model.mlp_width * element * tokens > free / 4;
   found.mlp_piece = settings.mlp_piece.value_or(large ? kPiece : 0);
   if (model.whole_mlp || found.mlp_piece >= found.tokens) found.mlp_piece = 0;
+  const bool large_norm = model.hidden * (4 + element) * tokens > free / kNormsShare;
+  found.norm_pieces = model.norm.in_fp32 > 0 && settings.mlp_piece.value_or(1) != 0 &&
+                      (settings.mlp_piece || large_norm);
   double of_layer = model.hidden * element * tokens;
   double layers = model.layers;
   if (!settings.checkpointing) {
-    of_layer = model.attention.bytes(element) * tokens;
+    of_layer = bytes_kept(model.attention, found, element) * tokens;
     if (found.mlp_piece == 0) of_layer += model.mlp.bytes(element) * tokens;
   } else if (settings.on_gpu && settings.inputs != "device") {
     const double share = settings.inputs == "cpu" ? 0 : free / 4 / of_layer;
@@ -137,7 +147,7 @@ ActivationBytes activation_bytes(const Activations& model, const ActivationSetti
   const double weight = model.hidden * model.vocabulary;
   const double inputs = element * model.hidden * tokens;
   const double blocks = inputs + 4 * weight + std::max(kLossBlock, inputs + element * weight);
-  found.loss = rounded(model.norm.bytes(element) * tokens +
+  found.loss = rounded(bytes_kept(model.norm, found, element) * tokens +
                        (found.fused ? std::min(logits, blocks) : logits));
   add_layer(model, settings, found);
   return found;

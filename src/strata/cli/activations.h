@@ -38,7 +38,7 @@ struct Activations {
   double vocabulary = 0;
   Values attention;  // that a block keeps until backward, its norms included
   Values mlp;        // likewise
-  Values norm;       // the last one, with the input of the head
+  Values norm;       // the last one, with the input of the head; RMS norms keep values in fp32
 };
 
 constexpr std::int64_t kSeqMax = 100'000'000;  // tokens of a row
@@ -68,6 +68,7 @@ struct ActivationBytes {
   Bytes attention;  // of this layer, and all but its MLP
   bool fused = false;
   std::int64_t mlp_piece = 0;  // tokens; 0: all
+  bool norm_pieces = false;    // norms keep their inputs alone
 
   bool in_loss() const { return loss > mlp + attention; }  // is the peak
   Bytes total() const { return kept + (in_loss() ? loss : mlp + attention); }

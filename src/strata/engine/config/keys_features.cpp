@@ -213,9 +213,10 @@ strata section | Strata's own settings
     from all logits (plain), or a block of the vocabulary at a time (fused), which holds no logits
     unless a script asks for them; auto: fused on a GPU where logits and loss would take more than
     half of its free memory
-.mlp_piece integer(>= 0) | tokens that an MLP of a decoder computes at a time in training; less memory
-    for long rows, and no more work where blocks are checkpointed; null or "auto": all on CPU ranks,
-    and on a GPU where they take less than a quarter of its free memory; 0: all
+.mlp_piece integer(>= 0) | tokens that an MLP or an RMS norm of a decoder computes at a time in
+    training; less memory for long rows, and no more work of MLPs where blocks are checkpointed; null
+    or "auto": all on CPU ranks, and on a GPU where an MLP takes less than a quarter of its free
+    memory, and a norm less than a 32nd; 0: all
 .activations section | inputs of checkpointed blocks, which stay from forward to backward
 ..device choice(auto|cpu|device) = "auto" | where they stay: on the model's device, or on the host (cpu),
     copied beside the computation; auto: on the host for the blocks whose inputs would take more

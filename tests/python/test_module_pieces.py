@@ -1,4 +1,4 @@
-"""MLPs of transformers' models in pieces of the sequence (strata.mlp_piece)."""
+"""MLPs and norms of transformers' models in pieces of the sequence (strata.mlp_piece)."""
 
 import copy
 import pickle
@@ -10,7 +10,7 @@ from devices import test_device
 from ranks import run_ranks
 from sequence_models import make_model, rows_of
 from strata.model import free_memory
-from strata.sequence.mlp_pieces import MlpPieces
+from strata.sequence.module_pieces import MlpPieces, NormPieces
 from torch import nn
 
 
@@ -79,7 +79,7 @@ def test_adapters_within_mlps_train():
 
 
 def test_auto_takes_pieces_of_what_does_not_fit(monkeypatch):
-    monkeypatch.setattr("strata.sequence.mlp_pieces._TOKENS", 6)
+    monkeypatch.setattr("strata.sequence.module_pieces._TOKENS", 6)
     need = 8 * 48 * 4 * 32  # bytes of the tensors of one MLP for 32 tokens
     for free, longest in ((4 * need, 16), (4 * need - 4, 6), (None, 16)):
         monkeypatch.setattr(free_memory, "free_bytes", lambda device, free=free: free)
@@ -100,7 +100,7 @@ def test_mlps_that_drop_out_stay_whole_and_models_are_as_before_afterwards():
     x = torch.ones(1, 16, 32, device=test_device())
     assert copied.model.layers[0].mlp(x).shape == x.shape
     mlp.add_module("dropout", torch.nn.Dropout(0.5))
-    assert strata.sequence.mlp_pieces._inner_width(mlp) is None
+    assert strata.sequence.module_pieces._inner_width(mlp) is None
 
 
 def _compiled():
@@ -162,3 +162,57 @@ def test_mlps_with_pieces_are_pickled_as_plain_ones():
     x = torch.ones(1, 16, 32)
     torch.testing.assert_close(again(x), mlp(x))
     pieces.undo()
+
+
+def _norm_results(norm, x, gradient):
+    """The result, gradients of x and weight, and the numbers that autograd keeps."""
+    kept = []
+    norm.weight.grad, x.grad = None, None
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        found = norm(x)
+    found.backward(gradient)
+    return found.detach(), x.grad, norm.weight.grad, sum(t.numel() * t.itemsize for t in kept)
+
+
+@pytest.mark.parametrize("name, dtype", [("qwen3", torch.bfloat16), ("qwen3", torch.float32),
+                                         ("soft caps", torch.bfloat16)])  # fmt: skip
+def test_a_norm_in_pieces_keeps_its_input_alone(name, dtype):
+    model = make_model(name).to(test_device(), dtype)
+    for norm, shape in ((model.model.layers[0].input_layernorm, (2, 16, 32)),
+                        (getattr(model.model.layers[0].self_attn, "q_norm", model.model.norm), None)):  # fmt: skip
+        shape = shape or (2, 16, 3, norm.weight.numel())
+        x = torch.randn(shape, device=test_device(), dtype=dtype).requires_grad_()
+        gradient = torch.randn(shape, device=test_device(), dtype=dtype)
+        *wanted, before = _norm_results(norm, x, gradient)
+        for tokens in (5, 32, None):  # of 2 x 16
+            pieces = NormPieces([norm], tokens)
+            *found, kept = _norm_results(norm, x, gradient)
+            pieces.undo()
+            assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
+            assert (found[2] - wanted[2]).abs().max() <= 4 * torch.finfo(dtype).eps * wanted[2].abs().max()
+            in_pieces = tokens == 5
+            assert kept == (x.numel() * x.itemsize if in_pieces else before)
+
+
+def test_norms_that_are_not_only_a_weight_stay_whole():
+    model = make_model("llama")
+    norm = model.model.norm
+    norm.scale = nn.Parameter(torch.ones(1))
+    strange = StrangeMLP()
+    for left in (norm, strange, nn.LayerNorm(8)):
+        NormPieces([left], 4)
+        assert "_strata_pieces" not in vars(left)
+
+
+def _agrees_in_norms(name):
+    """The tests above count calls within MLPs; here it is the norms of heads."""
+    engine, losses = _engine(5, name=name, checkpointed=True), []
+    norms = [m for m in engine.module.modules() if type(m).__name__.endswith("RMSNorm")]
+    assert norms and all("_strata_pieces" in vars(norm) for norm in norms)
+    engine.destroy()
+    assert not any("_strata_pieces" in vars(norm) for norm in norms)
+    _agrees(3, name, True)
+
+
+def test_steps_with_norms_of_heads():
+    run_ranks(2, _agrees_in_norms, "qwen3")
