@@ -23,6 +23,8 @@ engine::UpdateRule rule_from(const std::string& name) {
   if (name == "none") return engine::UpdateRule::kNone;
   if (name == "adam") return engine::UpdateRule::kAdam;
   if (name == "adamw") return engine::UpdateRule::kAdamW;
+  if (name == "whole") return engine::UpdateRule::kWhole;
+  if (name == "together") return engine::UpdateRule::kTogether;
   STRATA_ASSERT(name == "external");
   return engine::UpdateRule::kExternal;
 }

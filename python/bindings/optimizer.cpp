@@ -7,6 +7,7 @@
 #include "bindings.h"
 #include "strata/base/thread_pool.h"
 #include "strata/engine/optimize/adam_optimizer.h"
+#include "strata/engine/unit/agreement.h"
 #include "strata/kernels/adam.h"
 #include "strata/offload/state_store.h"
 #include "strata/torch/base/placement.h"
@@ -185,6 +186,24 @@ void set_update(ShardedModel& model, py::function update) {
   });
 }
 
+// Collective, between steps: `change` writes to the optimizer's parameters, and masters and weights
+// follow on every rank.
+void edit_masters(ShardedModel& model, const py::function& change) {
+  engine::Engine& engine = model.engine();
+  engine.require_intact_weights();
+  engine.state_offload().require_all("changing the weights by the optimizer");
+  engine.finish_step();
+  engine.gatherer().invalidate(engine::Changed::kAll);
+  engine.collectives().barrier();  // now no rank reads this rank's shard
+  external(model).edit([&] {
+    engine::agree_after(engine.collectives(), "changing the weights by the optimizer", [&] {
+      const py::gil_scoped_acquire acquire;
+      change();
+    });
+  });
+  engine.weights_changed();
+}
+
 // Runs a Python function that moves states; its error about missing memory becomes Strata's.
 template <typename Call>
 void moving_states(Call&& call) {
@@ -284,6 +303,14 @@ void bind_states(py::module_& module) {
         return StateValues(model, param).joined(mine);
       },
       unlocked);
+  // Gives every rank a whole state that one rank's Python keeps; None if none has it.
+  module.def(
+      "share_state",
+      [](ShardedModel& model, int param, const std::optional<at::Tensor>& mine) {
+        return StateValues(model, param).of_owner(mine);
+      },
+      unlocked);
+  module.def("edit_masters", &edit_masters, unlocked);
   module.def(
       "zero_gradients", [](ShardedModel& model, bool keep) { model.passes().zero_gradients(keep); },
       unlocked);

@@ -207,8 +207,10 @@ def _load_client(optimizer, core, pairs):
                 continue
             values = {}
             for key, value in kept.items():
-                parts = member.parts_of(key, value, *place)
-                if parts is not None:
+                parts = None if optimizer.takes_whole else member.parts_of(key, value, *place)
+                if optimizer.takes_whole and states.is_by_element(index, value):
+                    values[key] = value.detach().to(lent[index].device, copy=True)
+                elif parts is not None:
                     part = parts[position].to(lent[index].device)
                     values[key] = states.from_own(index, part if part.numel() else None)
                 elif isinstance(value, torch.Tensor):

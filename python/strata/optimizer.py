@@ -1,5 +1,6 @@
 """The optimizer that ``initialize`` returns: hyper-parameters for the user, the update in the engine."""
 
+import functools
 import inspect
 import json
 import types
@@ -17,8 +18,6 @@ from .rank_logging import logger
 
 def send_calls_to(sharded, client):
     """Lets scripts call ``step()`` and ``zero_grad()`` of the optimizer that they gave to ``initialize``."""
-    if "step" in vars(client):
-        return  # a scheduler has wrapped step(), and checks that its wrapper is still there
     there, client_there = weakref.ref(sharded), weakref.ref(client)
 
     def sent(name):
@@ -30,7 +29,27 @@ def send_calls_to(sharded, client):
 
         return types.MethodType(method, weakref.proxy(client))  # schedulers can wrap it; the proxy avoids a cycle
 
-    client.step, client.zero_grad = sent("step"), sent("zero_grad")
+    for name in _MOVES:
+        if name in vars(type(sharded)):
+            setattr(client, name, sent(name))
+    if "step" not in vars(client):  # else a scheduler has wrapped it, and checks that its wrapper is still there
+        client.step, client.zero_grad = sent("step"), sent("zero_grad")
+
+
+_MOVES = ("train", "eval")  # of schedule-free optimizers: methods that change the weights
+
+
+def _moving(name):
+    def method(self):
+        move = functools.partial(getattr(type(self.inner), name), self.inner)
+        if self.trains():
+            self._engine().core.segment_states.edit(move)
+        else:
+            move()
+
+    method.__name__ = name
+    method.__doc__ = f"``{name}()`` of the script's optimizer; the model's weights follow. Collective."
+    return method
 
 
 class _WithoutCompiler(torch.optim.Optimizer):
@@ -171,10 +190,9 @@ class ShardedOptimizer(_WithoutCompiler):
 
     def load_state_dict(self, state_dict):
         """Loads a result of ``state_dict()`` from this rank of a job with the same number of ranks, or whole states, of
-        a torch optimizer or of one rank. Collective only with a user's optimizer over whole parameters. The weights do
-        not change. Where weights in 16 bits equal the state's rounded masters before the next step, the engine's fp32
-        masters get the state's exact values. UsageError for parts of another rank, or of another number of ranks;
-        ValueError for other param groups."""
+        a torch optimizer or of one rank. The weights do not change. Where weights in 16 bits equal the state's rounded
+        masters before the next step, the engine's fp32 masters get the state's exact values. UsageError for parts of
+        another rank, or of another number of ranks; ValueError for other param groups."""
         if not self.trains():
             super().load_state_dict(state_dict)
             return
@@ -355,7 +373,8 @@ def _sharded(client, inner):
     """A ShardedOptimizer that is an instance of ``client``'s class, too, with that object's attributes."""
     try:
         name, bases = f"Sharded{type(client).__name__}", (ShardedOptimizer, type(client))
-        cls = type(name, bases, {"__doc__": type(client).__doc__})
+        moves = [move for move in _MOVES if inner is not None and callable(getattr(type(client), move, None))]
+        cls = type(name, bases, {"__doc__": type(client).__doc__, **{move: _moving(move) for move in moves}})
         sharded = cls.__new__(cls)
     except TypeError:  # a class that cannot be inherited from
         return ShardedOptimizer(client.param_groups, client.defaults, inner)

@@ -50,13 +50,13 @@ def _read(param, optim_state_key, whole):
     outside = _kept_outside(core, name)
     if outside is not None:
         _wait_for(core)
-        first, last = _C.state_range(core, index)
+        first, last = outside.range(index)
         values = outside.part(index, name)
         if values is not None:
             values = values.to(core.device, torch.float32, copy=True)
         elif first == last and outside.has(name):  # this rank owns no element of it
             values = torch.empty(0, device=core.device)
-        values = _C.join_state(core, index, values) if whole else values
+        values = outside.joined(index, values) if whole else values
     else:
         values = _C.read_state(core, index, name, whole)
     return shaped(core, index, values) if values is not None and whole else values
@@ -83,7 +83,7 @@ def _write(param, value, optim_state_key, whole):
     if outside is None:
         is_set = _C.write_state(core, index, name, whole, flat)
     else:
-        first, last = _C.state_range(core, index)
+        first, last = outside.range(index)
         _require_part(core.parameter_name(index), flat, last - first, whole)
         _wait_for(core)
         is_set = outside.part(index, name) is not None or first == last

@@ -57,8 +57,8 @@ def initialize(args=None, model=None, optimizer=None, model_parameters=None, tra
         optimizer: None (the configuration's), a ``torch.optim.Optimizer`` over the model's parameters, or a callable
             that makes one from parameters. The engine's kernel computes AdamW and Adam, torch's or of
             ``strata.ops.adam``. Any other optimizer that updates element by element runs unchanged on the fp32
-            shards; this call tries whether it does. Others (Adafactor, Muon, LAMB) run on whole parameters at stage 0,
-            or on one rank.
+            shards; this call tries whether it does. Others (Adafactor, Muon, LAMB) run on whole parameters, each on
+            the rank that owns it; one that looks at all parameters at once (Prodigy) at stage 0 alone.
         model_parameters: the parameters or param groups of the configuration's optimizer; all trainable parameters
             when None.
         training_data: a ``torch.utils.data.Dataset``; ``dataloader`` loads it.
@@ -196,8 +196,8 @@ class StartUp:
         if self.rule == "external":
             from .client_optimizer import choose_parts  # only for an optimizer of the script's
 
-            choose_parts(self.sharded_optimizer, self.config, self.collectives.world_size,
-                         torch.device(self.runtime.device))
+            self.rule = choose_parts(self.sharded_optimizer, self.config, self.collectives.world_size,
+                                     torch.device(self.runtime.device))
 
     def make_engine(self):
         """Makes the engine, which takes the model over."""

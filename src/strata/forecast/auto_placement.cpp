@@ -60,7 +60,7 @@ class Search {
   void find_items() {
     using engine::UpdateRule;
     const bool ours = trainers_.rule == UpdateRule::kAdam || trainers_.rule == UpdateRule::kAdamW;
-    const bool foreign = trainers_.rule == UpdateRule::kExternal;
+    const bool foreign = is_external(trainers_.rule);
     for (std::size_t u = 0; u < units_.size(); ++u) {
       if (config_.offload.places_weights && !foreign && !units_[u].persistent)
         items_.push_back({u, false});

@@ -97,9 +97,11 @@ SavedShards plan_saved_shards(Engine& engine, const ShardStates& states,
     }
     for (const ExtraState& state : content.states) {
       const std::size_t tensor = tensor_of.at(static_cast<std::size_t>(state.param));
-      const auto [begin, end] = weights.owned_range(state.param);
-      if (tensor == kLeftOut || begin == end) continue;
       const plan::ParamSpec& param = weights.param(state.param);
+      const bool whole = state.numel == param.numel();
+      const auto [begin, end] =
+          whole ? std::pair(Numel(), state.numel) : weights.owned_range(state.param);
+      if (tensor == kLeftOut || begin == end) continue;
       const Numel first = param.known_first();
       add_part(kept, tensor, param.name, state.kind, state.dtype, first + begin, first + end)
           .memory = state.memory;

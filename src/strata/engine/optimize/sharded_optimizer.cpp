@@ -66,17 +66,23 @@ std::vector<int> OptimizerShards::order(std::span<const int> first) const {
 }
 
 std::unique_ptr<ShardedOptimizer> make_optimizer(UpdateRule rule, const EngineOptions& options,
-                                                 OptimizerShards& shards, device::Device& device,
+                                                 OptimizerShards& shards,
+                                                 comm::Collectives& collectives,
+                                                 device::Device& device,
                                                  offload::StateStore& states,
                                                  offload::LinkWatch& watch) {
   if (rule == UpdateRule::kNone) return nullptr;
-  if (rule == UpdateRule::kExternal && options.update_in_backward)
+  if (is_external(rule) && options.update_in_backward)
     throw ConfigError(
         "strata.update_at: \"backward\" is for Adam and AdamW of Strata, and this optimizer "
         "updates "
         "all parameters in its own step(); write \"step\"");
-  if (rule == UpdateRule::kExternal)
-    return std::make_unique<ExternalOptimizer>(shards, device, watch);
+  if (is_external(rule)) {
+    auto external = std::make_unique<ExternalOptimizer>(shards, device, watch);
+    if (rule != UpdateRule::kExternal)
+      external->take_whole(collectives, options.name, rule == UpdateRule::kTogether);
+    return external;
+  }
   return std::make_unique<AdamOptimizer>(shards, device, states, rule == UpdateRule::kAdamW,
                                          options, watch);
 }

@@ -119,10 +119,12 @@ class ShardedOptimizer : public Interface {
   virtual void reload_states() = 0;
 };
 
-// Null where there is no rule. The optimizer notifies `watch` of copies between the host and the
-// device.
+// Null where there is no rule. Collective for a rule of whole parameters. The optimizer notifies
+// `watch` of copies between the host and the device.
 std::unique_ptr<ShardedOptimizer> make_optimizer(UpdateRule rule, const EngineOptions& options,
-                                                 OptimizerShards& shards, device::Device& device,
+                                                 OptimizerShards& shards,
+                                                 comm::Collectives& collectives,
+                                                 device::Device& device,
                                                  offload::StateStore& states,
                                                  offload::LinkWatch& watch);
 

@@ -278,6 +278,22 @@ std::optional<at::Tensor> StateValues::joined(const std::optional<at::Tensor>& m
   return join(mine ? *mine : at::empty({0}, options));
 }
 
+std::optional<at::Tensor> StateValues::of_owner(const std::optional<at::Tensor>& mine) {
+  const std::int64_t numel = engine_.weights().slot_of(param_).numel.value;
+  if (mine) require_numel(*mine, numel, engine_.weights().param(param_).name);
+  finish_queued();
+  comm::Collectives& collectives = engine_.collectives();
+  double owner = mine ? collectives.rank() : collectives.world_size();
+  collectives.all_reduce({&owner, 1}, comm::ReduceOp::kMin);
+  if (owner == collectives.world_size()) return std::nullopt;
+  at::Tensor all = at::empty({numel}, at::TensorOptions(at::kFloat).device(model_.place()));
+  if (mine) all.copy_(*mine);
+  current_stream(model_.place()).synchronize();
+  collectives.broadcast(mutable_bytes(all), static_cast<int>(owner));
+  engine_.device().compute_stream().synchronize();
+  return all;
+}
+
 at::Tensor StateValues::join(const at::Tensor& mine) {
   const engine::Weights& weights = engine_.weights();
   at::Tensor all = at::empty({weights.slot_of(param_).numel.value},

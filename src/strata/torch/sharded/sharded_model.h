@@ -164,6 +164,9 @@ class StateValues {
   // Joins a state that the caller keeps: `mine` is this rank's part. Collective; nullopt if a rank
   // lacks its part.
   std::optional<at::Tensor> joined(const std::optional<at::Tensor>& mine);
+  // Gives every rank the whole state that one of them keeps, in fp32; the others pass nothing.
+  // Collective; nullopt if none has it.
+  std::optional<at::Tensor> of_owner(const std::optional<at::Tensor>& mine);
   // Collective for masters, because the weights are updated from them. Returns false and does
   // nothing if there is no such state.
   bool set_part(std::string_view kind, const at::Tensor& values);
