@@ -63,6 +63,7 @@ class ShardedOptimizer(_WithoutCompiler):
     Attributes:
         members: [[torch.nn.Parameter]], the model's parameters in each param group; ``param_groups`` of an optimizer
             of the user's have its fp32 masters.
+        rules: {id(parameter): the name of its update rule}, of parameters that have another one than the optimizer.
         takes_whole: bool, whether the user's optimizer updates whole parameters, not parts of them.
         owed_masters: {index in the engine: fp32 values}, masters of a loaded state, until the next step.
         overflow: bool, whether the last step is known to have been skipped, because gradients were not finite. Does
@@ -75,7 +76,7 @@ class ShardedOptimizer(_WithoutCompiler):
 
     def __init__(self, param_groups, defaults, inner=None):
         self._model, self._engine = None, None
-        self.members, self.owed_masters = [], {}
+        self.members, self.owed_masters, self.rules = [], {}, {}
         # Keeps the dicts, so that they stay shared with their owner. Not super(): that may be the user's class.
         torch.optim.Optimizer.__init__(self, param_groups, defaults)
         self.inner = inner
@@ -346,8 +347,12 @@ def wrap_torch_optimizer(inner):
     exact = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam"}.get(kind)
     special = any(g.get("amsgrad") or g.get("maximize") or g.get("capturable") for g in inner.param_groups)
     decoupled = [bool(g.get("decoupled_weight_decay", exact == "adamw")) for g in inner.param_groups]
-    if exact and not special and len(set(decoupled)) == 1:
-        return _sharded(inner, None), "adamw" if decoupled[0] else "adam"
+    if exact and not special:
+        sharded = _sharded(inner, None)
+        rules = ["adamw" if is_decoupled else "adam" for is_decoupled in decoupled]
+        sharded.rules = {id(p): rule for g, rule in zip(inner.param_groups, rules) for p in g["params"]
+                         if rule != rules[0]}
+        return sharded, rules[0]
     return _sharded(inner, inner), "external"
 
 

@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <string>
 
-#include "strata/engine/optimize/adam_optimizer.h"
 #include "strata/engine/optimize/external_optimizer.h"
+#include "strata/engine/optimize/native_optimizer.h"
 #include "strata/engine/unit/agreement.h"
 
 namespace strata::engine {
@@ -77,8 +77,7 @@ std::unique_ptr<ShardedOptimizer> make_optimizer(UpdateRule rule, const EngineOp
         "all parameters in its own step(); write \"step\"");
   if (rule == UpdateRule::kExternal)
     return std::make_unique<ExternalOptimizer>(shards, device, watch);
-  return std::make_unique<AdamOptimizer>(shards, device, states, rule == UpdateRule::kAdamW,
-                                         options, watch);
+  return std::make_unique<NativeOptimizer>(shards, device, states, rule, options, watch);
 }
 
 void train_frozen(std::span<const int> params, Weights& weights, Reducer& reducer,

@@ -91,11 +91,10 @@ struct EngineOptions {
   int trace_steps = 3;  // that are in it
 };
 
-// The rule that updates the shards.
-enum class UpdateRule { kNone, kAdam, kAdamW, kExternal };
+using plan::UpdateRule;
 
 // The form of the masters that the rule needs. ConfigError for settings that do not fit it. A
-// user's optimizer sees fp32 masters; Adam and AdamW work on weights and remainders, or round.
+// user's optimizer sees fp32 masters; the engine's own work on weights and remainders, or round.
 inline plan::Masters masters_for(UpdateRule rule, const EngineOptions& options) {
   if (rule == UpdateRule::kExternal && options.rounds_masters)
     throw ConfigError(

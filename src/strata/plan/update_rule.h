@@ -1,0 +1,63 @@
+// The rules by which parameters are updated, and the states that each of them keeps for every
+// element of a parameter, by name. Pure functions; safe everywhere.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string_view>
+
+#include "strata/base/error.h"
+
+namespace strata::plan {
+
+enum class UpdateRule : std::uint8_t {
+  kNone,      // no optimizer
+  kAdam,      // with L2
+  kAdamW,     // with decoupled decay
+  kExternal,  // an optimizer of the user's, which keeps its states itself
+};
+
+// Names of states, as users and checkpoints know them.
+inline constexpr std::string_view kExpAvg = "exp_avg";
+inline constexpr std::string_view kExpAvgSq = "exp_avg_sq";
+
+struct RuleTraits {
+  UpdateRule rule = UpdateRule::kNone;
+  std::string_view name;
+  std::span<const std::string_view> states;  // that the engine keeps, in the order of their blocks
+};
+
+inline const RuleTraits& traits_of(UpdateRule rule) {
+  static constexpr std::string_view kMoments[] = {kExpAvg, kExpAvgSq};
+  static constexpr std::array<RuleTraits, 4> kRules{{{UpdateRule::kNone, "none", {}},
+                                                     {UpdateRule::kAdam, "adam", kMoments},
+                                                     {UpdateRule::kAdamW, "adamw", kMoments},
+                                                     {UpdateRule::kExternal, "external", {}}}};
+  return kRules[static_cast<std::size_t>(rule)];
+}
+
+inline std::span<const std::string_view> states_of(UpdateRule rule) {
+  return traits_of(rule).states;
+}
+
+// Whether kernels of the engine compute the update.
+inline bool is_native(UpdateRule rule) {
+  return rule != UpdateRule::kNone && rule != UpdateRule::kExternal;
+}
+
+inline UpdateRule rule_named(std::string_view name) {
+  for (const UpdateRule rule :
+       {UpdateRule::kNone, UpdateRule::kAdam, UpdateRule::kAdamW, UpdateRule::kExternal}) {
+    if (traits_of(rule).name == name) return rule;
+  }
+  STRATA_ASSERT(false);
+}
+
+// The rule of a parameter or unit: `own`, where it has one and the job's optimizer is native.
+inline UpdateRule rule_of(std::optional<UpdateRule> own, UpdateRule of_job) {
+  return is_native(of_job) ? own.value_or(of_job) : of_job;
+}
+
+}  // namespace strata::plan
