@@ -55,7 +55,8 @@ def memory_forecast(model, config, world_size, device="cuda", optimizer=None, mo
         rule = choose_parts(sharded_optimizer, parsed, world_size, torch.device(here))
     cut_parameters(tree, parsed, Budget.of_job(parsed, device, device_memory))
     try:
-        parameters = describe_parameters(tree, groups_of(sharded_optimizer))
+        parameters = describe_parameters(tree, groups_of(sharded_optimizer),
+                                         rules=getattr(sharded_optimizer, "rules", None))
         modules = describe_modules(tree)
         return _C.forecast_job(parameters, modules, parsed, rule, world_size, device == "cuda", ranks_per_host or 0,
                                tier, device_memory, host_memory)

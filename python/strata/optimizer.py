@@ -82,6 +82,7 @@ class ShardedOptimizer(_WithoutCompiler):
     Attributes:
         members: [[torch.nn.Parameter]], the model's parameters in each param group; ``param_groups`` of an optimizer
             of the user's have its fp32 masters.
+        rules: {id(parameter): the name of its update rule}, of parameters that have another one than the optimizer.
         takes_whole: bool, whether the user's optimizer updates whole parameters, not parts of them.
         owed_masters: {index in the engine: fp32 values}, masters of a loaded state, until the next step.
         overflow: bool, whether the last step is known to have been skipped, because gradients were not finite. Does
@@ -94,7 +95,7 @@ class ShardedOptimizer(_WithoutCompiler):
 
     def __init__(self, param_groups, defaults, inner=None):
         self._model, self._engine = None, None
-        self.members, self.owed_masters = [], {}
+        self.members, self.owed_masters, self.rules = [], {}, {}
         # Keeps the dicts, so that they stay shared with their owner. Not super(): that may be the user's class.
         torch.optim.Optimizer.__init__(self, param_groups, defaults)
         self.inner = inner
@@ -132,6 +133,10 @@ class ShardedOptimizer(_WithoutCompiler):
 
             run_on_shards(self, engine)
         here = weakref.ref(self)
+        if "muon" in self.rules.values():
+            from .muon import run_in  # only where it is asked for
+
+            run_in(engine, self)
         engine.core.on_trained(lambda indices: here() and here()._take_up(indices))
         client, self._client = self._client, None
         if client is not None:
@@ -229,6 +234,8 @@ class ShardedOptimizer(_WithoutCompiler):
         result = []
         for group in self.param_groups:
             beta1, beta2 = group.get("betas", (0.0, 0.0))
+            if group.get("use_muon"):
+                beta1 = group["momentum"]
             values = (group["lr"], beta1, beta2, group.get("eps", 0.0), group.get("weight_decay", 0.0))
             result.append((*(float(v) for v in values), bool(group.get("bias_correction", True))))
         return result
@@ -311,12 +318,16 @@ def log_left_out(parameters, groups, rank):
     return [parameter for _, parameter in left_out]
 
 
-def optimizer_from_config(config, parameters):
+def optimizer_from_config(config, parameters, tree):
     """(ShardedOptimizer, rule) for the ``optimizer`` section of a _C.Config, or (None, "none"). ``parameters``:
-    parameters or dicts of param groups, as torch.optim takes them."""
+    parameters or dicts of param groups, as torch.optim takes them, of the ``ModelTree`` ``tree``."""
     if config.optimizer is None:
         return None, "none"
     kind, torch_class, torch_params, adam = config.optimizer
+    if torch_class == "Muon":
+        from .muon import muon_from_config  # only where it is asked for
+
+        return wrap_torch_optimizer(muon_from_config(json.loads(torch_params), parameters, tree))
     if kind == "torch":
         inner = _class_named(torch_class)(parameters, **json.loads(torch_params))
         return wrap_torch_optimizer(inner)
@@ -360,12 +371,26 @@ def wrap_torch_optimizer(inner):
                             "give initialize() a new one")
     if adam_mode(inner) is not None:
         return _sharded(inner, None), adam_mode(inner)
+    if any("momentum" in group and ("use_muon" in group or "Muon" in type(inner).__name__)
+           for group in inner.param_groups):
+        from .muon import complete_groups, is_muon  # only where it is asked for
+
+        if is_muon(inner):
+            matrices = complete_groups(inner)
+            sharded = _sharded(inner, None)
+            sharded.matrices = matrices
+            sharded.rules = {id(p): "muon" for g in inner.param_groups if g["use_muon"] for p in g["params"]}
+            return sharded, "adamw"
     kind = getattr(type(inner), "_strata_likeness", type(inner))
     exact = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam"}.get(kind)
     special = any(g.get("amsgrad") or g.get("maximize") or g.get("capturable") for g in inner.param_groups)
     decoupled = [bool(g.get("decoupled_weight_decay", exact == "adamw")) for g in inner.param_groups]
-    if exact and not special and len(set(decoupled)) == 1:
-        return _sharded(inner, None), "adamw" if decoupled[0] else "adam"
+    if exact and not special:
+        sharded = _sharded(inner, None)
+        rules = ["adamw" if is_decoupled else "adam" for is_decoupled in decoupled]
+        sharded.rules = {id(p): rule for g, rule in zip(inner.param_groups, rules) for p in g["params"]
+                         if rule != rules[0]}
+        return sharded, rules[0]
     return _sharded(inner, inner), "external"
 
 

@@ -28,7 +28,7 @@ def safe_update_full_grad_vectorized(param_list, update_func):
             _write(param, update_func(gradient, param), "gradient", whole=True)
 
 
-_OURS = ("master", "gradient", "exp_avg", "exp_avg_sq")
+_OURS = ("master", "gradient")
 
 
 def _read(param, optim_state_key, whole):
@@ -103,10 +103,11 @@ def _require_part(name, value, numel, whole):
 def _kept_outside(core, name):
     """The ``SegmentStates`` that have ``name``; None where the engine itself has it."""
     outside = getattr(core, "segment_states", None)  # there where the user's optimizer updates the shards
-    if outside is not None and name not in _OURS[:2]:
+    if outside is not None and name not in _OURS:
         return outside
-    if name not in _OURS:
-        raise _C.UsageError(f"the optimizer state '{name}' cannot be read here; found are {', '.join(_OURS[2:])}")
+    names = _C.state_names(core)
+    if names and name not in (*_OURS, *names):
+        raise _C.UsageError(f"the optimizer state '{name}' cannot be read here; found are {', '.join(names)}")
     return None
 
 

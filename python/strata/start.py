@@ -254,7 +254,7 @@ def make_optimizer(config, tree, optimizer, model_parameters):
     trainable = (p for _, p in tree.parameters if p.requires_grad)
     parameters = list(trainable if model_parameters is None else model_parameters)
     if optimizer is None:
-        sharded, rule = optimizer_from_config(config, parameters)
+        sharded, rule = optimizer_from_config(config, parameters, tree)
         if sharded is not None:
             sharded.takes_unfrozen = model_parameters is None
         return sharded, rule

@@ -41,6 +41,25 @@ TEST(UnitPlan, ABlockIsOneUnitAndItsScopeCoversTheSubtree) {
   EXPECT_THAT(plan.unit_of_param, ElementsAre(0, 1, 2, 3));
 }
 
+TEST(UnitPlan, ParametersOfOneRuleShareAUnit) {
+  ModelBuilder b;
+  const int layers = b.list(0, "layers");
+  for (const char* name : {"0", "1"}) {
+    const int layer = b.block(layers, name, "Layer", 1000);
+    b.param(layer, "up", 1000);
+    const int norm = b.param(layer, "norm", 4);
+    b.params[static_cast<std::size_t>(norm)].rule = UpdateRule::kAdam;
+  }
+  const ModelPlan plan = plan_of(b);
+  EXPECT_THAT(names(plan), ElementsAre("layers.0", "layers.0:float32:adam", "layers.1",
+                                       "layers.1:float32:adam"));
+  EXPECT_EQ(plan.units[0].params.size(), 2U);
+  EXPECT_THAT(plan.units[1].params, ElementsAre(2));
+  EXPECT_EQ(plan.units[1].rule, UpdateRule::kAdam);
+  EXPECT_THAT(plan.scopes[0].units, ElementsAre(0, 1));
+  EXPECT_THAT(describe(b.params, plan), HasSubstr("updated by adam"));
+}
+
 TEST(UnitPlan, ABlockIsSplitByDTypeTrainabilityAndPersistence) {
   ModelBuilder b;
   const int layers = b.list(0, "layers");

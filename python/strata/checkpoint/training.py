@@ -158,9 +158,10 @@ def _log_differences(engine, checkpoint, buffers, strict, optimizer_states):
                                f" and {more} more, which are logged at level INFO" if more > 0 else "")
                 if more > 0:
                     logger.info("%s that are %s: %s", things, what, ", ".join(names))
-    if optimizer_states and engine.optimizer.inner is None and not {"exp_avg", "exp_avg_sq"} <= set(checkpoint.kinds):
-        if json.loads(checkpoint.training).get("global_steps"):
-            logger.warning("the checkpoint has no states of Adam; they begin at zero")
+    if optimizer_states and engine.optimizer.inner is None:
+        lacking = sorted(set(_C.state_names(engine.core)) - set(checkpoint.kinds))
+        if lacking and json.loads(checkpoint.training).get("global_steps"):
+            logger.warning("the checkpoint has no states %s of the optimizer; they begin at zero", ", ".join(lacking))
 
 
 # --- buffers and names ---

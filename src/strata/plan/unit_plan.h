@@ -1,10 +1,10 @@
 // Cuts a model into units (parameters that are gathered, reduced and updated together) and scopes
 // (the modules whose forward needs them). A block's parameters form one unit, split by dtype,
-// trainability, persistence and placement, and by size: gradients of a part can be reduced while
-// those of the next are computed, and buffers are smaller. Parameters outside blocks form units of
-// neighbours up to `unit_bytes`, with their owning modules as scopes; modules share such a unit
-// only up to `shared_numel`, so that a bound on what is gathered holds for models without blocks,
-// too.
+// trainability, persistence, placement and update rule, and by size: gradients of a part can be
+// reduced while those of the next are computed, and buffers are smaller. Parameters outside blocks
+// form units of neighbours up to `unit_bytes`, with their owning modules as scopes; modules share
+// such a unit only up to `shared_numel`, so that a bound on what is gathered holds for models
+// without blocks, too.
 //
 // One by one (`one_by_one`), a parameter is a unit by itself, and scopes are the innermost modules
 // that own parameters and are called. This gathers the least at once, in more gathers. Small
@@ -39,6 +39,7 @@ struct UnitSpec {
   bool trainable = true;
   bool persistent = false;  // small parameters that stay gathered
   Placement place{};        // of all of them
+  std::optional<UpdateRule> rule{};
   // For a tile, the number of modules that use it: each may bring a gradient in a pass. Else 0.
   int tile_uses = 0;
   bool tile() const { return tile_uses > 0; }

@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "strata/base/error.h"
-#include "strata/format/manifest.h"
 #include "strata/kernels/master_remainder.h"
 
 namespace strata::engine {
@@ -13,14 +12,10 @@ constexpr Bytes kScratchBytes = 4_MiB;
 
 using format::kValue;
 
-constexpr std::string_view kAllKinds[] = {kValue, kExpAvg, kExpAvgSq};
-
 }  // namespace
 
-const std::span<const std::string_view> ShardStates::kKinds = kAllKinds;
-
 ShardStates::ShardStates(Engine& engine)
-    : engine_(engine), adam_(dynamic_cast<AdamOptimizer*>(engine.optimizer())) {}
+    : engine_(engine), native_(dynamic_cast<NativeOptimizer*>(engine.optimizer())) {}
 
 ShardStates::~ShardStates() {
   try {
@@ -35,7 +30,7 @@ void ShardStates::settle() {
 }
 
 DType ShardStates::dtype_of(int unit, std::string_view kind) const {
-  if (kind != kValue) return adam_->states().moment_dtype(unit);
+  if (kind != kValue) return native_->states().dtype(unit);
   const Weights& weights = engine_.weights();
   const DType dtype = nth(weights.units(), unit).layout.dtype();
   const plan::MasterForm form = weights.master_form(unit);
@@ -73,7 +68,7 @@ void ShardStates::enqueue_read(int unit, std::string_view kind, Numel first, Num
     weights.masters().for_each(unit, first, first + numel, offload::Access::kRead, copy);
     return;
   }
-  const StateBlock block = adam_->states().moment_block(unit, kind);
+  const StateBlock block = native_->states().block(unit, kind);
   for_each_range(weights.states(), {&block, 1}, of.layout.shard(), first, first + numel,
                  offload::Access::kRead, copy);
 }
@@ -143,7 +138,7 @@ void ShardStates::enqueue_store(int param, std::string_view kind, Numel begin, N
   const Numel at = weights.slot_of(param).offset + low - shard_begin;
   const std::byte* first = source + bytes_of(low - begin, source_dtype).size();
   const DType dtype = dtype_of(unit.id, kind);
-  const StateBlock block = adam_->states().moment_block(unit.id, kind);
+  const StateBlock block = native_->states().block(unit.id, kind);
   for_each_range(weights.states(), {&block, 1}, unit.layout.shard(), at, at + (high - low),
                  offload::Access::kReadWrite, [&](const StateRange& range) {
                    write(range.wanted(dtype).data(), dtype,

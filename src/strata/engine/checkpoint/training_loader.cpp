@@ -9,7 +9,7 @@
 #include "strata/checkpoint/reader.h"
 #include "strata/engine/checkpoint/shard_states.h"
 #include "strata/engine/checkpoint/weight_loader.h"
-#include "strata/engine/optimize/adam_optimizer.h"
+#include "strata/engine/optimize/native_optimizer.h"
 #include "strata/engine/unit/agreement.h"
 #include "strata/format/safetensors.h"
 #include "strata/io/pending_range.h"
@@ -69,18 +69,18 @@ void add_entry(StateSources& all, const Weights& weights, int index, const Entry
   all.params.push_back(std::move(sources));
 }
 
-// Moments that the checkpoint does not have begin anew.
-void clear_moments(Engine& engine, const std::set<std::pair<int, std::string_view>>& stored) {
-  auto* const adam = dynamic_cast<AdamOptimizer*>(engine.optimizer());
+// States that the checkpoint does not have begin anew.
+void clear_states(Engine& engine, const std::set<std::pair<int, std::string_view>>& stored) {
+  auto* const native = dynamic_cast<NativeOptimizer*>(engine.optimizer());
   device::Device& device = engine.device();
   for (const Unit& unit : engine.weights().units()) {
-    if (adam == nullptr || !unit.trainable()) continue;
-    for (const std::string_view kind : {kExpAvg, kExpAvgSq}) {
+    if (native == nullptr || !unit.trainable()) continue;
+    for (const std::string_view kind : native->states().names(unit.id)) {
       const bool whole = std::ranges::all_of(unit.layout.slots(), [&](const plan::Slot& slot) {
         return stored.contains({slot.param, kind});
       });
       if (whole) continue;
-      const StateBlock block = adam->states().moment_block(unit.id, kind);
+      const StateBlock block = native->states().block(unit.id, kind);
       const Numel shard = unit.layout.shard();
       for_each_range(engine.weights().states(), {&block, 1}, shard, Numel(), shard,
                      offload::Access::kReadWrite, [&](const StateRange& range) {
@@ -151,7 +151,7 @@ void store(Engine& engine, const checkpoint::CheckpointFiles& files, const State
     if (sources.entries[i].target == nullptr)
       stored.emplace(sources.loaded[i].param, sources.entries[i].kind);
   }
-  if (request.states) clear_moments(engine, stored);
+  if (request.states) clear_states(engine, stored);
   ShardStates states(engine);
   device::Device& device = engine.device();
   const auto store_values = [&](std::size_t i, Numel begin, Numel numel, const std::byte* values,
@@ -228,13 +228,13 @@ std::string with_progress(std::string_view training, Engine& engine, const StepC
   json["skipped_steps"] = state.skipped_steps;
   json["loss_scale"] = state.loss_scale.scale;
   json["loss_scaler"] = state.loss_scale;
-  if (const auto* adam = dynamic_cast<AdamOptimizer*>(engine.optimizer())) {
+  if (const auto* native = dynamic_cast<NativeOptimizer*>(engine.optimizer())) {
     Json missed = Json::object();
     for (int p = 0; p < engine.weights().param_count(); ++p) {
-      const std::int64_t steps = adam->steps() - adam->states().steps_of(p);
+      const std::int64_t steps = native->steps() - native->states().steps_of(p);
       if (steps != 0) missed[engine.weights().param(p).known_name()] = steps;
     }
-    json["optimizer_steps"] = {{"all", adam->steps()}, {"missed", std::move(missed)}};
+    json["optimizer_steps"] = {{"all", native->steps()}, {"missed", std::move(missed)}};
   }
   return json.dump();
 }
@@ -253,8 +253,8 @@ void restore_progress(std::string_view training, StepControl& control, std::stri
 }
 
 void restore_optimizer_steps(std::string_view training, Engine& engine, std::string_view path) {
-  auto* const adam = dynamic_cast<AdamOptimizer*>(engine.optimizer());
-  if (adam == nullptr) return;
+  auto* const native = dynamic_cast<NativeOptimizer*>(engine.optimizer());
+  if (native == nullptr) return;
   reading(training, path, [&](const Json& json) {
     const Json steps = json.value("optimizer_steps", Json::object());
     const std::int64_t all = steps.value("all", json.value("global_steps", std::int64_t{0}));
@@ -263,7 +263,7 @@ void restore_optimizer_steps(std::string_view training, Engine& engine, std::str
     for (int p = 0; p < engine.weights().param_count(); ++p)
       by_param.push_back(all -
                          missed.value(engine.weights().param(p).known_name(), std::int64_t{0}));
-    adam->states().set_steps(all, by_param);
+    native->states().set_steps(all, by_param);
   });
 }
 

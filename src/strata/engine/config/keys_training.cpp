@@ -17,7 +17,7 @@ communication_data_type word(fp32|fp16|bf16) | element type in which gradients t
 steps_per_print count(> 0) | steps between two lines of progress; null or Infinity: none
 dataloader_drop_last flag = false | drop the last incomplete batch of training_data
 optimizer section | the optimizer that initialize builds
-.type text | Adam, AdamW, Lion, or an elementwise class of torch.optim
+.type text | Adam, AdamW, Muon, Lion, or an elementwise class of torch.optim
 .params params | parameters of the optimizer
 .legacy_fusion flag = false, hint | fused fp16 optimizer of old | Adam is always one fused pass
 scheduler section | the schedule of learning rates
@@ -180,6 +180,8 @@ zero_optimization section | the ZeRO stage, its buckets and its offload
     | units are found by block; see strata.wrap
 .stage3_use_all_reduce_for_fetch_params flag = false, hint | gather by all-reduce | gathers write in
     place into the flat buffer
+.save_muon_momentum_buffer_in_memory flag = false, hint | keep Muon's momentum off the drive | the
+    momentum rests where the states of offload_optimizer do
 .round_robin_gradients flag = false, hint | interleave ownership of gradients | every rank owns an
     equal slice of every unit
 .memory_efficient_linear flag = true, hint | gather the weight of a Linear again in backward |

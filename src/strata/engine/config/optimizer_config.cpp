@@ -19,12 +19,13 @@ namespace {
 using nlohmann::json;
 
 constexpr std::string_view kLion = "Lion";
+constexpr std::string_view kMuon = "Muon";
 
 // Classes of torch.optim, and Lion of strata.ops, whose update of an element needs that element's
-// state alone.
-constexpr std::array<std::string_view, 12> kElementwise{"Adam",     "AdamW",  "SGD",   "Adagrad",
-                                                        "Adadelta", "Adamax", "NAdam", "RAdam",
-                                                        "RMSprop",  "Rprop",  "ASGD",  kLion};
+// state alone; and Muon, of which the engine has its own.
+constexpr std::array<std::string_view, 13> kElementwise{
+    "Adam",  "AdamW",   "SGD",   "Adagrad", "Adadelta", "Adamax", "NAdam",
+    "RAdam", "RMSprop", "Rprop", "ASGD",    kLion,      kMuon};
 
 struct Unsupported {
   std::string_view names;  // in lower case: "muon|adafactor"
@@ -33,7 +34,7 @@ struct Unsupported {
 constexpr std::array<Unsupported, 9> kUnsupported{{
     {"lamb", "it needs the norm of whole layers"},
     {"onebitlamb|onebitadam|zerooneadam", "it compresses communication"},
-    {"muon|adafactor", "it needs whole matrices"},
+    {"adafactor", "pass torch.optim.Adafactor as optimizer= to initialize"},
     {"muadam|muadamw|musgd", "it needs the mup package's own groups"},
     {"lbfgs", "it needs closures and the whole gradient"},
     {"sparseadam", "it needs sparse gradients"},
@@ -64,6 +65,7 @@ std::string_view class_of(const std::string& type) {
 }
 
 std::string full_name(const std::string& torch_class) {
+  if (torch_class == kMuon) return "strata.ops.muon";
   return torch_class == kLion ? "strata.ops.lion" : "torch.optim." + torch_class;
 }
 
@@ -94,6 +96,61 @@ json torch_arguments(const std::string& torch_class, const json& params, ConfigF
     kept[name] = std::move(argument);
   }
   return kept;
+}
+
+constexpr std::array<std::string_view, 12> kMuonKeys{"lr",
+                                                     "muon_lr",
+                                                     "adam_lr",
+                                                     "momentum",
+                                                     "ns_method",
+                                                     "weight_decay",
+                                                     "betas",
+                                                     "eps",
+                                                     "adam_w_mode",
+                                                     "torch_adam",
+                                                     "fp32_optimizer_states",
+                                                     "per_head_muon"};
+
+// DeepSpeed's keys. AdamW updates what is no matrix, with decoupled decay and fp32 states.
+OptimizerConfig muon_optimizer(std::string type, json params, Settings* settings,
+                               ConfigFindings* remarks) {
+  for (const auto& [name, value] : params.items()) {
+    if (std::ranges::find(kMuonKeys, name) == kMuonKeys.end())
+      throw ConfigError(
+          "optimizer.params.{}: wanted a key of Muon: lr, muon_lr, adam_lr, momentum, ns_method, "
+          "weight_decay, betas, eps or per_head_muon (the nearest is \"{}\"); found {}",
+          name, nearest_of(name, kMuonKeys), shown(value));
+  }
+  const auto require = [&](const char* name, const auto& holds, std::string_view wanted) {
+    const auto found = params.find(name);
+    if (found == params.end()) return;
+    if (!holds(*found))
+      throw ConfigError("optimizer.params.{}: wanted {}; found {}", name, wanted, shown(*found));
+    const std::string path = join_path("optimizer.params", name);
+    remarks->findings.push_back({path, Verdict::kHonoured, shown(*found), "of Muon"});
+    params.erase(found);
+  };
+  // Both names stand for the same mathematics, of which the engine has one way.
+  require(
+      "ns_method", [](const json& v) { return v == "gram" || v == "standard"; },
+      "\"gram\" or \"standard\"");
+  require(
+      "adam_w_mode", [](const json& v) { return flag_in(v) == true; },
+      "true: what is no matrix decays apart from its gradient");
+  require(
+      "torch_adam", [](const json& v) { return flag_in(v).has_value(); }, "true or false");
+  require(
+      "fp32_optimizer_states", [](const json& v) { return flag_in(v) == true; }, "true");
+  const json arguments = torch_arguments(std::string(kMuon), params, remarks);
+  OptimizerConfig config{.type = std::move(type),
+                         .kind = OptimizerKind::kTorch,
+                         .adam = {.decoupled = true},
+                         .torch_class = std::string(kMuon),
+                         .torch_params = canonical_text(arguments),
+                         .in_own_kernel = true};
+  settings->set("optimizer.torch_class", config.torch_class);
+  settings->at("optimizer.torch_class");
+  return config;
 }
 
 OptimizerConfig torch_optimizer(std::string type, std::string torch_class, const json& params,
@@ -161,6 +218,7 @@ OptimizerConfig read_optimizer(Settings* settings, ConfigFindings* remarks) {
         fmt::format("optimizer.params.max_grad_norm: clipping is no parameter of the optimizer; "
                     "write \"gradient_clipping\": {0} at the top level; found {0}",
                     shown(*norm)));
+  if (name == kMuon) return muon_optimizer(type, params, settings, remarks);
   if (name != "Adam" && name != "AdamW")
     return torch_optimizer(type, std::string(name), params, settings, remarks);
   const bool decoupled = name == "AdamW" || flag_or(params, "adam_w_mode", true);

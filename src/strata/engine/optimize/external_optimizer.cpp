@@ -1,7 +1,6 @@
 #include "strata/engine/optimize/external_optimizer.h"
 
 #include <algorithm>
-#include <exception>
 
 #include "strata/base/error.h"
 #include "strata/engine/unit/agreement.h"
@@ -34,7 +33,8 @@ void ExternalOptimizer::take_whole(comm::Collectives& collectives, const std::st
                                    bool together) {
   if (collectives.shard_position().count == 1) return;  // this rank's parts are whole
   collectives_ = &collectives;
-  whole_.emplace(shards_, collectives, device_, name, together);
+  whole_.emplace(shards_, collectives, device_,
+                 WholeParameters::Options{.name = name, .together = together});
 }
 
 void ExternalOptimizer::prepare() {
@@ -59,7 +59,7 @@ void ExternalOptimizer::prepare() {
     for (const auto& [param, owned] : whole_->owned()) {
       const bool on_host = shards_.states_on_host(shards_.weights().unit_of(param));
       segments_.push_back(
-          {param, shards_.weights().param(param).group, owned.weight, false, on_host});
+          {param, shards_.weights().param(param).group, owned.weight(), false, on_host});
     }
   }
   prepared_ = true;
@@ -211,14 +211,22 @@ void ExternalOptimizer::bring_weights() {
   for (const OptimizerShards::UnitShard& shard : shards_.units()) {
     const Unit& unit = masters_.of(shard);
     masters_.read(unit);
-    if (whole_) whole_->bring(unit, masters_.values(unit), WholeParameters::Values::kWeights);
+    if (whole_)
+      whole_->bring(unit, std::as_bytes(masters_.values(unit)), WholeParameters::Values::kWeights);
   }
   await_far();
 }
 
 void ExternalOptimizer::take_back_all(const ExternalMasters::Skips& skips) {
   for (const OptimizerShards::UnitShard& shard : shards_.units()) {
-    if (whole_) whole_->send(masters_.of(shard), masters_.values(masters_.of(shard)), skips);
+    if (whole_) {
+      const std::span<float> masters = masters_.values(masters_.of(shard));
+      whole_->send(masters_.of(shard), [&](int param, Numel begin, std::span<const float> values) {
+        if (skips(param)) return;
+        device_.copy(std::as_writable_bytes(masters.subspan(begin.size(), values.size())),
+                     std::as_bytes(values), device_.compute_stream());
+      });
+    }
     masters_.take_back(shard, skips);
   }
 }
@@ -229,25 +237,14 @@ void ExternalOptimizer::update_whole(float scale) {
   bring_weights();
   for (const OptimizerShards::UnitShard& shard : shards_.units()) {
     const std::span<float> mine = scaled_gradient(masters_.of(shard), scale);
-    if (!mine.empty()) whole_->bring(masters_.of(shard), mine, WholeParameters::Values::kGradients);
+    if (mine.empty()) continue;
+    whole_->bring(masters_.of(shard), std::as_bytes(mine), WholeParameters::Values::kGradients);
   }
   await_far();
   std::vector<std::span<float>> lent;
   for (const auto& [param, owned] : whole_->owned())
-    lent.push_back(none(param) ? std::span<float>() : owned.gradient);
-  std::exception_ptr error;  // this rank throws its own
-  try {
-    update_(lent);
-  } catch (...) {
-    error = std::current_exception();
-  }
-  try {
-    agree_on_outcome(*collectives_, "updating the weights",
-                     error != nullptr ? failure_of(error) : Failure());
-  } catch (...) {
-    if (error == nullptr) throw;
-  }
-  if (error != nullptr) std::rethrow_exception(error);
+    lent.push_back(none(param) ? std::span<float>() : owned.gradient());
+  run_and_agree(*collectives_, "updating the weights", [&] { update_(lent); });
   take_back_all(none);
 }
 

@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <string>
 
-#include "strata/engine/optimize/adam_optimizer.h"
 #include "strata/engine/optimize/external_optimizer.h"
+#include "strata/engine/optimize/native_optimizer.h"
 #include "strata/engine/unit/agreement.h"
 
 namespace strata::engine {
@@ -72,19 +72,25 @@ std::unique_ptr<ShardedOptimizer> make_optimizer(UpdateRule rule, const EngineOp
                                                  offload::StateStore& states,
                                                  offload::LinkWatch& watch) {
   if (rule == UpdateRule::kNone) return nullptr;
-  if (is_external(rule) && options.update_in_backward)
+  if (plan::is_external(rule) && options.update_in_backward)
     throw ConfigError(
         "strata.update_at: \"backward\" is for Adam and AdamW of Strata, and this optimizer "
         "updates "
         "all parameters in its own step(); write \"step\"");
-  if (is_external(rule)) {
+  if (plan::is_external(rule)) {
     auto external = std::make_unique<ExternalOptimizer>(shards, device, watch);
     if (rule != UpdateRule::kExternal)
       external->take_whole(collectives, options.name, rule == UpdateRule::kTogether);
     return external;
   }
-  return std::make_unique<AdamOptimizer>(shards, device, states, rule == UpdateRule::kAdamW,
-                                         options, watch);
+  auto native = std::make_unique<NativeOptimizer>(shards, device, states, rule, options, watch);
+  const auto is_muon = [&](const Unit& unit) {
+    return plan::rule_of(unit.spec.rule, rule) == UpdateRule::kMuon;
+  };
+  if (std::ranges::any_of(shards.weights().units(), is_muon))
+    native->set_muon(std::make_unique<MuonUpdate>(shards, native->states(), states, collectives,
+                                                  device, options.name));
+  return native;
 }
 
 void train_frozen(std::span<const int> params, Weights& weights, Reducer& reducer,

@@ -32,17 +32,28 @@ namespace strata::engine {
 
 class WholeParameters : NonCopyable {
  public:
-  // Collective. `name`: of the engine, for memory that ranks share. `together`: the first rank of
-  // each group owns all.
+  struct Options {
+    std::string name;               // of memory that ranks share
+    DType dtype = DType::kFloat32;  // of what owners have: fp32, weights and gradients; or bf16,
+                                    // one kind of values, on the device
+    bool together = false;          // the first rank of each group owns all
+    std::function<bool(const Unit&)> takes = nullptr;  // the units; null: all that train
+  };
+  // Collective.
   WholeParameters(OptimizerShards& shards, comm::Collectives& collectives, device::Device& device,
-                  std::string name, bool together);
+                  Options options);
 
-  // A parameter that this rank owns. Both spans are as long as it, on the host if its states are.
+  // A parameter that this rank owns. Both are as long as it, on the host if its states are.
   struct Owned {
-    std::unique_ptr<device::Memory> weight_memory;
-    std::unique_ptr<device::Memory> gradient_memory;
-    std::span<float> weight;
-    std::span<float> gradient;
+    std::unique_ptr<device::Memory> memory;
+    std::unique_ptr<device::Memory> gradient_memory;  // null for bf16
+    std::span<std::byte> values;                      // its weights, or the one kind
+    std::span<std::byte> gradients;
+    std::span<float> weight() const { return floats_of(values); }
+    std::span<float> gradient() const { return floats_of(gradients); }
+    static std::span<float> floats_of(std::span<std::byte> bytes) {
+      return {reinterpret_cast<float*>(bytes.data()), bytes.size() / sizeof(float)};
+    }
   };
   // By parameter. Spans are valid until free().
   const std::map<int, Owned>& owned() const { return owned_; }
@@ -54,9 +65,12 @@ class WholeParameters : NonCopyable {
 
   enum class Values { kWeights, kGradients };
   // `mine`: the values of this rank's shard, which kernels can read.
-  void bring(const Unit& unit, std::span<const float> mine, Values values);
-  // The owners' weights go to the shards' masters, but for those of parameters that `skips`.
-  void send(const Unit& unit, std::span<float> masters, const std::function<bool(int)>& skips);
+  void bring(const Unit& unit, std::span<const std::byte> mine, Values values);
+  // The owners' values go to the shards: calls `take` with those of some elements of this rank's
+  // shard that belong to one parameter, the first of which is `begin` of the shard. Work that it
+  // queues on the compute stream may read them.
+  using Take = std::function<void(int param, Numel begin, std::span<const float> values)>;
+  void send(const Unit& unit, const Take& take);
 
  private:
   // Elements [begin, end) of every shard of a unit; in the buffer they are a slice each.
@@ -73,19 +87,20 @@ class WholeParameters : NonCopyable {
   void for_each_owned(
       const Unit& unit, const Window& window,
       const std::function<void(Owned& owned, Numel first, Numel at, Numel numel)>& work);
-  std::span<float> buffer(Numel begin, Numel numel) const {
-    return {reinterpret_cast<float*>(buffer_->local().data()) + begin.size(), numel.size()};
+  bool takes(const Unit& unit) const { return options_.takes == nullptr || options_.takes(unit); }
+  std::span<std::byte> part(std::span<std::byte> all, Numel begin, Numel numel) const {
+    return all.subspan(bytes_of(begin, options_.dtype).size(),
+                       bytes_of(numel, options_.dtype).size());
   }
-  void copy(std::span<float> target, std::span<const float> source) {
-    device_.copy(std::as_writable_bytes(target), std::as_bytes(source), device_.compute_stream());
+  void copy(std::span<std::byte> target, std::span<const std::byte> source) {
+    device_.copy(target, source, device_.compute_stream());
   }
 
   OptimizerShards& shards_;
   comm::Collectives& collectives_;
   device::Device& device_;
   comm::ShardPosition place_;
-  std::string name_;
-  bool together_;
+  Options options_;
   std::map<int, int> owner_;         // by parameter: a position in the shard group
   std::vector<std::int64_t> loads_;  // by position: elements that it owns
   std::map<int, Owned> owned_;

@@ -28,9 +28,8 @@ Bytes lease_of(std::span<const int> bits, Numel shard) {
 }
 
 // The bits that each block of states holds for one element.
-std::vector<int> bits_of_states(plan::MasterForm form, DType moment) {
-  const auto bits = static_cast<int>(size_of(moment).value) * 8;
-  std::vector<int> all = {bits, bits};
+std::vector<int> bits_of_states(plan::MasterForm form, std::size_t states, DType moment) {
+  std::vector<int> all(states, static_cast<int>(size_of(moment).value) * 8);
   if (form == plan::MasterForm::kFloat32) all.push_back(32);
   if (form == plan::MasterForm::kRemainder) all.insert(all.end(), {16, 1});
   return all;
@@ -66,8 +65,10 @@ void cap_staging(EngineOptions& options, std::span<const plan::ParamSpec> params
     const plan::MasterForm form = plan::master_form(unit, masters);
     const bool narrow = form == plan::MasterForm::kRounded;
     const DType moment = narrow ? options.moment_dtype : DType::kFloat32;
-    states.add(master_pages(form, layout.shard()) + pages(bytes_of(layout.shard(), moment)) * 2,
-               lease_of(bits_of_states(form, moment), layout.shard()));
+    const auto count = std::ssize(plan::states_of(plan::rule_of(unit.rule, rule)));
+    states.add(
+        master_pages(form, layout.shard()) + pages(bytes_of(layout.shard(), moment)) * count,
+        lease_of(bits_of_states(form, static_cast<std::size_t>(count), moment), layout.shard()));
   }
   // Weights and states share one arena evenly: each gets what either needs.
   const bool both = states.all > Bytes() && weights.all > Bytes();

@@ -91,21 +91,16 @@ struct EngineOptions {
   int trace_steps = 3;  // that are in it
 };
 
-// The rule that updates the shards. An optimizer of the user's (kExternal) may need whole
-// parameters (kWhole), or all of them in one place (kTogether).
-enum class UpdateRule { kNone, kAdam, kAdamW, kExternal, kWhole, kTogether };
-inline bool is_external(UpdateRule rule) {
-  return rule >= UpdateRule::kExternal;
-}
+using plan::UpdateRule;
 
 // The form of the masters that the rule needs. ConfigError for settings that do not fit it. A
-// user's optimizer sees fp32 masters; Adam and AdamW work on weights and remainders, or round.
+// user's optimizer sees fp32 masters; the engine's own work on weights and remainders, or round.
 inline plan::Masters masters_for(UpdateRule rule, const EngineOptions& options) {
-  if (is_external(rule) && options.rounds_masters)
+  if (plan::is_external(rule) && options.rounds_masters)
     throw ConfigError(
         "bf16.bf16_master_weights_and_grads: is for Adam and AdamW, which round what they compute "
         "themselves; remove the key, or take one of these; found another optimizer");
-  if (is_external(rule)) return plan::Masters::kFloat32;
+  if (plan::is_external(rule)) return plan::Masters::kFloat32;
   return options.rounds_masters ? plan::Masters::kRounded : plan::Masters::kRemainder;
 }
 

@@ -31,6 +31,7 @@ std::vector<plan::ParamSpec> param_specs(const ModelInput& input, const engine::
           "(requires_grad=False), or convert it before initialize(); it is of {}",
           spec.name, name_of(spec.dtype));
     spec.group = parameter.group;
+    spec.rule = parameter.rule;
     spec.channels_last = keeps_channels_last(parameter);
     specs.push_back(std::move(spec));
   }

@@ -77,9 +77,7 @@ plan::OptimizerNeeds needs_of(engine::UpdateRule rule, const engine::EngineOptio
   needs.state_dtype = options.moment_dtype;
   needs.states_tier = options.states.tier;
   needs.weights_tier = options.weights.tier;
-  // An external optimizer keeps its states itself.
-  const bool adam = rule == engine::UpdateRule::kAdam || rule == engine::UpdateRule::kAdamW;
-  needs.states_per_master = adam ? 2 : 0;
+  needs.rule = rule;
   return needs;
 }
 

@@ -1,9 +1,12 @@
-// The states of Adam for this rank's shards, and the arithmetic of an update of some elements: the
-// steps that count for each parameter, and the spans and scalars for the kernels, which are the
-// same for the device's and for the host's. Threads: one thread at a time. Ownership: borrows the
-// shards and the store. Errors: those of StateStore::add_all().
+// The states of the engine's own rules for this rank's shards, by name, and the arithmetic of an
+// update of some elements: the steps that count for each parameter, and the spans and scalars for
+// the kernels, which are the same for the device's and for the host's. Threads: one thread at a
+// time. Ownership: borrows the shards and the store. Errors: those of StateStore::add_all().
 #pragma once
 
+#include <fmt/core.h>
+
+#include <algorithm>
 #include <functional>
 #include <string_view>
 #include <vector>
@@ -15,16 +18,16 @@
 
 namespace strata::engine {
 
-// The names of its states.
-inline constexpr std::string_view kExpAvg = "exp_avg";
-inline constexpr std::string_view kExpAvgSq = "exp_avg_sq";
+using plan::kExpAvg;
+using plan::kExpAvgSq;
 
-class AdamStates {
+class NativeStates {
  public:
-  AdamStates(OptimizerShards& shards, offload::StateStore& store, bool decoupled, DType moments)
+  // `rule`: of units that have none of their own.
+  NativeStates(OptimizerShards& shards, offload::StateStore& store, UpdateRule rule, DType moments)
       : shards_(shards),
         store_(store),
-        decoupled_(decoupled),
+        rule_(rule),
         moments_(moments),
         missed_(static_cast<std::size_t>(shards.weights().param_count())) {}
 
@@ -36,13 +39,18 @@ class AdamStates {
     std::vector<offload::BlockSpec> blocks;
     for (const OptimizerShards::UnitShard& shard : shards) {
       const Unit& unit = nth(shards_.weights().units(), shard.unit);
-      const Bytes bytes = bytes_of(unit.layout.shard(), moment_dtype(shard.unit));
-      for (const char* const state : {".exp_avg", ".exp_avg_sq"})
-        blocks.push_back(
-            {unit.name() + state, bytes, memory::Kind::kOptimizerState, unit.spec.place.states});
+      const Bytes bytes = bytes_of(unit.layout.shard(), dtype(shard.unit));
+      for (const std::string_view state : names(shard.unit))
+        blocks.push_back({fmt::format("{}.{}", unit.name(), state), bytes,
+                          memory::Kind::kOptimizerState, unit.spec.place.states});
     }
     const std::vector<offload::BlockId> added = store_.add_all(std::move(blocks));
-    for (std::size_t i = 0; i < added.size(); i += 2) states_.push_back({added[i], added[i + 1]});
+    auto next = added.begin();
+    for (const OptimizerShards::UnitShard& shard : shards) {
+      const auto end = next + std::ssize(names(shard.unit));
+      states_.emplace_back(next, end);
+      next = end;
+    }
   }
 
   // Counts a step for all parameters, and then not for those that GradientShards leave out.
@@ -70,27 +78,38 @@ class AdamStates {
     for (std::size_t p = 0; p < by_param.size(); ++p) missed_[p] = all - by_param[p];
   }
 
-  DType moment_dtype(int unit) const {
+  UpdateRule rule(int unit) const {
+    return plan::rule_of(nth(shards_.weights().units(), unit).spec.rule, rule_);
+  }
+  // The states of a unit's elements, and their dtype.
+  std::span<const std::string_view> names(int unit) const { return plan::states_of(rule(unit)); }
+  DType dtype(int unit) const {
     return shards_.weights().master_form(unit) == plan::MasterForm::kRounded ? moments_
                                                                              : DType::kFloat32;
   }
-  StateBlock moment_block(int unit, std::string_view state) const {
+  // `state`: one of names().
+  StateBlock block(int unit, std::string_view state) const {
     STRATA_ASSERT(prepared());
-    const States& states = states_[shards_.index_of(unit)];
-    const auto bits = static_cast<int>(size_of(moment_dtype(unit)).value * 8);
-    return {state == kExpAvg ? states.exp_avg : states.exp_avg_sq, bits};
+    const auto all = names(unit);
+    const auto index = static_cast<std::size_t>(std::ranges::find(all, state) - all.begin());
+    STRATA_ASSERT(index < all.size());
+    return {states_[shards_.index_of(unit)][index],
+            static_cast<int>(size_of(dtype(unit)).value * 8)};
   }
-  // The blocks of a unit: those of its masters, and the moments.
+  // The blocks of a unit: those of its masters, and the states in the order of names().
   std::vector<StateBlock> blocks(int unit) const {
     std::vector<StateBlock> blocks = shards_.weights().masters().blocks(unit);
-    blocks.push_back(moment_block(unit, kExpAvg));
-    blocks.push_back(moment_block(unit, kExpAvgSq));
+    for (const std::string_view state : names(unit)) blocks.push_back(block(unit, state));
     return blocks;
+  }
+  // The bytes of one of its states.
+  Bytes bytes_of_state(const Unit& unit) const {
+    return bytes_of(unit.layout.shard(), dtype(unit.id));
   }
   // Masters are counted by plan: units whose values come from files have no memory for them yet.
   Bytes bytes_of_unit(const Unit& unit) const {
     const Numel numel = unit.layout.shard();
-    return bytes_of(numel, moment_dtype(unit.id)) * 2 +
+    return bytes_of_state(unit) * std::ssize(names(unit.id)) +
            plan::master_bytes(shards_.weights().master_form(unit.id), numel);
   }
 
@@ -135,52 +154,28 @@ class AdamStates {
       if (begin >= end) continue;
       STRATA_ASSERT(static_cast<std::size_t>(run.group) < groups.size());
       kernels::AdamScalars scalars = nth(groups, run.group);
-      scalars.decoupled = decoupled_;
+      scalars.decoupled = rule(unit.id) == UpdateRule::kAdamW;
       scalars.step = run.step;
       update(spans_of(unit, values, begin, end), scalars);
     }
   }
 
- private:
-  struct States {
-    offload::BlockId exp_avg = -1;
-    offload::BlockId exp_avg_sq = -1;
-  };
-  // The spans of elements [begin, end) of the shard.
-  kernels::AdamSpans spans_of(const Unit& unit, const Values& values, Numel begin,
-                              Numel end) const {
-    const StateRange& range = values.range;
+  // The weights of elements [begin, end) of the shard, in the piece, and their masters in the
+  // range, over blocks that begin with those of the masters.
+  kernels::AdamSpans weight_spans(const Unit& unit, const StateRange& range,
+                                  const WeightShards::Piece& piece, Numel begin, Numel end) const {
     const std::size_t numel = (end - begin).size();
     const std::size_t at = (begin - range.first).size();
-    const Numel in_piece = begin - values.piece.begin;
     std::byte* const weight =
-        values.piece.bytes.data() + bytes_of(in_piece, unit.layout.dtype()).size();
-    const auto floats = [&](std::size_t block) {
-      auto* const all = reinterpret_cast<float*>(range.bytes(block).data());
-      return std::span(all + at, numel);
-    };
+        piece.bytes.data() + bytes_of(begin - piece.begin, unit.layout.dtype()).size();
     const plan::MasterForm form = shards_.weights().master_form(unit.id);
     kernels::AdamSpans spans;
-    const std::byte* const gradient =
-        values.gradient + bytes_of(in_piece, values.gradient_dtype).size();
-    if (values.gradient_dtype == DType::kFloat32)
-      spans.gradient = {reinterpret_cast<const float*>(gradient), numel};
-    else
-      spans.gradient16 = {gradient, values.gradient_dtype, numel};
     if (form == plan::MasterForm::kRounded) spans.rounds_weight16 = true;
     // Runs begin where parameters do, at multiples of 256 bytes, and ranges at multiples of 8.
     if (form == plan::MasterForm::kRemainder)
       spans.remainder = MasterStates::remainder_in(range).from(at);
-    if (form == plan::MasterForm::kFloat32) spans.weight = floats(0);
+    if (form == plan::MasterForm::kFloat32) spans.weight = floats_in(range, 0, at, numel);
     if (form == plan::MasterForm::kShard) spans.weight = {reinterpret_cast<float*>(weight), numel};
-    const std::size_t first = range.leases.size() - 2;  // moments come last
-    if (moment_dtype(unit.id) == DType::kBFloat16) {
-      const std::size_t bytes = bytes_of(Numel(at), DType::kBFloat16).size();
-      spans.moments16 = {range.bytes(first).data() + bytes, range.bytes(first + 1).data() + bytes};
-    } else {
-      spans.exp_avg = floats(first);
-      spans.exp_avg_sq = floats(first + 1);
-    }
     if (size_of(unit.layout.dtype()) == 2_B) {
       spans.weight16 = weight;
       spans.weight16_dtype = unit.layout.dtype();
@@ -190,14 +185,44 @@ class AdamStates {
     return spans;
   }
 
+ private:
+  // The same, with states and gradient.
+  kernels::AdamSpans spans_of(const Unit& unit, const Values& values, Numel begin,
+                              Numel end) const {
+    const StateRange& range = values.range;
+    const std::size_t numel = (end - begin).size();
+    const std::size_t at = (begin - range.first).size();
+    kernels::AdamSpans spans = weight_spans(unit, range, values.piece, begin, end);
+    const std::byte* const gradient =
+        values.gradient + bytes_of(begin - values.piece.begin, values.gradient_dtype).size();
+    if (values.gradient_dtype == DType::kFloat32)
+      spans.gradient = {reinterpret_cast<const float*>(gradient), numel};
+    else
+      spans.gradient16 = {gradient, values.gradient_dtype, numel};
+    const std::size_t first = range.leases.size() - names(unit.id).size();  // states come last
+    if (dtype(unit.id) == DType::kBFloat16) {
+      const std::size_t bytes = bytes_of(Numel(at), DType::kBFloat16).size();
+      spans.moments16 = {range.bytes(first).data() + bytes, range.bytes(first + 1).data() + bytes};
+    } else {
+      spans.exp_avg = floats_in(range, first, at, numel);
+      spans.exp_avg_sq = floats_in(range, first + 1, at, numel);
+    }
+    return spans;
+  }
+  static std::span<float> floats_in(const StateRange& range, std::size_t block, std::size_t at,
+                                    std::size_t numel) {
+    return {reinterpret_cast<float*>(range.bytes(block).data()) + at, numel};
+  }
+
   OptimizerShards& shards_;
   offload::StateStore& store_;
-  bool decoupled_;
+  UpdateRule rule_;
   DType moments_;
   std::int64_t steps_ = 0;
   std::vector<std::int64_t> missed_;  // by parameter: steps that left it out
   std::vector<int> left_out_;         // parameters, of the last step
-  std::vector<States> states_;        // by index into shards_.units()
+  // By index into shards_.units(), in the order of names().
+  std::vector<std::vector<offload::BlockId>> states_;
 };
 
 }  // namespace strata::engine
