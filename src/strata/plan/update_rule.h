@@ -13,9 +13,10 @@
 namespace strata::plan {
 
 enum class UpdateRule : std::uint8_t {
-  kNone,      // no optimizer
-  kAdam,      // with L2
-  kAdamW,     // with decoupled decay
+  kNone,   // no optimizer
+  kAdam,   // with L2
+  kAdamW,  // with decoupled decay
+  kLion,
   kExternal,  // an optimizer of the user's, which keeps its states itself
 };
 
@@ -31,9 +32,11 @@ struct RuleTraits {
 
 inline const RuleTraits& traits_of(UpdateRule rule) {
   static constexpr std::string_view kMoments[] = {kExpAvg, kExpAvgSq};
-  static constexpr std::array<RuleTraits, 4> kRules{{{UpdateRule::kNone, "none", {}},
+  static constexpr std::string_view kMean[] = {kExpAvg};
+  static constexpr std::array<RuleTraits, 5> kRules{{{UpdateRule::kNone, "none", {}},
                                                      {UpdateRule::kAdam, "adam", kMoments},
                                                      {UpdateRule::kAdamW, "adamw", kMoments},
+                                                     {UpdateRule::kLion, "lion", kMean},
                                                      {UpdateRule::kExternal, "external", {}}}};
   return kRules[static_cast<std::size_t>(rule)];
 }
@@ -48,8 +51,8 @@ inline bool is_native(UpdateRule rule) {
 }
 
 inline UpdateRule rule_named(std::string_view name) {
-  for (const UpdateRule rule :
-       {UpdateRule::kNone, UpdateRule::kAdam, UpdateRule::kAdamW, UpdateRule::kExternal}) {
+  for (const UpdateRule rule : {UpdateRule::kNone, UpdateRule::kAdam, UpdateRule::kAdamW,
+                                UpdateRule::kLion, UpdateRule::kExternal}) {
     if (traits_of(rule).name == name) return rule;
   }
   STRATA_ASSERT(false);

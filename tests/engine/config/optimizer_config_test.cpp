@@ -21,7 +21,7 @@ TEST(OptimizerConfig, ReadsAdamW) {
   const Config c = parsed(optimizer("AdamW", R"({"lr": 3e-4, "betas": [0.8, 0.95], "eps": 1e-6,
                                                  "weight_decay": 0.1, "foreach": null})"));
   EXPECT_EQ(c.optimizer->kind, OptimizerKind::kAdam);
-  const kernels::AdamScalars& adam = c.optimizer->adam;
+  const kernels::UpdateScalars& adam = c.optimizer->adam;
   EXPECT_EQ(std::tuple(adam.lr, adam.beta1, adam.beta2, adam.eps, adam.weight_decay),
             std::tuple(3e-4, 0.8, 0.95, 1e-6, 0.1));
   EXPECT_TRUE(adam.decoupled);

@@ -143,18 +143,20 @@ class NativeStates {
     const std::byte* gradient = nullptr;
     DType gradient_dtype = DType::kFloat32;
   };
-  using Update = std::function<void(const kernels::AdamSpans&, const kernels::AdamScalars&)>;
+  using Update = std::function<void(const kernels::UpdateSpans&, const kernels::UpdateScalars&)>;
   // Calls `update` for each run of the piece. The scalars have no gradient_scale.
   void for_each_run(const Unit& unit, std::span<const Run> runs, const Values& values,
                     std::span<const GroupScalars> groups, const Update& update) const {
     const WeightShards::Piece& piece = values.piece;
+    const UpdateRule of_unit = rule(unit.id);
     for (const Run& run : runs) {
       const Numel begin = std::max(run.begin, piece.begin);
       const Numel end = std::min(run.end, piece.end);
       if (begin >= end) continue;
       STRATA_ASSERT(static_cast<std::size_t>(run.group) < groups.size());
-      kernels::AdamScalars scalars = nth(groups, run.group);
-      scalars.decoupled = rule(unit.id) == UpdateRule::kAdamW;
+      kernels::UpdateScalars scalars = nth(groups, run.group);
+      scalars.decoupled = of_unit != UpdateRule::kAdam;
+      if (of_unit == UpdateRule::kLion) scalars.formula = kernels::Formula::kLion;
       scalars.step = run.step;
       update(spans_of(unit, values, begin, end), scalars);
     }
@@ -162,8 +164,8 @@ class NativeStates {
 
  private:
   // The spans of elements [begin, end) of the shard.
-  kernels::AdamSpans spans_of(const Unit& unit, const Values& values, Numel begin,
-                              Numel end) const {
+  kernels::UpdateSpans spans_of(const Unit& unit, const Values& values, Numel begin,
+                                Numel end) const {
     const StateRange& range = values.range;
     const std::size_t numel = (end - begin).size();
     const std::size_t at = (begin - range.first).size();
@@ -175,7 +177,7 @@ class NativeStates {
       return std::span(all + at, numel);
     };
     const plan::MasterForm form = shards_.weights().master_form(unit.id);
-    kernels::AdamSpans spans;
+    kernels::UpdateSpans spans;
     const std::byte* const gradient =
         values.gradient + bytes_of(in_piece, values.gradient_dtype).size();
     if (values.gradient_dtype == DType::kFloat32)
@@ -188,13 +190,15 @@ class NativeStates {
       spans.remainder = MasterStates::remainder_in(range).from(at);
     if (form == plan::MasterForm::kFloat32) spans.weight = floats(0);
     if (form == plan::MasterForm::kShard) spans.weight = {reinterpret_cast<float*>(weight), numel};
-    const std::size_t first = range.leases.size() - names(unit.id).size();  // states come last
+    const std::size_t states = names(unit.id).size();
+    const std::size_t first = range.leases.size() - states;  // they come last
     if (dtype(unit.id) == DType::kBFloat16) {
       const std::size_t bytes = bytes_of(Numel(at), DType::kBFloat16).size();
-      spans.moments16 = {range.bytes(first).data() + bytes, range.bytes(first + 1).data() + bytes};
+      spans.moments16.exp_avg = range.bytes(first).data() + bytes;
+      if (states > 1) spans.moments16.exp_avg_sq = range.bytes(first + 1).data() + bytes;
     } else {
       spans.exp_avg = floats(first);
-      spans.exp_avg_sq = floats(first + 1);
+      if (states > 1) spans.exp_avg_sq = floats(first + 1);
     }
     if (size_of(unit.layout.dtype()) == 2_B) {
       spans.weight16 = weight;

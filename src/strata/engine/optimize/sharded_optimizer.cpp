@@ -72,9 +72,8 @@ std::unique_ptr<ShardedOptimizer> make_optimizer(UpdateRule rule, const EngineOp
   if (rule == UpdateRule::kNone) return nullptr;
   if (rule == UpdateRule::kExternal && options.update_in_backward)
     throw ConfigError(
-        "strata.update_at: \"backward\" is for Adam and AdamW of Strata, and this optimizer "
-        "updates "
-        "all parameters in its own step(); write \"step\"");
+        "strata.update_at: \"backward\" is for the rules of Strata (Adam, AdamW, Lion), and this "
+        "optimizer updates all parameters in its own step(); write \"step\"");
   if (rule == UpdateRule::kExternal)
     return std::make_unique<ExternalOptimizer>(shards, device, watch);
   return std::make_unique<NativeOptimizer>(shards, device, states, rule, options, watch);
