@@ -23,7 +23,7 @@ using torch::StateValues;
 // and are float32, bfloat16 or float16; both moments have the same dtype.
 using HostParameter = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, std::int64_t>;
 
-void check_adam_tensors(const HostParameter& parameter) {
+void check_update_tensors(const HostParameter& parameter) {
   const auto& [weight, gradient, exp_avg, exp_avg_sq, step] = parameter;
   if (exp_avg.scalar_type() != exp_avg_sq.scalar_type())
     throw UsageError("both moments of a parameter are of one type; found {} and {}",
@@ -106,7 +106,7 @@ class HostAdam {
   void step(const std::vector<HostParameter>& parameters, double lr, double beta1, double beta2,
             double eps, double weight_decay, bool decoupled, bool bias_correction) {
     const at::NoGradGuard no_graph;
-    std::ranges::for_each(parameters, check_adam_tensors);
+    std::ranges::for_each(parameters, check_update_tensors);
     const std::vector<AlignedTensors> aligned(parameters.begin(), parameters.end());
     std::vector<kernels::AdamTensor> tensors;
     for (const AlignedTensors& parameter : aligned) tensors.push_back(parameter.tensor());

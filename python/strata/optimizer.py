@@ -10,7 +10,8 @@ import torch
 
 from . import _C
 from .model.tiles import known_as
-from .ops.adam import DeepSpeedCPUAdam, FusedAdam, adam_mode
+from .native_rules import native_rule
+from .ops.adam import DeepSpeedCPUAdam, FusedAdam
 from .ops.elementwise import add_group_without_compiler
 from .optimizer_names import EngineStates, Inside, LossScale
 from .rank_logging import logger
@@ -362,15 +363,12 @@ def _class_named(name):
 
 
 def wrap_torch_optimizer(inner):
-    """(ShardedOptimizer, rule) for a torch.optim optimizer of the user. The engine's own one-pass kernel computes AdamW
-    and Adam without amsgrad or maximize, and those of ``strata.ops.adam``, with the hyper-parameters of the optimizer's
-    param groups. Any other optimizer runs itself: on the fp32 shards where it works element by element, else on whole
-    parameters."""
+    """(ShardedOptimizer, rule) for a torch.optim optimizer of the user. The engine's own kernels compute those that
+    ``native_rule`` knows, with the hyper-parameters of the optimizer's param groups. Any other optimizer runs itself:
+    on the fp32 shards where it works element by element, else on whole parameters."""
     if any(float(state.get("step", 1)) > 0 for state in inner.state.values()):
         raise _C.UsageError(f"the {type(inner).__name__} has taken steps already, and its state cannot be sharded; "
                             "give initialize() a new one")
-    if adam_mode(inner) is not None:
-        return _sharded(inner, None), adam_mode(inner)
     if any("momentum" in group and ("use_muon" in group or "Muon" in type(inner).__name__)
            for group in inner.param_groups):
         from .muon import complete_groups, is_muon  # only where it is asked for
@@ -381,16 +379,11 @@ def wrap_torch_optimizer(inner):
             sharded.matrices = matrices
             sharded.rules = {id(p): "muon" for g in inner.param_groups if g["use_muon"] for p in g["params"]}
             return sharded, "adamw"
-    kind = getattr(type(inner), "_strata_likeness", type(inner))
-    exact = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam"}.get(kind)
-    special = any(g.get("amsgrad") or g.get("maximize") or g.get("capturable") for g in inner.param_groups)
-    decoupled = [bool(g.get("decoupled_weight_decay", exact == "adamw")) for g in inner.param_groups]
-    if exact and not special:
+    native = native_rule(inner)
+    if native is not None:
         sharded = _sharded(inner, None)
-        rules = ["adamw" if is_decoupled else "adam" for is_decoupled in decoupled]
-        sharded.rules = {id(p): rule for g, rule in zip(inner.param_groups, rules) for p in g["params"]
-                         if rule != rules[0]}
-        return sharded, rules[0]
+        rule, sharded.rules = native
+        return sharded, rule
     return _sharded(inner, inner), "external"
 
 

@@ -404,3 +404,25 @@ def _experts():
 
 def test_fused_experts_are_trained_as_matrices_of_their_own():
     run_ranks(2, _experts)
+
+
+def _beside_other_settings():
+    """Updates in backward, reductions at the boundary, states that leave for a while: the bits are the same."""
+    rank, world = rank_and_world()
+    found = []
+    for more in ({}, {"update_at": "backward"}, {"reduce_at": "boundary"}, {"parks": True}):
+        parks = more.pop("parks", False)
+        config = _config(3, "bf16", strata={"max_live_bytes": 1, **more}, bf16={"check_grad_overflow": False})
+        engine = make_engine(make_model(), config)
+        for tokens in make_batches(3, world):
+            train_step(engine, tokens[rank])
+            if parks:
+                engine.offload_states()
+                engine.reload_states()
+        found.append(full_parameters(engine.module))
+        engine.destroy()
+    assert all(differences(values, found[0]) == [] for values in found)
+
+
+def test_other_settings_do_not_change_the_bits():
+    run_ranks(2, _beside_other_settings)

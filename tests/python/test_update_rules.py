@@ -6,6 +6,7 @@ import torch
 from comparison import compare
 from plain_torch import PlainTrainer, exact_square_roots
 from ranks import run_ranks
+from strata.ops.lion import DeepSpeedCPULion, FusedLion
 from tiny_models import (
     DTYPES, config_of, differences, full_parameters, make_batches, make_engine, make_model, rank_and_world, train_step,
 )
@@ -71,3 +72,41 @@ def _resumed(folder):
 
 def test_it_continues_from_a_checkpoint(tmp_path):
     run_ranks(2, _resumed, tmp_path)
+
+
+def _lion_of(parameters):
+    return DeepSpeedCPULion(parameters, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1)
+
+
+LION = {"type": "Lion", "params": {"lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.1}}
+
+
+def _lion(stages, dtype, place):
+    _, world = rank_and_world()
+    for stage in stages:
+        reference = PlainTrainer(make_model(), world, _lion_of, DTYPES[dtype], clipping=0.5,
+                                 loss_scale=256.0 if dtype == "fp16" else 1.0)
+        config = config_of(stage, dtype, optimizer=False, clipping=0.5, **PLACES[place]) | {"optimizer": LION}
+        compare(config, reference)
+
+
+@pytest.mark.parametrize(("dtype", "place"), [("fp32", "device"), ("bf16", "host"), ("fp16", "device")])
+def test_lion_has_the_bits_of_torchs_operations(dtype, place):
+    run_ranks(2, _lion, (0, 2, 3), dtype, place)
+
+
+def _lion_has_one_state():
+    model = make_model()
+    engine = make_engine(model, config_of(3, optimizer=False), optimizer=FusedLion(model.parameters(), lr=1e-3))
+    for tokens in make_batches(2, 1):
+        train_step(engine, tokens[0])
+    states = engine.optimizer.state_dict()["state"]
+    assert all(set(kept) == {"step", "exp_avg"} for kept in states.values()) and states
+    with pytest.raises(strata.UsageError, match="found are exp_avg$"):
+        strata.utils.safe_get_full_optimizer_state(model.one, "exp_avg_sq")
+    assert isinstance(engine.optimizer, FusedLion) and engine.optimizer.inner is None
+    engine.destroy()
+
+
+def test_an_object_of_lion_is_computed_by_the_engine():
+    run_ranks(1, _lion_has_one_state)

@@ -319,6 +319,19 @@ def test_states_are_read_set_parked_and_loaded():
     run_ranks(2, _states)
 
 
+def _unlike():
+    """Ranks that bring optimizers of different kinds."""
+    rank, _ = rank_and_world()
+    model = make_model()
+    rule = RULES["Lamb"] if rank == 1 else lambda p: torch.optim.AdamW(_filled(p))
+    with pytest.raises(strata.ConfigError, match="update rule = (adamw|whole)"):
+        make_engine(model, config_of(2, optimizer=False), optimizer=rule(model.parameters()))
+
+
+def test_ranks_with_different_rules_are_refused():
+    run_ranks(2, _unlike)
+
+
 class Failing(Lamb):
     def step(self, closure=None):
         if self.fails:

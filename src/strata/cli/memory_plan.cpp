@@ -163,6 +163,8 @@ class Planner {
       remark(fmt::format("what torch.optim.{} keeps of each parameter is not counted",
                          config.optimizer->torch_class));
       rule_ = engine::UpdateRule::kExternal;
+    } else if (config.optimizer->torch_class == "Lion") {
+      rule_ = engine::UpdateRule::kLion;
     } else if (!config.optimizer->adam.decoupled) {
       rule_ = engine::UpdateRule::kAdam;
     }

@@ -13,9 +13,10 @@
 namespace strata::plan {
 
 enum class UpdateRule : std::uint8_t {
-  kNone,      // no optimizer
-  kAdam,      // with L2
-  kAdamW,     // with decoupled decay
+  kNone,   // no optimizer
+  kAdam,   // with L2
+  kAdamW,  // with decoupled decay
+  kLion,
   kMuon,      // orthogonalized momentum of matrices; only beside a rule of the job
   kExternal,  // an optimizer of the user's, which keeps its states itself
   kWhole,     // the same, and it needs whole parameters
@@ -35,10 +36,12 @@ struct RuleTraits {
 
 inline const RuleTraits& traits_of(UpdateRule rule) {
   static constexpr std::string_view kMoments[] = {kExpAvg, kExpAvgSq};
+  static constexpr std::string_view kMean[] = {kExpAvg};
   static constexpr std::string_view kMomentum[] = {kMomentumBuffer};
-  static constexpr std::array<RuleTraits, 7> kRules{{{UpdateRule::kNone, "none", {}},
+  static constexpr std::array<RuleTraits, 8> kRules{{{UpdateRule::kNone, "none", {}},
                                                      {UpdateRule::kAdam, "adam", kMoments},
                                                      {UpdateRule::kAdamW, "adamw", kMoments},
+                                                     {UpdateRule::kLion, "lion", kMean},
                                                      {UpdateRule::kMuon, "muon", kMomentum},
                                                      {UpdateRule::kExternal, "external", {}},
                                                      {UpdateRule::kWhole, "whole", {}},
@@ -62,8 +65,8 @@ inline bool is_native(UpdateRule rule) {
 
 inline UpdateRule rule_named(std::string_view name) {
   for (const UpdateRule rule :
-       {UpdateRule::kNone, UpdateRule::kAdam, UpdateRule::kAdamW, UpdateRule::kMuon,
-        UpdateRule::kExternal, UpdateRule::kWhole, UpdateRule::kTogether}) {
+       {UpdateRule::kNone, UpdateRule::kAdam, UpdateRule::kAdamW, UpdateRule::kLion,
+        UpdateRule::kMuon, UpdateRule::kExternal, UpdateRule::kWhole, UpdateRule::kTogether}) {
     if (traits_of(rule).name == name) return rule;
   }
   STRATA_ASSERT(false);

@@ -21,7 +21,7 @@ TEST(OptimizerConfig, ReadsAdamW) {
   const Config c = parsed(optimizer("AdamW", R"({"lr": 3e-4, "betas": [0.8, 0.95], "eps": 1e-6,
                                                  "weight_decay": 0.1, "foreach": null})"));
   EXPECT_EQ(c.optimizer->kind, OptimizerKind::kAdam);
-  const kernels::AdamScalars& adam = c.optimizer->adam;
+  const kernels::UpdateScalars& adam = c.optimizer->adam;
   EXPECT_EQ(std::tuple(adam.lr, adam.beta1, adam.beta2, adam.eps, adam.weight_decay),
             std::tuple(3e-4, 0.8, 0.95, 1e-6, 0.1));
   EXPECT_TRUE(adam.decoupled);
@@ -90,6 +90,23 @@ TEST(OptimizerConfig, RefusesWhatCannotRunOnShards) {
             "another elementwise class of torch.optim; found \"Lamb\"");
   EXPECT_THAT(refusal_of(optimizer("LBFGS")), HasSubstr("not supported"));
   EXPECT_THAT(refusal_of(optimizer("Adafactor")), HasSubstr("pass torch.optim.Adafactor"));
+}
+
+TEST(OptimizerConfig, ReadsMuonByTheKeysOfDeepSpeed) {
+  const Config c = parsed(optimizer("muon", R"({"lr": 0.02, "adam_lr": "3e-4", "momentum": 0.9,
+      "betas": [0.9, 0.95], "ns_method": "gram", "torch_adam": false, "per_head_muon": true})"));
+  EXPECT_EQ(c.optimizer->torch_class, "Muon");
+  EXPECT_EQ(
+      c.optimizer->torch_params,
+      R"({"adam_lr":0.0003,"betas":[0.9,0.95],"lr":0.02,"momentum":0.9,"per_head_muon":true})");
+  EXPECT_THAT(refusal_of(optimizer("Muon", R"({"moment": 0.9})")),
+              HasSubstr("optimizer.params.moment: wanted a key of Muon"));
+  EXPECT_THAT(refusal_of(optimizer("Muon", R"({"ns_method": "svd"})")),
+              HasSubstr("optimizer.params.ns_method: wanted \"gram\" or \"standard\""));
+  EXPECT_THAT(refusal_of(optimizer("Muon", R"({"adam_w_mode": false})")),
+              HasSubstr("optimizer.params.adam_w_mode: wanted true"));
+  EXPECT_THAT(refusal_of(optimizer("Muon", R"({"fp32_optimizer_states": false})")),
+              HasSubstr("optimizer.params.fp32_optimizer_states: wanted true"));
 }
 
 TEST(OptimizerConfig, NamesTheNearestTypeAndParameter) {

@@ -10,8 +10,8 @@
 
 #include "engine/core/fake_model.h"
 #include "kernels/references.h"
-#include "strata/kernels/adam.h"
 #include "strata/kernels/grad_stats.h"
+#include "strata/kernels/update.h"
 
 namespace strata::engine::fake {
 
@@ -194,12 +194,12 @@ class ReferenceStep {
 
   void update(std::size_t p, std::span<const GroupScalars> groups, float scale) {
     const GroupScalars& group = groups[static_cast<std::size_t>(spec(p).group)];
-    kernels::AdamSpans spans;
+    kernels::UpdateSpans spans;
     spans.weight = masters_[p];
     spans.exp_avg = exp_avg_[p];
     spans.exp_avg_sq = exp_avg_sq_[p];
     spans.gradient = accumulated_[p];
-    kernels::AdamScalars scalars;
+    kernels::UpdateScalars scalars;
     scalars.lr = group.lr;
     scalars.beta1 = group.beta1;
     scalars.beta2 = group.beta2;
@@ -208,7 +208,7 @@ class ReferenceStep {
     scalars.decoupled = options_.decoupled;
     scalars.step = steps_[p];
     scalars.gradient_scale = scale;
-    kernels::adam_step_reference(spans, scalars);
+    kernels::update_reference(spans, scalars);
     weights_[p] = rounded(masters_[p], spec(p).dtype);
   }
 

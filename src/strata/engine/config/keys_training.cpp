@@ -180,8 +180,6 @@ zero_optimization section | the ZeRO stage, its buckets and its offload
     | units are found by block; see strata.wrap
 .stage3_use_all_reduce_for_fetch_params flag = false, hint | gather by all-reduce | gathers write in
     place into the flat buffer
-.save_muon_momentum_buffer_in_memory flag = false, hint | keep Muon's momentum off the drive | the
-    momentum rests where the states of offload_optimizer do
 .round_robin_gradients flag = false, hint | interleave ownership of gradients | every rank owns an
     equal slice of every unit
 .memory_efficient_linear flag = true, hint | gather the weight of a Linear again in backward |
@@ -192,8 +190,8 @@ zero_optimization section | the ZeRO stage, its buckets and its offload
     read anywhere is gathered on the spot
 .log_trace_cache_warnings flag = false, missed | warn when the fetch order changes | a changed order
     costs a late gather, nothing else
-.save_muon_momentum_buffer_in_memory flag = false, hint | keep Muon's momentum gathered | Muon is
-    not offered
+.save_muon_momentum_buffer_in_memory flag = false, hint | keep Muon's momentum off the drive | the
+    momentum rests where offload_optimizer says
 .legacy_stage1 flag = false, refused | the first implementation of stage 1 | write "stage": 1 alone
 .zenflow switch, refused | asynchronous updates of ZenFlow | remove the section
 .zero_quantized_weights flag = false, refused | gathers of quantised weights (ZeRO++) | write false

@@ -167,7 +167,7 @@ OptimizerConfig torch_optimizer(std::string type, std::string torch_class, const
                          .adam = {.decoupled = decoupled},
                          .torch_class = std::move(torch_class),
                          .torch_params = canonical_text(arguments),
-                         .in_own_kernel = adam && !special};
+                         .in_own_kernel = (adam && !special) || torch_class == kLion};
   settings->set("optimizer.torch_class", config.torch_class);
   settings->at("optimizer.torch_class");
   return config;

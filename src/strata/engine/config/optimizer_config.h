@@ -10,7 +10,7 @@
 
 #include "strata/engine/config/remarks.h"
 #include "strata/engine/schedule/schedule.h"
-#include "strata/kernels/adam.h"
+#include "strata/kernels/update.h"
 
 namespace strata::engine {
 
@@ -24,7 +24,7 @@ enum class OptimizerKind : std::uint8_t {
 struct OptimizerConfig {
   std::string type;  // as the configuration spells it
   OptimizerKind kind = OptimizerKind::kAdam;
-  kernels::AdamScalars adam;        // of a class of torch.optim `decoupled` alone
+  kernels::UpdateScalars adam;      // of a class of torch.optim `decoupled` alone
   std::string torch_class;          // "SGD"
   std::string torch_params = "{}";  // keyword arguments as JSON text
   // The engine's kernel computes the update. It does so for torch's Adam and AdamW, too, unless

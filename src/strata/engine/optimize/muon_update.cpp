@@ -46,20 +46,20 @@ void MuonUpdate::prepare() {
 void MuonUpdate::lerp(std::span<float> values, std::span<const float> to, double weight,
                       float scale) {
   const Numel numel(values.size());
-  kernels::AdamSpans spans;
+  kernels::UpdateSpans spans;
   spans.exp_avg = values;
   spans.gradient = to;
   spans.weight = scratch(1, numel);
   spans.exp_avg_sq = scratch(2, numel);
   zero(spans.weight);
   zero(spans.exp_avg_sq);
-  kernels::AdamScalars scalars;
+  kernels::UpdateScalars scalars;
   scalars.lr = 0.0;
   scalars.beta1 = 1.0 - weight;
   scalars.eps = 1.0;
   scalars.bias_correction = false;
   scalars.gradient_scale = scale;
-  device_.adam_step(spans, scalars, device_.compute_stream());
+  device_.update_step(spans, scalars, device_.compute_stream());
 }
 
 // The momentum of at most room_ elements goes on, and the owner's input goes to `target`.
@@ -140,6 +140,7 @@ void MuonUpdate::run(std::span<const GroupScalars> groups, float factor) {
   for (const OptimizerShards::UnitShard& shard : shards_.units()) {
     const Unit& unit = nth(shards_.weights().units(), shard.unit);
     if (!filled(unit)) continue;
+    if (unit.layout.dtype() == DType::kFloat64) shards_.weights().masters().adopt_written(unit.id);
     owners_.send(unit, [&](int param, Numel begin, std::span<const float> update) {
       if (shards_.gradients().left_out(param)) return;
       apply(unit, param, begin, update, nth(groups, shards_.weights().param(param).group));
@@ -164,13 +165,13 @@ void MuonUpdate::apply(const Unit& unit, int param, Numel begin, std::span<const
   const auto apply_piece = [&](const StateRange& range, const WeightShards::Piece& piece) {
     for (Numel at = piece.begin; at < piece.end; at += room_) {
       const Numel numel = std::min(room_, piece.end - at);
-      kernels::AdamSpans spans = states_.weight_spans(unit, range, piece, at, at + numel);
+      kernels::UpdateSpans spans = states_.weight_spans(unit, range, piece, at, at + numel);
       spans.gradient = update.subspan((at - begin).size(), numel.size());
       spans.exp_avg = scratch(1, numel);
       spans.exp_avg_sq = scratch(2, numel);
       zero(spans.exp_avg);
       zero(spans.exp_avg_sq);
-      device_.adam_step(spans, scalars, stream);
+      device_.update_step(spans, scalars, stream);
     }
     if (piece.lease != nullptr) piece.lease->used_in(stream);
   };

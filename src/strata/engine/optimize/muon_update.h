@@ -48,8 +48,13 @@ class MuonUpdate {
     params_ = std::move(params);
     orthogonalize_ = std::move(orthogonalize);
   }
-  // Takes the memory that steps use.
+  // Takes the memory that steps use; run() takes it again after free().
   void prepare();
+  void free() {
+    owners_.free();
+    scratch_.reset();
+    outgoing_.reset();
+  }
   // Collective. `factor`: of every gradient.
   void run(std::span<const GroupScalars> groups, float factor);
 

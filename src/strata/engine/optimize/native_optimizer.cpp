@@ -87,6 +87,7 @@ void NativeOptimizer::drop_lanes() {
   device_.compute_stream().synchronize();
   host_.reset();
   update_.reset();
+  if (muon_ != nullptr) muon_->free();
 }
 
 void NativeOptimizer::step(std::span<const GroupScalars> groups, const GradientScale& scale,
@@ -245,7 +246,7 @@ void NativeOptimizer::update(const Part& part, std::span<const GroupScalars> gro
     const std::byte* const from =
         gradient.values.data() + bytes_of(piece.begin, gradient.dtype).size();
     states_.for_each_run(unit, runs, {range, here, from, gradient.dtype}, groups,
-                         [&](kernels::AdamSpans spans, kernels::AdamScalars scalars) {
+                         [&](kernels::UpdateSpans spans, kernels::UpdateScalars scalars) {
                            if (part.on_host) {
                              on_host.push_back({spans, scalars});
                              return;
@@ -253,7 +254,7 @@ void NativeOptimizer::update(const Part& part, std::span<const GroupScalars> gro
                            spans.far = far.any();
                            scalars.gradient_scale = scale.value;
                            scalars.late_scale = scale.late;
-                           device_.adam_step(spans, scalars, stream);
+                           device_.update_step(spans, scalars, stream);
                          });
     if (part.on_host) host_->update(std::move(on_host));
     if (piece.lease != nullptr) piece.lease->used_in(stream);

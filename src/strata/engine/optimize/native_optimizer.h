@@ -1,11 +1,11 @@
 // The engine's own rules of update over this rank's shards: one pass for each run of parameters
 // whose update has the same scalars; it also writes the 16-bit weight. States are in the
 // StateStore. On a device that runs ahead, values that rest in host memory are updated in two
-// lanes, in streams of their own: kernels of the device reach them over the link, and the
-// processors of the host update other parts of them (host_lane.h). As in torch, each parameter
-// counts the steps in which it took part. Threads: one thread at a time. Errors: those of the
-// StateStore; a step that fails half-way leaves later units at their old values, so the caller must
-// not go on. throw_failure() throws those of the host's lane.
+// lanes, each in a stream: by the device, over the link, and by the host (host_lane.h). As in
+// torch, each parameter counts the steps in which it took part. MuonUpdate updates matrices.
+// Threads: one thread at a time. Errors: those of the StateStore; a step that fails half-way leaves
+// later units at their old values, so the caller must not go on. throw_failure() throws those of
+// the host's lane.
 #pragma once
 
 #include <map>
@@ -31,9 +31,8 @@ class NativeOptimizer final : public ShardedOptimizer {
   NativeOptimizer(OptimizerShards& shards, device::Device& device, offload::StateStore& states,
                   UpdateRule rule, const EngineOptions& options, offload::LinkWatch& watch);
   ~NativeOptimizer() override;
-  // Before anything else: some units have the rule kMuon.
-  void set_muon(std::unique_ptr<MuonUpdate> muon) { muon_ = std::move(muon); }
-  MuonUpdate* muon() { return muon_.get(); }  // null: there are none
+  void set_muon(std::unique_ptr<MuonUpdate> muon) { muon_ = std::move(muon); }  // before all else
+  MuonUpdate* muon() { return muon_.get(); }  // null: no unit has the rule kMuon
 
   void prepare() override {
     if (states_.prepared()) return;
@@ -101,7 +100,7 @@ class NativeOptimizer final : public ShardedOptimizer {
   UpdateLanes lanes_;
   NativeStates states_;
   StateCache cache_;
-  std::unique_ptr<MuonUpdate> muon_;  // null: no unit has its rule
+  std::unique_ptr<MuonUpdate> muon_;
   bool has_wide_weights_ = false;
   std::unique_ptr<device::Stream> update_;  // the device's lane; null: the compute stream
   std::unique_ptr<HostLane> host_;          // null: there is nothing for it

@@ -143,18 +143,20 @@ class NativeStates {
     const std::byte* gradient = nullptr;
     DType gradient_dtype = DType::kFloat32;
   };
-  using Update = std::function<void(const kernels::AdamSpans&, const kernels::AdamScalars&)>;
+  using Update = std::function<void(const kernels::UpdateSpans&, const kernels::UpdateScalars&)>;
   // Calls `update` for each run of the piece. The scalars have no gradient_scale.
   void for_each_run(const Unit& unit, std::span<const Run> runs, const Values& values,
                     std::span<const GroupScalars> groups, const Update& update) const {
     const WeightShards::Piece& piece = values.piece;
+    const UpdateRule of_unit = rule(unit.id);
     for (const Run& run : runs) {
       const Numel begin = std::max(run.begin, piece.begin);
       const Numel end = std::min(run.end, piece.end);
       if (begin >= end) continue;
       STRATA_ASSERT(static_cast<std::size_t>(run.group) < groups.size());
-      kernels::AdamScalars scalars = nth(groups, run.group);
-      scalars.decoupled = rule(unit.id) == UpdateRule::kAdamW;
+      kernels::UpdateScalars scalars = nth(groups, run.group);
+      scalars.decoupled = of_unit != UpdateRule::kAdam;
+      if (of_unit == UpdateRule::kLion) scalars.formula = kernels::Formula::kLion;
       scalars.step = run.step;
       update(spans_of(unit, values, begin, end), scalars);
     }
@@ -162,14 +164,15 @@ class NativeStates {
 
   // The weights of elements [begin, end) of the shard, in the piece, and their masters in the
   // range, over blocks that begin with those of the masters.
-  kernels::AdamSpans weight_spans(const Unit& unit, const StateRange& range,
-                                  const WeightShards::Piece& piece, Numel begin, Numel end) const {
+  kernels::UpdateSpans weight_spans(const Unit& unit, const StateRange& range,
+                                    const WeightShards::Piece& piece, Numel begin,
+                                    Numel end) const {
     const std::size_t numel = (end - begin).size();
     const std::size_t at = (begin - range.first).size();
     std::byte* const weight =
         piece.bytes.data() + bytes_of(begin - piece.begin, unit.layout.dtype()).size();
     const plan::MasterForm form = shards_.weights().master_form(unit.id);
-    kernels::AdamSpans spans;
+    kernels::UpdateSpans spans;
     if (form == plan::MasterForm::kRounded) spans.rounds_weight16 = true;
     // Runs begin where parameters do, at multiples of 256 bytes, and ranges at multiples of 8.
     if (form == plan::MasterForm::kRemainder)
@@ -187,25 +190,27 @@ class NativeStates {
 
  private:
   // The same, with states and gradient.
-  kernels::AdamSpans spans_of(const Unit& unit, const Values& values, Numel begin,
-                              Numel end) const {
+  kernels::UpdateSpans spans_of(const Unit& unit, const Values& values, Numel begin,
+                                Numel end) const {
     const StateRange& range = values.range;
     const std::size_t numel = (end - begin).size();
     const std::size_t at = (begin - range.first).size();
-    kernels::AdamSpans spans = weight_spans(unit, range, values.piece, begin, end);
+    kernels::UpdateSpans spans = weight_spans(unit, range, values.piece, begin, end);
     const std::byte* const gradient =
         values.gradient + bytes_of(begin - values.piece.begin, values.gradient_dtype).size();
     if (values.gradient_dtype == DType::kFloat32)
       spans.gradient = {reinterpret_cast<const float*>(gradient), numel};
     else
       spans.gradient16 = {gradient, values.gradient_dtype, numel};
-    const std::size_t first = range.leases.size() - names(unit.id).size();  // states come last
+    const std::size_t states = names(unit.id).size();
+    const std::size_t first = range.leases.size() - states;  // they come last
     if (dtype(unit.id) == DType::kBFloat16) {
       const std::size_t bytes = bytes_of(Numel(at), DType::kBFloat16).size();
-      spans.moments16 = {range.bytes(first).data() + bytes, range.bytes(first + 1).data() + bytes};
+      spans.moments16.exp_avg = range.bytes(first).data() + bytes;
+      if (states > 1) spans.moments16.exp_avg_sq = range.bytes(first + 1).data() + bytes;
     } else {
       spans.exp_avg = floats_in(range, first, at, numel);
-      spans.exp_avg_sq = floats_in(range, first + 1, at, numel);
+      if (states > 1) spans.exp_avg_sq = floats_in(range, first + 1, at, numel);
     }
     return spans;
   }

@@ -74,9 +74,8 @@ std::unique_ptr<ShardedOptimizer> make_optimizer(UpdateRule rule, const EngineOp
   if (rule == UpdateRule::kNone) return nullptr;
   if (plan::is_external(rule) && options.update_in_backward)
     throw ConfigError(
-        "strata.update_at: \"backward\" is for Adam and AdamW of Strata, and this optimizer "
-        "updates "
-        "all parameters in its own step(); write \"step\"");
+        "strata.update_at: \"backward\" is for the rules of Strata (Adam, AdamW, Lion), and this "
+        "optimizer updates all parameters in its own step(); write \"step\"");
   if (plan::is_external(rule)) {
     auto external = std::make_unique<ExternalOptimizer>(shards, device, watch);
     if (rule != UpdateRule::kExternal)

@@ -56,7 +56,7 @@ struct EngineOptions {
   }
   UpdateLanes lanes;
   // In the backward pass that ends a step units are updated one by one, as soon as their gradients
-  // are complete. Only without clipping and check_finite, for Adam and AdamW.
+  // are complete. Only without clipping and check_finite, for the engine's own rules.
   bool update_in_backward = false;
   // bf16 weights are updated in fp32 and rounded at each step, without any kept master. Then their
   // moments may be bf16, too.
@@ -98,7 +98,8 @@ using plan::UpdateRule;
 inline plan::Masters masters_for(UpdateRule rule, const EngineOptions& options) {
   if (plan::is_external(rule) && options.rounds_masters)
     throw ConfigError(
-        "bf16.bf16_master_weights_and_grads: is for Adam and AdamW, which round what they compute "
+        "bf16.bf16_master_weights_and_grads: is for Adam, AdamW and Lion, which round what they "
+        "compute "
         "themselves; remove the key, or take one of these; found another optimizer");
   if (plan::is_external(rule)) return plan::Masters::kFloat32;
   return options.rounds_masters ? plan::Masters::kRounded : plan::Masters::kRemainder;
