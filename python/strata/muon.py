@@ -55,10 +55,6 @@ def _is_hidden(name, owner, shape):
     return len(shape) in (2, 3) and min(shape[-2:]) > 1
 
 
-def _config_of(*modules):
-    return next((m.config for m in modules if getattr(m, "config", None) is not None), None)
-
-
 def _cuts(name, path, owner, parent, shape):
     """Rows of the matrices that lie in one: gate and up, or query, key and value; None: it is one."""
     last = path.rsplit(".", 1)[-1] if name == "weight" else name
@@ -69,7 +65,7 @@ def _cuts(name, path, owner, parent, shape):
             return [shape[-2] // 2] * 2
     if last == "in_proj_weight":
         return [shape[-2] // 3] * 3
-    config = _config_of(parent, owner) if parent is not None else None
+    config = getattr(parent, "config", None)
     if last == "qkv_proj" and config is not None:
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         rows = [size * config.num_attention_heads] + [size * config.num_key_value_heads] * 2
@@ -115,9 +111,9 @@ def is_muon(optimizer):
     if issubclass(kind, (Muon, *([torch.optim.Muon] if hasattr(torch.optim, "Muon") else []))):
         return True
     known = kind.__name__ in ("Muon", "SingleDeviceMuon", "MuonWithAuxAdam", "SingleDeviceMuonWithAuxAdam")
-    keys = [set(group) - {"params", "param_names", "initial_lr"} for group in optimizer.param_groups]
+    keys = [set(g) - {"params", "param_names", "initial_lr", "use_muon"} for g in optimizer.param_groups]
     of_muon, of_adam = {"lr", "weight_decay", "momentum"}, {"lr", "betas", "eps", "weight_decay"}
-    return known and all(k - {"use_muon"} in (of_muon, of_adam) for k in keys)
+    return known and all(k in (of_muon, of_adam) for k in keys)
 
 
 def complete_groups(optimizer):

@@ -310,7 +310,6 @@ def test_matrices_that_lie_in_one_are_orthogonalized_apart(adjust):
     for rows, part, ours in zip((24, 8, 8), values.split([24, 8, 8]), result.view(40, 16).split([24, 8, 8])):
         wanted = muon.newton_schulz(part).float() * muon.factor_of(rows, 16, adjust)
         torch.testing.assert_close(ours.float() * fused.factor(adjust), wanted, rtol=1e-2, atol=1e-3)
-    assert fused.count() == 3
 
 
 def test_experts_and_heads_are_matrices_of_their_own():
@@ -325,9 +324,8 @@ def test_experts_and_heads_are_matrices_of_their_own():
         torch.testing.assert_close(result.view(5, 12, 8)[expert, rows], wanted, rtol=3e-2, atol=3e-2)
         singular = torch.linalg.svdvals(result.view(5, 12, 8)[expert, rows].float())
         assert 0.4 < singular.min() and singular.max() < 1.3
-    assert gate_up.count() == 10
     heads = Matrices([12, 8], heads=4)
-    assert heads.count() == 3 and heads.factor("match_rms_adamw") == 0.2 * math.sqrt(8)
+    assert heads.factor("match_rms_adamw") == 0.2 * math.sqrt(8)
 
 
 def test_the_matrices_of_models_of_transformers():

@@ -54,11 +54,6 @@ class Matrices:
         """float: the largest factor of a matrix; ``orthogonalize`` has what others lack."""
         return max(factor_of(*form, adjust_lr_fn) for form in self._forms())
 
-    def count(self):
-        """int: the number of matrices."""
-        experts = math.prod(self.shape[:-2])
-        return experts * (sum(self.cuts) // self.heads if self.heads else len(self.cuts))
-
     def orthogonalize(self, values, group):
         """Replaces ``values``, flat and in bf16, by the update: Newton-Schulz's result of each matrix."""
         whole, begin, largest = values.view(self.shape), 0, self.factor(group["adjust_lr_fn"])
@@ -100,11 +95,7 @@ class Muon(torch.optim.Optimizer):
         self.matrices = {}  # {id(parameter): Matrices}; others are one, or one for each of their first dimensions
 
     @torch.no_grad()
-    def step(self, closure=None):
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self):
         for group in self.param_groups:
             members = [p for p in group["params"] if p.grad is not None]
             if not group["use_muon"]:
@@ -120,7 +111,6 @@ class Muon(torch.optim.Optimizer):
                 matrices.orthogonalize(update, group)
                 p.mul_(1 - group["lr"] * group["weight_decay"])
                 p.add_(update.view(p.shape).float() * (-group["lr"] * matrices.factor(group["adjust_lr_fn"])))
-        return loss
 
     def _adamw(self, group, members):
         from torch.optim.adamw import adamw  # torch's compiler comes with it
