@@ -64,7 +64,7 @@ class ShardedOptimizer(_WithoutCompiler):
     Attributes:
         members: [[torch.nn.Parameter]], the model's parameters in each param group; ``param_groups`` of an optimizer
             of the user's have its fp32 masters.
-        rules: {id(parameter): the name of its update rule}, of parameters that have another one than the optimizer.
+        rules: {id(parameter): what ``native_rule`` says of it}, where that is not as of all parameters.
         takes_whole: bool, whether the user's optimizer updates whole parameters, not parts of them.
         owed_masters: {index in the engine: fp32 values}, masters of a loaded state, until the next step.
         overflow: bool, whether the last step is known to have been skipped, because gradients were not finite. Does
