@@ -9,6 +9,8 @@ import pytest
 import strata
 import torch
 from ranks import run_ranks
+from tiled_models import batches_of, make_tiled, tiled_config
+from tiled_models import loss_of as tiled_loss
 from tiny_models import (
     config_of, differences, full_parameters, loss_of, make_batches, make_engine, make_model, rank_and_world, train_step,
 )
@@ -359,3 +361,75 @@ def _refused():
 
 def test_what_no_rule_knows_is_refused():
     run_ranks(1, _refused)
+
+
+def _ledger(name, place):
+    engine = _trained(_config(3, "bf16", name, place), 0)
+    foreseen = {tier: engine.memory_forecast(tier) for tier in ("device", "host")}
+    _train(engine, 3)
+    held = engine.memory_report()
+    for tier, forecast in foreseen.items():
+        for kind, most in forecast.items():
+            if kind not in ("total", "staging"):
+                assert held[tier, kind][1] == most, (tier, kind)
+    states = sum(held[tier, "optimizer state"][0] for tier in foreseen)
+    engine.destroy()
+    return states
+
+
+@pytest.mark.parametrize("place", list(PLACES))
+def test_the_ledger_says_what_was_foreseen(place):
+    narrow, lion = (run_ranks(2, _ledger, name, place)[0] for name in OPTIMIZERS)
+    codes = 2 * 400 * 400 + 4097
+    assert 2 * codes * (1 + 4 / 256) / 2 < narrow < 2 * codes * 1.1  # a rank has half, and others' fp32
+    assert lion * 2 == narrow
+
+
+def _tiles(folder, rows):
+    rank, world = rank_and_world()
+    config = tiled_config(rows=rows, match=["up.weight"]) | {"optimizer": {"type": "AdamW8bit", "params": {"lr": 1e-2}}}
+    config["strata"]["min_8bit_size"] = 600
+    if rows == 9:
+        with pytest.raises(strata.ConfigError, match="must begin at multiples of 256 elements"):
+            make_engine(make_tiled(), config)
+        return
+    engine = make_engine(make_tiled(), config)
+    for batch in batches_of(2, world):
+        train_step(engine, batch[rank], tiled_loss)
+    engine.save_checkpoint(str(folder))
+    saved = _states(engine)
+    engine.destroy()
+    config["strata"].pop("tiles")
+    engine = make_engine(make_tiled(seed=1), config)
+    engine.load_checkpoint(str(folder))
+    assert differences(_states(engine), saved) == []
+    engine.destroy()
+
+
+@pytest.mark.parametrize("rows", [16, 9])
+def test_blocks_of_tiles_are_those_of_the_parameter(tmp_path, rows):
+    run_ranks(2, _tiles, tmp_path, rows)
+
+
+def _last_loss(name, seed):
+    config = _config(0, "fp32", "AdamW8bit")
+    config["optimizer"] = {"type": name, "params": OPTIMIZERS["AdamW8bit"]}
+    torch.manual_seed(seed)
+    engine = make_engine(Model(), config)
+    tokens = make_batches(1, 1, seed=seed)[0, 0]
+    losses = [train_step(engine, tokens) for _ in range(60)]
+    engine.destroy()
+    return sum(losses[-10:]) / 10
+
+
+def _curves():
+    wide = [_last_loss("AdamW", seed) for seed in range(3)]
+    narrow = [_last_loss("AdamW8bit", seed) for seed in range(3)]
+    spread = max(wide) - min(wide)
+    for one, other in zip(wide, narrow, strict=True):
+        assert abs(one - other) < spread, (wide, narrow)
+    assert max(narrow) < 0.9 * math.log(VOCABULARY)
+
+
+def test_training_in_8_bits_stays_within_the_spread_of_seeds():
+    run_ranks(1, _curves)
