@@ -86,6 +86,23 @@ void adam_with_remainder(benchmark::State& state) {
   });
 }
 
+void adam_with_states8(benchmark::State& state) {
+  PageVector gradient(numel(), 1e-3F);
+  PageVector weight16(numel() / 2 + 1, 0.02F);
+  PageVector rest(numel() * 17 / 32 + 1);
+  PageVector codes(numel() / 2 + 128);
+  PageVector scales(kernels::blocks8(numel()) * 2);
+  UpdateSpans spans{{}, {}, {}, gradient, bytes_at(weight16), DType::kBFloat16};
+  spans.remainder = {reinterpret_cast<std::uint16_t*>(rest.data()),
+                     reinterpret_cast<std::uint8_t*>(rest.data()) + 2 * numel()};
+  auto* const first = reinterpret_cast<std::uint8_t*>(codes.data());
+  spans.states8 = {{first, scales.data()},
+                   {first + numel(), scales.data() + kernels::blocks8(numel())}};
+  measure(state, 16.3, [&](ThreadPool& pool) {
+    kernels::update_step(spans, {.weight_decay = 0.1, .step = 10}, &pool);
+  });
+}
+
 void cast(benchmark::State& state, DType to, DType from) {
   PageVector source(numel(), 1.0F);
   PageVector target(numel());
@@ -178,6 +195,7 @@ void add_all() {
   add("adam_step/bf16_copy", adam, true, DType::kBFloat16);
   add("adam_step/fp16_copy", adam, true, DType::kFloat16);
   add("adam_step/bf16_remainder", adam_with_remainder);
+  add("adam_step/bf16_remainder_states8", adam_with_states8);
   add("sum_of_squares", sum_of_squares);
   add("fingerprint", fingerprint);
   add("fingerprint_and_copy", copy, true);

@@ -331,6 +331,13 @@ std::vector<std::string> state_names(ShardedModel& model, std::optional<int> par
 }
 
 void bind_states(py::module_& module) {
+  module.def("has_8bit_states", [](ShardedModel& model) {
+    const engine::NativeOptimizer* native = native_of(model);
+    return native != nullptr &&
+           std::ranges::any_of(model.engine().weights().units(), [&](const engine::Unit& unit) {
+             return unit.trainable() && native->states().in_8_bits(unit.id);
+           });
+  });
   module.def("state_names", &state_names, py::arg("model"), py::arg("param") = py::none());
   module.def("read_state", &read_state, unlocked);
   module.def("write_state", &write_state, unlocked);

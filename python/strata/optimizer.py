@@ -83,7 +83,7 @@ class ShardedOptimizer(_WithoutCompiler):
     Attributes:
         members: [[torch.nn.Parameter]], the model's parameters in each param group; ``param_groups`` of an optimizer
             of the user's have its fp32 masters.
-        rules: {id(parameter): the name of its update rule}, of parameters that have another one than the optimizer.
+        rules: {id(parameter): what ``native_rule`` says of it}, where that is not as of all parameters.
         takes_whole: bool, whether the user's optimizer updates whole parameters, not parts of them.
         owed_masters: {index in the engine: fp32 values}, masters of a loaded state, until the next step.
         overflow: bool, whether the last step is known to have been skipped, because gradients were not finite. Does
@@ -134,7 +134,7 @@ class ShardedOptimizer(_WithoutCompiler):
 
             run_on_shards(self, engine)
         here = weakref.ref(self)
-        if "muon" in self.rules.values():
+        if any(rule == "muon" for rule, *_ in self.rules.values()):
             from .muon import run_in  # only where it is asked for
 
             run_in(engine, self)
@@ -377,7 +377,7 @@ def wrap_torch_optimizer(inner):
             matrices = complete_groups(inner)
             sharded = _sharded(inner, None)
             sharded.matrices = matrices
-            sharded.rules = {id(p): "muon" for g in inner.param_groups if g["use_muon"] for p in g["params"]}
+            sharded.rules = {id(p): ("muon", 32, 0) for g in inner.param_groups if g["use_muon"] for p in g["params"]}
             return sharded, "adamw"
     native = native_rule(inner)
     if native is not None:

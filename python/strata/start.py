@@ -265,7 +265,11 @@ def make_optimizer(config, tree, optimizer, model_parameters):
         optimizer = optimizer(parameters)
     if isinstance(optimizer, ShardedOptimizer):
         raise _C.UsageError("this optimizer belongs to another engine; make a new one from the model's parameters")
-    return wrap_torch_optimizer(optimizer)
+    sharded, rule = wrap_torch_optimizer(optimizer)
+    if rule == "external" and config.states_8bit:
+        raise _C.UsageError(f"strata.optimizer_states: {type(optimizer).__name__} keeps its states itself, and 8 bits "
+                            "are for AdamW, Adam and Lion; give one of these, or remove the key; found \"8bit\"")
+    return sharded, rule
 
 
 def _log_hints(config, engine):

@@ -424,3 +424,23 @@ def _beside_other_settings():
 
 def test_other_settings_do_not_change_the_bits():
     run_ranks(2, _beside_other_settings)
+
+
+def _beside_8_bits():
+    """States in 8 bits are AdamW's; the momentum stays fp32, and the matrices' bits are those without."""
+    rank, world = rank_and_world()
+    found = []
+    for more in ({}, {"optimizer_states": "8bit", "min_8bit_size": 1}):
+        engine = make_engine(make_model(), _config(2, strata={"max_live_bytes": 1, **more}))
+        train_step(engine, make_batches(1, world)[0][rank])
+        weight = engine.module.layers[0].up.weight
+        state = [s for s in engine.optimizer.state_dict()["state"].values() if "momentum_buffer" in s]
+        assert len(state) == 7 and all(s["momentum_buffer"].dtype == torch.float32 for s in state)
+        momentum = strata.utils.safe_get_full_optimizer_state(weight, "momentum_buffer")
+        found.append((full_parameters(engine.module)["layers.0.up.weight"], momentum))
+        engine.destroy()
+    assert all(same_bits(one, other) for one, other in zip(*found))
+
+
+def test_the_momentum_is_not_in_8_bits():
+    run_ranks(2, _beside_8_bits)

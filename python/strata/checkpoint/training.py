@@ -159,6 +159,10 @@ def _log_differences(engine, checkpoint, buffers, strict, optimizer_states):
                 if more > 0:
                     logger.info("%s that are %s: %s", things, what, ", ".join(names))
     if optimizer_states and engine.optimizer.inner is None:
+        saved, ours = any(kind.endswith(".scales") for kind in checkpoint.kinds), _C.has_8bit_states(engine.core)
+        if saved != ours and set(_C.state_names(engine.core)) <= set(checkpoint.kinds):
+            logger.warning("the checkpoint has optimizer states in %d bits, and this optimizer keeps them in %d: they "
+                           "were converted", *((8, 32) if saved else (32, 8)))
         lacking = sorted(set(_C.state_names(engine.core)) - set(checkpoint.kinds))
         if lacking and json.loads(checkpoint.training).get("global_steps"):
             logger.warning("the checkpoint has no states %s of the optimizer; they begin at zero", ", ".join(lacking))

@@ -51,7 +51,8 @@ def describe_parameters(tree, groups, from_files=None, takes_unfrozen=False, rul
     (name of the whole parameter, its shape, first element there, number of modules that use it). ``groups``:
     {id(parameter): index of its param group}; none: all are in one. ``from_files``: {id(parameter): full shape} of
     parameters that are empty until they are loaded. ``takes_unfrozen``: whether frozen parameters that are in no group
-    are in the first. ``rules``: {id(parameter): the name of its update rule}; others have the optimizer's."""
+    are in the first. ``rules``: {id(parameter): (update rule, bits of its states, least elements for
+    8 bits)}, as of ``native_rule``."""
     from_files = from_files or {}
     outside = -1 if groups else 0
     entries = []

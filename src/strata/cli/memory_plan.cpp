@@ -298,6 +298,8 @@ class Planner {
       spec.dtype = config.precision.weight_dtype(spec.dtype);
       spec.trainable = spec.trainable && is_floating(spec.dtype);
     }
+    if (config.strata.states_8bit && plan::is_native(rule_))
+      plan::take_8_bits(specs, model_.tree, config.strata.min_8bit_size);
     engine::place_params(specs, config.offload);
     return specs;
   }

@@ -107,7 +107,7 @@ InitDemand init_demand(std::span<const ParamSpec> params, const ModelPlan& plan,
     const DType dtype = form == MasterForm::kRounded ? optimizer.state_dtype : DType::kFloat32;
     demand.masters += master_bytes(form, layout.shard());
     const auto states_each = std::ssize(states_of(rule_of(unit.rule, optimizer.rule)));
-    demand.optimizer += bytes_of(layout.shard(), dtype) * states_each;
+    demand.optimizer += state_bytes(unit.states, dtype, layout.shard()) * states_each;
   }
   return demand;
 }

@@ -51,6 +51,7 @@ struct ParamSpec {
   bool trainable = true;
   int group = 0;  // index of the optimizer's param group; -1: it is in none
   Placement place{};
+  StateForm states = StateForm::kNumbers;
   std::optional<UpdateRule> rule{};  // absent: that of the job's optimizer
   std::optional<TileOf> tile{};      // absent: it is a parameter of the user's model
   // Its slot holds [N, C, spatial dimensions] with C innermost: torch.channels_last, or

@@ -18,6 +18,7 @@ struct Key {
   bool persistent = false;
   Placement place{};
   std::optional<UpdateRule> rule{};
+  StateForm states = StateForm::kNumbers;
   auto operator<=>(const Key&) const = default;
 };
 
@@ -76,8 +77,8 @@ class Planner {
 
   Key key_of(int param) const {
     const ParamSpec& spec = params_[static_cast<std::size_t>(param)];
-    return {spec.dtype, spec.trainable, persistent_[static_cast<std::size_t>(param)], spec.place,
-            spec.rule};
+    return {spec.dtype, spec.trainable, persistent_[static_cast<std::size_t>(param)],
+            spec.place, spec.rule,      spec.states};
   }
 
   void visit_by_blocks() {
@@ -176,7 +177,8 @@ class Planner {
                            key.trainable,
                            key.persistent,
                            key.place,
-                           key.rule});
+                           key.rule,
+                           key.states});
     return static_cast<int>(plan_.units.size()) - 1;
   }
 
@@ -185,9 +187,10 @@ class Planner {
     const std::string name = path.empty() ? "(root)" : path;
     if (names_.insert(name).second) return name;
     const std::string detailed =
-        fmt::format("{}:{}{}{}{}", name, name_of(key.dtype), key.trainable ? "" : ":frozen",
+        fmt::format("{}:{}{}{}{}{}", name, name_of(key.dtype), key.trainable ? "" : ":frozen",
                     key.persistent ? ":persistent" : "",
-                    key.rule ? fmt::format(":{}", traits_of(*key.rule).name) : "");
+                    key.rule ? fmt::format(":{}", traits_of(*key.rule).name) : "",
+                    key.states == StateForm::k8Bit ? ":8bit" : "");
     if (names_.insert(detailed).second) return detailed;
     for (int& count = copies_[detailed];;) {
       std::string numbered = fmt::format("{}#{}", detailed, ++count + 1);
@@ -255,9 +258,33 @@ class Planner {
 
 ModelPlan plan_units(std::span<const ParamSpec> params, const ModuleTree& tree,
                      const PlanOptions& options) {
+  for (const ParamSpec& param : params) {
+    if (param.states == StateForm::k8Bit && param.known_first().value % kBlock8 != 0)
+      throw ConfigError(
+          "'{}' is used in tiles whose states would have 8 bits, and tiles must begin at multiples "
+          "of {} elements then; cut it at rows that do, change strata.tiles.max_gather, or write "
+          "strata.optimizer_states \"32bit\"; found a tile that begins at element {}",
+          param.known_name(), kBlock8, param.known_first().value);
+  }
   ModelPlan plan = Planner(params, tree, options).run();
   for (std::size_t i = 0; i < params.size(); ++i) STRATA_ASSERT(plan.unit_of_param[i] >= 0);
   return plan;
+}
+
+void take_8_bits(std::span<ParamSpec> params, const ModuleTree& tree, std::int64_t least) {
+  std::set<int> embedded;
+  for (const ModuleNode& module : tree) {
+    const std::string& name = module.class_name;
+    if (name.find("mbed") != std::string::npos || name == "wte" || name == "wpe")
+      embedded.insert(module.params.begin(), module.params.end());
+  }
+  for (std::size_t i = 0; i < params.size(); ++i) {
+    std::int64_t numel = 1;
+    for (const std::int64_t d : params[i].known_shape()) numel *= d;
+    const bool counts = params[i].trainable && params[i].rule != UpdateRule::kMuon;
+    if (counts && numel >= least && !embedded.contains(static_cast<int>(i)))
+      params[i].states = StateForm::k8Bit;
+  }
 }
 
 std::string describe(std::span<const ParamSpec> params, const ModelPlan& plan) {
@@ -274,11 +301,12 @@ std::string describe(std::span<const ParamSpec> params, const ModelPlan& plan) {
     const ParamSpec& p = params[i];
     const UnitSpec& unit = plan.units[static_cast<std::size_t>(plan.unit_of_param[i])];
     text += fmt::format(
-        "parameter {}: shape [{}], {}, {}, group {}, place {} of unit {}{}{}{}{}{}{}\n", p.name,
+        "parameter {}: shape [{}], {}, {}, group {}, place {} of unit {}{}{}{}{}{}{}{}\n", p.name,
         fmt::join(p.shape, ", "), name_of(p.dtype), p.trainable ? "trainable" : "frozen", p.group,
         place[i], unit.name, unit.persistent ? ", persistent" : "",
         on("weights", unit.place.weights), on("states", unit.place.states),
         unit.rule ? fmt::format(", updated by {}", traits_of(*unit.rule).name) : "",
+        unit.states == StateForm::k8Bit ? ", states in 8 bits" : "",
         p.tile ? fmt::format(", a tile used {} times", p.tile->uses) : "",
         p.channels_last ? ", channels_last" : "");
   }

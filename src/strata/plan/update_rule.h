@@ -23,6 +23,18 @@ enum class UpdateRule : std::uint8_t {
   kTogether,  // the same, and it needs all of them in one place
 };
 
+// How the engine keeps a state: as numbers, or in 8 bits (kernels/states8.h): a code for each
+// element, and a scale for each block of kBlock8, counted from the parameter's first element.
+enum class StateForm : std::uint8_t { kNumbers, k8Bit };
+inline constexpr std::int64_t kBlock8 = 256;
+// The suffix of a state's name for its scales.
+inline constexpr std::string_view kScales = ".scales";
+
+inline StateForm form_of_bits(int bits) {
+  STRATA_ASSERT(bits == 8 || bits == 32);
+  return bits == 8 ? StateForm::k8Bit : StateForm::kNumbers;
+}
+
 // Names of states, as users and checkpoints know them.
 inline constexpr std::string_view kExpAvg = "exp_avg";
 inline constexpr std::string_view kExpAvgSq = "exp_avg_sq";

@@ -84,6 +84,24 @@ TEST(OptimizerConfig, KnowsLionWhichTorchLacks) {
   EXPECT_THAT(refusal_of(optimizer("Lion", R"({"lr": "fast"})")), HasSubstr("strata.ops.lion"));
 }
 
+TEST(OptimizerConfig, KeepsStatesIn8BitsByTheTypeOrByAKey) {
+  for (const char* type : {"AdamW8bit", "Adam8bit", "Lion8bit", "adamw8bit"}) {
+    const Config c = parsed(optimizer(type));
+    EXPECT_TRUE(c.optimizer->in_8_bits);
+    EXPECT_TRUE(c.strata.states_8bit);
+    EXPECT_EQ(c.strata.min_8bit_size, 4096);
+    EXPECT_TRUE(c.strata.keep_small_moments);
+  }
+  const Config by_key = parsed(
+      R"({"optimizer": {"type": "AdamW"}, "strata": {"optimizer_states": "8bit", "min_8bit_size": 1,
+          "keep_small_moments": false}})");
+  EXPECT_TRUE(by_key.strata.states_8bit);
+  EXPECT_EQ(by_key.strata.min_8bit_size, 1);
+  EXPECT_FALSE(by_key.strata.keep_small_moments);
+  EXPECT_FALSE(parsed(optimizer("AdamW")).strata.states_8bit);
+  EXPECT_THAT(refusal_of(optimizer("SGD8bit")), HasSubstr("AdamW8bit, Adam8bit and Lion8bit"));
+}
+
 TEST(OptimizerConfig, RefusesWhatCannotRunOnShards) {
   EXPECT_EQ(refusal_of(optimizer("Lamb")),
             "optimizer.type: not supported (it needs the norm of whole layers); write \"AdamW\" or "

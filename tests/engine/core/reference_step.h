@@ -197,7 +197,8 @@ class ReferenceStep {
     kernels::UpdateSpans spans;
     spans.weight = masters_[p];
     spans.exp_avg = exp_avg_[p];
-    spans.exp_avg_sq = exp_avg_sq_[p];
+    const bool lion = spec(p).rule == UpdateRule::kLion;
+    if (!lion) spans.exp_avg_sq = exp_avg_sq_[p];
     spans.gradient = accumulated_[p];
     kernels::UpdateScalars scalars;
     scalars.lr = group.lr;
@@ -206,10 +207,23 @@ class ReferenceStep {
     scalars.eps = group.eps;
     scalars.weight_decay = group.weight_decay;
     scalars.decoupled = options_.decoupled;
+    if (lion) scalars.formula = kernels::Formula::kLion;
     scalars.step = steps_[p];
     scalars.gradient_scale = scale;
     kernels::update_reference(spans, scalars);
+    if (spec(p).states == plan::StateForm::k8Bit) {
+      keep_in_8_bits(kernels::signed_map8(), spans.exp_avg, false);
+      keep_in_8_bits(kernels::unsigned_map8(), spans.exp_avg_sq, true);
+    }
     weights_[p] = rounded(masters_[p], spec(p).dtype);
+  }
+
+  // All values of a parameter.
+  static void keep_in_8_bits(const kernels::Map8& map, std::span<float> values, bool positive) {
+    std::vector<std::uint8_t> codes(values.size());
+    std::vector<float> scales(kernels::blocks8(values.size()));
+    kernels::encode8(map, values, {codes.data(), scales.data()}, positive);
+    kernels::decode8(map, {codes.data(), scales.data()}, values);
   }
 
   const FakeModel& model_;

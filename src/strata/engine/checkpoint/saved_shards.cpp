@@ -87,11 +87,13 @@ SavedShards plan_saved_shards(Engine& engine, const ShardStates& states,
           const std::size_t tensor = tensor_of[static_cast<std::size_t>(p)];
           if (tensor == kLeftOut || piece.param_begin == piece.param_end) continue;
           const Numel first = weights.param(p).known_first();
-          checkpoint::TensorRange& part = add_part(
-              kind == kValue ? values : kept, tensor, weights.param(p).name, kind,
-              states.dtype_of(unit.id, kind), first + piece.param_begin, first + piece.param_end);
+          const auto numbers = [&](Numel elements) { return format::numel_of(kind, elements); };
+          checkpoint::TensorRange& part =
+              add_part(kind == kValue ? values : kept, tensor, weights.param(p).name, kind,
+                       states.dtype_of(unit.id, kind), numbers(first + piece.param_begin),
+                       numbers(first + piece.param_end));
           part.shard = unit.id;
-          part.shard_offset = piece.shard_offset;
+          part.shard_offset = numbers(piece.shard_offset);
         }
       }
     }

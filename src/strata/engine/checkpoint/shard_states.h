@@ -4,7 +4,9 @@
 // Kinds. format::kValue: fp32 where the unit has fp32 masters beside 16-bit weights, else the
 // weights' own dtype: an fp64 weight holds all that its fp32 master has. The names of the
 // optimizer's states ("exp_avg", ...): as the engine's own optimizer keeps them, of trainable
-// units, from its first preparation on.
+// units, from its first preparation on. States in 8 bits have their codes there, and under
+// "exp_avg.scales" their scales: one for each 256 elements (format::elements_each()), which count
+// as such here.
 //
 // Threads: the engine's. Ownership: borrows the engine. Errors: those of the StateStore.
 #pragma once
@@ -37,11 +39,18 @@ class ShardStates {
   std::vector<std::string_view> storable_kinds_of(int unit) const {
     std::vector<std::string_view> kinds{format::kValue};
     if (native_ == nullptr || !nth(engine_.weights().units(), unit).trainable()) return kinds;
-    const auto states = native_->states().names(unit);
-    kinds.insert(kinds.end(), states.begin(), states.end());
+    for (const std::string_view state : native_->states().names(unit)) {
+      kinds.push_back(state);
+      if (in_8_bits(unit)) kinds.push_back(scales_of(state));
+    }
     return kinds;
   }
   DType dtype_of(int unit, std::string_view kind) const;
+  // Whether a unit's states have 8 bits, and the kind of a state's scales.
+  bool in_8_bits(int unit) const { return native_ != nullptr && native_->states().in_8_bits(unit); }
+  static std::string_view scales_of(std::string_view state);
+  // The block of a state, or of scales.
+  StateBlock block_of(int unit, std::string_view kind) const;
 
   // Queues on the compute stream: elements [first, first + numel) of the unit's shard to `target`,
   // host memory for transfers that stays until the stream has come so far.

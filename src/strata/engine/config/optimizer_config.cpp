@@ -20,6 +20,7 @@ using nlohmann::json;
 
 constexpr std::string_view kLion = "Lion";
 constexpr std::string_view kMuon = "Muon";
+constexpr std::string_view k8Bit = "8bit";
 
 // Classes of torch.optim, and Lion of strata.ops, whose update of an element needs that element's
 // state alone; and Muon, of which the engine has its own.
@@ -31,7 +32,7 @@ struct Unsupported {
   std::string_view names;  // in lower case: "muon|adafactor"
   std::string_view reason;
 };
-constexpr std::array<Unsupported, 9> kUnsupported{{
+constexpr std::array<Unsupported, 8> kUnsupported{{
     {"lamb", "it needs the norm of whole layers"},
     {"onebitlamb|onebitadam|zerooneadam", "it compresses communication"},
     {"adafactor", "pass torch.optim.Adafactor as optimizer= to initialize"},
@@ -40,7 +41,6 @@ constexpr std::array<Unsupported, 9> kUnsupported{{
     {"sparseadam", "it needs sparse gradients"},
     {"fusedadam", "write \"AdamW\", which is one fused pass"},
     {"deepspeedcpuadam|cpuadam", "write \"AdamW\", which runs where the shard is"},
-    {"adam8bit", "optimizer state is fp32"},
 }};
 
 // The class of that name, however its letters are cased (DeepSpeed lowers "Adam", "AdamW",
@@ -161,13 +161,14 @@ OptimizerConfig torch_optimizer(std::string type, std::string torch_class, const
   };
   const bool adam = torch_class == "Adam" || torch_class == "AdamW";
   const bool special = is_set("amsgrad") || is_set("maximize") || is_set("capturable");
+  const bool own = (adam && !special) || torch_class == kLion;
   const bool decoupled = torch_class == "AdamW" || is_set("decoupled_weight_decay");
   OptimizerConfig config{.type = std::move(type),
                          .kind = OptimizerKind::kTorch,
                          .adam = {.decoupled = decoupled},
                          .torch_class = std::move(torch_class),
                          .torch_params = canonical_text(arguments),
-                         .in_own_kernel = (adam && !special) || torch_class == kLion};
+                         .in_own_kernel = own};
   settings->set("optimizer.torch_class", config.torch_class);
   settings->at("optimizer.torch_class");
   return config;
@@ -212,7 +213,18 @@ void record_missing_type(const json& document, ConfigFindings* remarks) {
 OptimizerConfig read_optimizer(Settings* settings, ConfigFindings* remarks) {
   const std::string type = settings->text("optimizer.type");
   const json params = settings->at("optimizer.params");
-  const std::string_view name = class_of(type);
+  const bool in_8_bits = lower_case(type).ends_with(k8Bit);
+  const std::string_view name =
+      class_of(in_8_bits ? type.substr(0, type.size() - k8Bit.size()) : type);
+  const auto with_bits = [in_8_bits](OptimizerConfig config) {
+    config.in_8_bits = in_8_bits;
+    return config;
+  };
+  if (in_8_bits && name != "Adam" && name != "AdamW" && name != kLion)
+    throw ConfigError(
+        "optimizer.type: states in 8 bits are for AdamW8bit, Adam8bit and Lion8bit; write one of "
+        "these, or \"{}\"; found \"{}\"",
+        name, type);
   if (const auto norm = params.find("max_grad_norm"); norm != params.end())
     throw ConfigError(
         fmt::format("optimizer.params.max_grad_norm: clipping is no parameter of the optimizer; "
@@ -220,14 +232,15 @@ OptimizerConfig read_optimizer(Settings* settings, ConfigFindings* remarks) {
                     shown(*norm)));
   if (name == kMuon) return muon_optimizer(type, params, settings, remarks);
   if (name != "Adam" && name != "AdamW")
-    return torch_optimizer(type, std::string(name), params, settings, remarks);
+    return with_bits(torch_optimizer(type, std::string(name), params, settings, remarks));
   const bool decoupled = name == "AdamW" || flag_or(params, "adam_w_mode", true);
   if (flag_or(params, "torch_adam", false)) {
     if (!flag_or(params, "bias_correction", true))
       throw ConfigError(
           "optimizer.params.bias_correction: torch.optim's Adam always corrects; remove "
           "\"torch_adam\", by which the engine's kernel does without, or write true; found false");
-    return torch_optimizer(type, decoupled ? "AdamW" : "Adam", params, settings, remarks);
+    return with_bits(
+        torch_optimizer(type, decoupled ? "AdamW" : "Adam", params, settings, remarks));
   }
   settings->set("optimizer.params",
                 json::object());  // each parameter has its own path from here on
@@ -245,7 +258,29 @@ OptimizerConfig read_optimizer(Settings* settings, ConfigFindings* remarks) {
                    .bias_correction = settings->flag("optimizer.params.bias_correction"),
                    .decoupled = settings->flag("optimizer.params.adam_w_mode")},
           .torch_class = {},
-          .torch_params = "{}"};
+          .torch_params = "{}",
+          .in_8_bits = in_8_bits};
+}
+
+bool has_states_8bit(const Settings& settings, const std::optional<OptimizerConfig>& optimizer) {
+  const auto states = settings.maybe<std::string>("strata.optimizer_states");
+  const bool by_type = optimizer && optimizer->in_8_bits;
+  if (states == "32bit" && by_type)
+    throw ConfigError(
+        "strata.optimizer_states: contradicts optimizer.type \"{}\"; remove the key, or write "
+        "\"8bit\"; found \"32bit\"",
+        optimizer->type);
+  if (states != "8bit" && !by_type) return false;
+  if (optimizer && !optimizer->in_own_kernel)
+    throw ConfigError(
+        "{}: states in 8 bits are for Adam, AdamW and Lion without amsgrad, maximize or "
+        "capturable; write \"32bit\", or another optimizer.type; found \"8bit\" and \"{}\"",
+        by_type ? "optimizer.type" : "strata.optimizer_states", optimizer->type);
+  if (settings.flag("bf16.bf16_optimizer_states"))
+    throw ConfigError(
+        "bf16.bf16_optimizer_states: contradicts states in 8 bits (optimizer.type, "
+        "strata.optimizer_states); write false, or take states in 32 bits; found true");
+  return true;
 }
 
 std::optional<TorchSchedulerConfig> read_torch_scheduler(Settings* settings,

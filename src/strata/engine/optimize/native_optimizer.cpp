@@ -16,7 +16,7 @@ NativeOptimizer::NativeOptimizer(OptimizerShards& shards, device::Device& device
       store_(states),
       watch_(watch),
       lanes_(options.lanes),
-      states_(shards, states, rule, options.moment_dtype),
+      states_(shards, states, rule, options),
       cache_(shards, states_, states, device, options.lanes.cache),
       dealer_(options.lanes) {
   for (const OptimizerShards::UnitShard& shard : shards.units()) {

@@ -24,11 +24,13 @@ using plan::kExpAvgSq;
 class NativeStates {
  public:
   // `rule`: of units that have none of their own.
-  NativeStates(OptimizerShards& shards, offload::StateStore& store, UpdateRule rule, DType moments)
+  NativeStates(OptimizerShards& shards, offload::StateStore& store, UpdateRule rule,
+               const EngineOptions& options)
       : shards_(shards),
         store_(store),
         rule_(rule),
-        moments_(moments),
+        numbers_(options.moment_dtype),
+        keeps_positive_(options.keeps_positive),
         missed_(static_cast<std::size_t>(shards.weights().param_count())) {}
 
   bool prepared() const { return !states_.empty(); }
@@ -39,15 +41,21 @@ class NativeStates {
     std::vector<offload::BlockSpec> blocks;
     for (const OptimizerShards::UnitShard& shard : shards) {
       const Unit& unit = nth(shards_.weights().units(), shard.unit);
-      const Bytes bytes = bytes_of(unit.layout.shard(), dtype(shard.unit));
-      for (const std::string_view state : names(shard.unit))
-        blocks.push_back({fmt::format("{}.{}", unit.name(), state), bytes,
+      const auto add_block = [&](std::string_view state, const char* suffix, Bytes bytes) {
+        blocks.push_back({fmt::format("{}.{}{}", unit.name(), state, suffix), bytes,
                           memory::Kind::kOptimizerState, unit.spec.place.states});
+      };
+      for (const std::string_view state : names(shard.unit)) {
+        add_block(state, "", bytes_of(unit.layout.shard(), dtype(shard.unit)));
+        if (in_8_bits(shard.unit))
+          add_block(state, plan::kScales.data(),
+                    StateBlock{-1, 32, plan::kBlock8}.bytes_of(unit.layout.shard()));
+      }
     }
     const std::vector<offload::BlockId> added = store_.add_all(std::move(blocks));
     auto next = added.begin();
     for (const OptimizerShards::UnitShard& shard : shards) {
-      const auto end = next + std::ssize(names(shard.unit));
+      const auto end = next + std::ssize(names(shard.unit)) * (in_8_bits(shard.unit) ? 2 : 1);
       states_.emplace_back(next, end);
       next = end;
     }
@@ -81,30 +89,35 @@ class NativeStates {
   UpdateRule rule(int unit) const {
     return plan::rule_of(nth(shards_.weights().units(), unit).spec.rule, rule_);
   }
-  // The states of a unit's elements, and their dtype.
+  // The states of a unit's elements, and the dtype in which they are kept: kUInt8 where they are
+  // codes, with scales beside them.
   std::span<const std::string_view> names(int unit) const { return plan::states_of(rule(unit)); }
-  DType dtype(int unit) const {
-    return shards_.weights().master_form(unit) == plan::MasterForm::kRounded ? moments_
-                                                                             : DType::kFloat32;
+  bool in_8_bits(int unit) const {
+    return nth(shards_.weights().units(), unit).spec.states == plan::StateForm::k8Bit;
   }
+  DType dtype(int unit) const { return in_8_bits(unit) ? DType::kUInt8 : number_dtype(unit); }
   // `state`: one of names().
   StateBlock block(int unit, std::string_view state) const {
-    STRATA_ASSERT(prepared());
-    const auto all = names(unit);
-    const auto index = static_cast<std::size_t>(std::ranges::find(all, state) - all.begin());
-    STRATA_ASSERT(index < all.size());
-    return {states_[shards_.index_of(unit)][index],
-            static_cast<int>(size_of(dtype(unit)).value * 8)};
+    return {block_id(unit, state, 0), static_cast<int>(size_of(dtype(unit)).value * 8)};
   }
-  // The blocks of a unit: those of its masters, and the states in the order of names().
+  // The scales of a state in 8 bits.
+  StateBlock scales(int unit, std::string_view state) const {
+    STRATA_ASSERT(in_8_bits(unit));
+    return {block_id(unit, state, 1), 32, plan::kBlock8};
+  }
+  // The blocks of a unit: those of its masters, and the states in the order of names(), each before
+  // its scales.
   std::vector<StateBlock> blocks(int unit) const {
     std::vector<StateBlock> blocks = shards_.weights().masters().blocks(unit);
-    for (const std::string_view state : names(unit)) blocks.push_back(block(unit, state));
+    for (const std::string_view state : names(unit)) {
+      blocks.push_back(block(unit, state));
+      if (in_8_bits(unit)) blocks.push_back(scales(unit, state));
+    }
     return blocks;
   }
   // The bytes of one of its states.
   Bytes bytes_of_state(const Unit& unit) const {
-    return bytes_of(unit.layout.shard(), dtype(unit.id));
+    return plan::state_bytes(unit.spec.states, number_dtype(unit.id), unit.layout.shard());
   }
   // Masters are counted by plan: units whose values come from files have no memory for them yet.
   Bytes bytes_of_unit(const Unit& unit) const {
@@ -157,6 +170,7 @@ class NativeStates {
       kernels::UpdateScalars scalars = nth(groups, run.group);
       scalars.decoupled = of_unit != UpdateRule::kAdam;
       if (of_unit == UpdateRule::kLion) scalars.formula = kernels::Formula::kLion;
+      scalars.keeps_positive = keeps_positive_;
       scalars.step = run.step;
       update(spans_of(unit, values, begin, end), scalars);
     }
@@ -189,6 +203,18 @@ class NativeStates {
   }
 
  private:
+  // The dtype of states that are not in 8 bits.
+  DType number_dtype(int unit) const {
+    return shards_.weights().master_form(unit) == plan::MasterForm::kRounded ? numbers_
+                                                                             : DType::kFloat32;
+  }
+  offload::BlockId block_id(int unit, std::string_view state, std::size_t which) const {
+    STRATA_ASSERT(prepared());
+    const auto all = names(unit);
+    const auto index = static_cast<std::size_t>(std::ranges::find(all, state) - all.begin());
+    STRATA_ASSERT(index < all.size());
+    return states_[shards_.index_of(unit)][index * (in_8_bits(unit) ? 2 : 1) + which];
+  }
   // The same, with states and gradient.
   kernels::UpdateSpans spans_of(const Unit& unit, const Values& values, Numel begin,
                                 Numel end) const {
@@ -202,9 +228,18 @@ class NativeStates {
       spans.gradient = {reinterpret_cast<const float*>(gradient), numel};
     else
       spans.gradient16 = {gradient, values.gradient_dtype, numel};
-    const std::size_t states = names(unit.id).size();
-    const std::size_t first = range.leases.size() - states;  // they come last
-    if (dtype(unit.id) == DType::kBFloat16) {
+    const std::size_t states = names(unit.id).size();  // they come last
+    const std::size_t first = range.leases.size() - states * (in_8_bits(unit.id) ? 2 : 1);
+    if (in_8_bits(unit.id)) {
+      STRATA_ASSERT(at % plan::kBlock8 == 0);
+      const auto state8 = [&](std::size_t block) {
+        return kernels::Codes8{reinterpret_cast<std::uint8_t*>(range.bytes(block).data()),
+                               reinterpret_cast<float*>(range.bytes(block + 1).data())}
+            .from(at);
+      };
+      spans.states8.exp_avg = state8(first);
+      if (states > 1) spans.states8.exp_avg_sq = state8(first + 2);
+    } else if (dtype(unit.id) == DType::kBFloat16) {
       const std::size_t bytes = bytes_of(Numel(at), DType::kBFloat16).size();
       spans.moments16.exp_avg = range.bytes(first).data() + bytes;
       if (states > 1) spans.moments16.exp_avg_sq = range.bytes(first + 1).data() + bytes;
@@ -222,11 +257,12 @@ class NativeStates {
   OptimizerShards& shards_;
   offload::StateStore& store_;
   UpdateRule rule_;
-  DType moments_;
+  DType numbers_;  // of states where masters are rounded
+  bool keeps_positive_;
   std::int64_t steps_ = 0;
   std::vector<std::int64_t> missed_;  // by parameter: steps that left it out
   std::vector<int> left_out_;         // parameters, of the last step
-  // By index into shards_.units(), in the order of names().
+  // By index into shards_.units(), in the order of blocks().
   std::vector<std::vector<offload::BlockId>> states_;
 };
 

@@ -62,6 +62,8 @@ struct EngineOptions {
   // moments may be bf16, too.
   bool rounds_masters = false;
   DType moment_dtype = DType::kFloat32;
+  // Second moments in 8 bits that are positive stay so (kernels/states8.h).
+  bool keeps_positive = true;
   // The bound on gathered weights; the units of one scope are gathered even if they exceed it.
   Bytes max_live = 2_GiB;
   // False: the next unit is prefetched while this one computes, even if they exceed the bound.

@@ -18,6 +18,7 @@
 #include <utility>
 
 #include "strata/base/error.h"
+#include "strata/engine/checkpoint/shard_states.h"
 #include "strata/engine/optimize/external_optimizer.h"
 #include "strata/torch/model/training_passes.h"
 #include "strata/torch/model/value_access.h"
@@ -174,6 +175,9 @@ class StateValues {
 
  private:
   at::Tensor join(const at::Tensor& mine);
+  // States that the engine keeps in 8 bits, as numbers on the host, and back.
+  at::Tensor decoded(engine::ShardStates& states, std::string_view state);
+  void encode(engine::ShardStates& states, std::string_view state, const at::Tensor& values);
   void set_masters(const at::Tensor& values);
   void finish_queued();
 
