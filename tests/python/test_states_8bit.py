@@ -352,6 +352,7 @@ def _refused():
         "percentile_clipping=5": lambda p: _bitsandbytes(percentile_clipping=5)[0](p),
         "block_wise=False": lambda p: _bitsandbytes(block_wise=False)[0](p),
         "8 bits, as Strata does for AdamW, Adam and Lion": lambda p: _bitsandbytes("rmsprop")[0](p),
+        "zero_force_ds_cpu_optimizer": lambda p: DeepSpeedCPUAdam(p, betas=(0.9, 0.99), eps=0, adamw_mode=False),
         "write adamw_torch_8bit": lambda p: _torchao("AdamW4bit")(p),
         "block_size=128": lambda p: _torchao(block_size=128)(p),
     }
