@@ -77,8 +77,13 @@ def _rule_of_bitsandbytes(optimizer):
 def _was_bitsandbytes(optimizer):
     """Whether Accelerate has made this DeepSpeedCPUAdam, for offloaded states, of bitsandbytes' Adam or of its AdamW in
     8 bits: it asks for L2 then, and keeps the param groups, with keys that only bitsandbytes has."""
-    was = isinstance(optimizer, DeepSpeedCPUAdam) and adam_mode(optimizer) == "adam" and all(
-        "alpha" in group and "t_alpha" in group for group in optimizer.param_groups)
+    if not isinstance(optimizer, DeepSpeedCPUAdam) or adam_mode(optimizer) != "adam":
+        return False
+    if "bitsandbytes" in sys.modules and all(group["eps"] == 0 for group in optimizer.param_groups):
+        raise _C.UsageError("this DeepSpeedCPUAdam has eps=0, as where Accelerate makes one of bitsandbytes' Lion in 8 "
+                            "bits, which it would train as Adam; write \"zero_force_ds_cpu_optimizer\": false, by "
+                            "which initialize() gets the Lion, or give it another eps")
+    was = all("alpha" in group and "t_alpha" in group for group in optimizer.param_groups)
     if was:
         logger.warning("this DeepSpeedCPUAdam stands for an optimizer of bitsandbytes, by its param groups; it is run "
                        "as that: decay apart from the gradient, states in 8 bits")

@@ -55,10 +55,12 @@ def initialize(args=None, model=None, optimizer=None, model_parameters=None, tra
             where there is one, unless ``strata.device`` of the configuration says otherwise; parameters go
             there shard by shard, buffers whole.
         optimizer: None (the configuration's), a ``torch.optim.Optimizer`` over the model's parameters, or a callable
-            that makes one from parameters. The engine's kernel computes AdamW and Adam, torch's or of
-            ``strata.ops.adam``. Any other optimizer that updates element by element runs unchanged on the fp32
-            shards; this call tries whether it does. Others (Adafactor, Muon, LAMB) run on whole parameters, each on
-            the rank that owns it; one that looks at all parameters at once (Prodigy) at stage 0 alone.
+            that makes one from parameters. The engine's kernels compute AdamW and Adam of torch and
+            ``strata.ops.adam``, Lion of ``strata.ops.lion``, and these three of bitsandbytes and torchao, in 8 bits,
+            too; and Muon of torch and ``strata.ops.muon``. Any other optimizer that updates element by element runs
+            unchanged on the fp32 shards; this call tries whether it does. Others (Adafactor, LAMB) run on whole
+            parameters, each on the rank that owns it; one that looks at all parameters at once (Prodigy) at stage 0
+            alone.
         model_parameters: the parameters or param groups of the configuration's optimizer; all trainable parameters
             when None.
         training_data: a ``torch.utils.data.Dataset``; ``dataloader`` loads it.

@@ -9,6 +9,7 @@ import pytest
 import strata
 import torch
 from ranks import run_ranks
+from strata.ops.adam import DeepSpeedCPUAdam
 from tiled_models import batches_of, make_tiled, tiled_config
 from tiled_models import loss_of as tiled_loss
 from tiny_models import (
@@ -310,10 +311,12 @@ def _object(which):
     expected = _trained(_config(3, "bf16"), steps)
     torch.manual_seed(0)
     model = Model()
-    if which == "bitsandbytes":
+    if which != "torchao":
         kind, manager = _bitsandbytes()
         manager.module_weight_config_triple.append((model.embedding, "weight", {"optim_bits": 32}))
         optimizer = kind(model.parameters())
+        if which == "accelerate":  # as it makes one for offloaded states
+            optimizer = DeepSpeedCPUAdam(optimizer.param_groups, lr=1e-3, weight_decay=0.1, adamw_mode=False)
     else:
         optimizer = _torchao()(model.parameters())
     engine = make_engine(model, config | {"train_micro_batch_size_per_gpu": 3}, optimizer=optimizer)
@@ -325,9 +328,23 @@ def _object(which):
     expected.destroy()
 
 
-@pytest.mark.parametrize("which", ["bitsandbytes", "torchao"])
+@pytest.mark.parametrize("which", ["bitsandbytes", "accelerate", "torchao"])
 def test_an_object_is_computed_by_the_engine(which):
     run_ranks(2, _object, which)
+
+
+def _lion_of_32_bits():
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = _bitsandbytes("lion", optim_bits=32)[0](model.parameters())
+    engine = make_engine(model, config_of(3, optimizer=False), optimizer=optimizer)
+    _train(engine, 1)
+    assert strata._C.state_names(engine.core) == ["exp_avg"] and not strata._C.has_8bit_states(engine.core)
+    engine.destroy()
+
+
+def test_lion_of_32_bits_has_a_state_of_numbers():
+    run_ranks(1, _lion_of_32_bits)
 
 
 def _refused():
@@ -335,6 +352,7 @@ def _refused():
         "percentile_clipping=5": lambda p: _bitsandbytes(percentile_clipping=5)[0](p),
         "block_wise=False": lambda p: _bitsandbytes(block_wise=False)[0](p),
         "8 bits, as Strata does for AdamW, Adam and Lion": lambda p: _bitsandbytes("rmsprop")[0](p),
+        "zero_force_ds_cpu_optimizer": lambda p: DeepSpeedCPUAdam(p, betas=(0.9, 0.99), eps=0, adamw_mode=False),
         "write adamw_torch_8bit": lambda p: _torchao("AdamW4bit")(p),
         "block_size=128": lambda p: _torchao(block_size=128)(p),
     }

@@ -21,7 +21,9 @@ std::vector<StateBlock> blocks_of_states(const plan::UnitSpec& unit, plan::Maste
   std::vector<StateBlock> blocks;
   if (form == plan::MasterForm::kFloat32) blocks.push_back({});
   if (form == plan::MasterForm::kRemainder) blocks.insert(blocks.end(), {{-1, 16}, {-1, 1}});
-  for (std::size_t i = 0; i < plan::states_of(plan::rule_of(unit.rule, rule)).size(); ++i) {
+  // A user's optimizer has its own states there, too: as many as Adam, say.
+  const UpdateRule counted = rule == UpdateRule::kExternal ? UpdateRule::kAdam : rule;
+  for (std::size_t i = 0; i < plan::states_of(plan::rule_of(unit.rule, counted)).size(); ++i) {
     if (unit.states == plan::StateForm::k8Bit)
       blocks.insert(blocks.end(), {{-1, 8}, {-1, 32, plan::kBlock8}});
     else
