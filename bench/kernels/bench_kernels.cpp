@@ -15,16 +15,16 @@
 #include <vector>
 
 #include "page_vector.h"
-#include "strata/kernels/adam.h"
 #include "strata/kernels/elementwise.h"
 #include "strata/kernels/fingerprint.h"
 #include "strata/kernels/grad_stats.h"
+#include "strata/kernels/update.h"
 #include "triad.h"
 
 namespace strata::bench {
 namespace {
 
-using kernels::AdamSpans;
+using kernels::UpdateSpans;
 
 constexpr int kTriadRounds = 50;
 
@@ -65,10 +65,10 @@ void adam(benchmark::State& state, bool with_copy, DType copy) {
   PageVector exp_avg_sq(numel(), 1e-6F);
   PageVector gradient(numel(), 1e-3F);
   PageVector weight16(with_copy ? numel() / 2 + 1 : 0);
-  const AdamSpans spans{
+  const UpdateSpans spans{
       weight, exp_avg, exp_avg_sq, gradient, with_copy ? bytes_at(weight16) : nullptr, copy};
   measure(state, with_copy ? 30.0 : 28.0, [&](ThreadPool& pool) {
-    kernels::adam_step(spans, {.weight_decay = 0.1, .step = 10}, &pool);
+    kernels::update_step(spans, {.weight_decay = 0.1, .step = 10}, &pool);
   });
 }
 
@@ -78,11 +78,28 @@ void adam_with_remainder(benchmark::State& state) {
   PageVector gradient(numel(), 1e-3F);
   PageVector weight16(numel() / 2 + 1, 0.02F);
   PageVector rest(numel() * 17 / 32 + 1);
-  AdamSpans spans{{}, exp_avg, exp_avg_sq, gradient, bytes_at(weight16), DType::kBFloat16};
+  UpdateSpans spans{{}, exp_avg, exp_avg_sq, gradient, bytes_at(weight16), DType::kBFloat16};
   spans.remainder = {reinterpret_cast<std::uint16_t*>(rest.data()),
                      reinterpret_cast<std::uint8_t*>(rest.data()) + 2 * numel()};
   measure(state, 28.25, [&](ThreadPool& pool) {
-    kernels::adam_step(spans, {.weight_decay = 0.1, .step = 10}, &pool);
+    kernels::update_step(spans, {.weight_decay = 0.1, .step = 10}, &pool);
+  });
+}
+
+void adam_with_states8(benchmark::State& state) {
+  PageVector gradient(numel(), 1e-3F);
+  PageVector weight16(numel() / 2 + 1, 0.02F);
+  PageVector rest(numel() * 17 / 32 + 1);
+  PageVector codes(numel() / 2 + 128);
+  PageVector scales(kernels::blocks8(numel()) * 2);
+  UpdateSpans spans{{}, {}, {}, gradient, bytes_at(weight16), DType::kBFloat16};
+  spans.remainder = {reinterpret_cast<std::uint16_t*>(rest.data()),
+                     reinterpret_cast<std::uint8_t*>(rest.data()) + 2 * numel()};
+  auto* const first = reinterpret_cast<std::uint8_t*>(codes.data());
+  spans.states8 = {{first, scales.data()},
+                   {first + numel(), scales.data() + kernels::blocks8(numel())}};
+  measure(state, 16.3, [&](ThreadPool& pool) {
+    kernels::update_step(spans, {.weight_decay = 0.1, .step = 10}, &pool);
   });
 }
 
@@ -178,6 +195,7 @@ void add_all() {
   add("adam_step/bf16_copy", adam, true, DType::kBFloat16);
   add("adam_step/fp16_copy", adam, true, DType::kFloat16);
   add("adam_step/bf16_remainder", adam_with_remainder);
+  add("adam_step/bf16_remainder_states8", adam_with_states8);
   add("sum_of_squares", sum_of_squares);
   add("fingerprint", fingerprint);
   add("fingerprint_and_copy", copy, true);

@@ -1,7 +1,9 @@
 // ShardedModel as Python drives it.
 #include <ATen/ops/from_blob.h>
 
+#include <functional>
 #include <map>
+#include <numeric>
 
 #include "bindings.h"
 #include "strata/torch/model/model_plan.h"
@@ -11,21 +13,17 @@ namespace {
 
 // (name, shape, the tile's first element in it, modules that use it) of a tile's whole parameter
 using TileTuple = std::tuple<std::string, std::vector<std::int64_t>, std::int64_t, int>;
-// (name, tensor, full shape, has values, group, owner, index there, tile)
+// (its rule, or None; bits of its states, or None; with 8 bits, the least elements of the whole
+// parameter: a smaller one has 32)
+using RuleTuple = std::tuple<std::optional<std::string>, std::optional<int>, std::int64_t>;
+// (name, tensor, full shape, has values, group, owner, index there, tile, rule)
 using ParameterTuple = std::tuple<std::string, at::Tensor, std::vector<std::int64_t>, bool, int,
-                                  std::shared_ptr<ShardedModel>, int, std::optional<TileTuple>>;
+                                  std::shared_ptr<ShardedModel>, int, std::optional<TileTuple>,
+                                  std::optional<RuleTuple>>;
 // (path, class name, parent, own parameters, callable, read in backward, leaf)
 using ModuleTuple = std::tuple<std::string, std::string, int, std::vector<int>, bool, bool, bool>;
 // (lr, beta1, beta2, eps, weight decay)
 using GroupTuple = std::tuple<double, double, double, double, double, bool>;
-
-engine::UpdateRule rule_from(const std::string& name) {
-  if (name == "none") return engine::UpdateRule::kNone;
-  if (name == "adam") return engine::UpdateRule::kAdam;
-  if (name == "adamw") return engine::UpdateRule::kAdamW;
-  STRATA_ASSERT(name == "external");
-  return engine::UpdateRule::kExternal;
-}
 
 std::optional<plan::TileOf> tile_from(const std::optional<TileTuple>& tile) {
   if (!tile) return std::nullopt;
@@ -36,9 +34,17 @@ std::optional<plan::TileOf> tile_from(const std::optional<TileTuple>& tile) {
 torch::ModelInput input_from(const std::vector<ParameterTuple>& parameters,
                              const std::vector<ModuleTuple>& modules) {
   torch::ModelInput input;
-  for (const auto& [name, tensor, shape, has_values, group, owner, owner_index, tile] : parameters)
-    input.parameters.push_back(
-        {name, tensor, shape, has_values, group, owner, owner_index, tile_from(tile)});
+  for (const auto& [name, tensor, shape, has_values, group, owner, owner_index, tile, rule] :
+       parameters) {
+    auto [own, bits, least] = rule.value_or(RuleTuple{});
+    const auto& whole = tile ? std::get<1>(*tile) : shape;
+    const std::int64_t numel =
+        std::accumulate(whole.begin(), whole.end(), std::int64_t{1}, std::multiplies<>());
+    if (bits == 8 && numel < least) bits = 32;
+    input.parameters.push_back({name, tensor, shape, has_values, group, owner, owner_index,
+                                tile_from(tile), mapped(own, &plan::rule_named),
+                                mapped(bits, &plan::form_of_bits)});
+  }
   for (const auto& [path, class_name, parent, params, callable, read_in_backward, leaf] : modules)
     input.tree.push_back({path, class_name, parent, params, callable, read_in_backward, leaf});
   return input;
@@ -64,8 +70,9 @@ std::shared_ptr<ShardedModel> make_model(const std::vector<ParameterTuple>& para
   runtime.progress = progress_from(progress);
   runtime.warn = &warn;
   const py::gil_scoped_release release;
-  return {new ShardedModel(input, config, rule_from(rule), std::move(runtime), std::move(name)),
-          &destroy_unlocked};
+  return {
+      new ShardedModel(input, config, plan::rule_named(rule), std::move(runtime), std::move(name)),
+      &destroy_unlocked};
 }
 
 std::vector<engine::GroupScalars> scalars_from(const std::vector<GroupTuple>& groups) {
@@ -137,7 +144,7 @@ py::dict forecast_job(const std::vector<ParameterTuple>& parameters,
   const auto bytes = [](std::int64_t count) { return Bytes(count); };
   const forecast::FreeMemory free =
       forecast::free_memory_of(job, mapped(device_memory, bytes), mapped(host_memory, bytes));
-  const forecast::Trainers trainers = forecast::trainers_of(config, rule_from(rule), job);
+  const forecast::Trainers trainers = forecast::trainers_of(config, plan::rule_named(rule), job);
   const torch::PlannedModel model =
       torch::plan_model(input, config, trainers, forecast::room_for(config.offload, free));
   return as_dict(forecast::forecast_training(model.specs, model.plan, model.tree, config, trainers),

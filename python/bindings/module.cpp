@@ -104,6 +104,7 @@ void bind_values(py::class_<engine::Config>& config) {
   read("mlp_piece", [](const Config& c) { return c.strata.mlp_piece; });
   read("activations", [](const Config& c) { return c.strata.activations; });
   read("optimizer", &optimizer_of);
+  read("states_8bit", [](const Config& c) { return c.strata.states_8bit; });
   read("has_scheduler", [](const Config& c) { return c.scheduler.has_value(); });
   // (class of torch.optim.lr_scheduler, keyword arguments as JSON)
   read("torch_scheduler", [](const Config& c) {

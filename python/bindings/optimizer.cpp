@@ -3,10 +3,12 @@
 #include <ATen/ops/empty_like.h>
 
 #include <algorithm>
+#include <map>
 
 #include "bindings.h"
 #include "strata/base/thread_pool.h"
-#include "strata/engine/optimize/adam_optimizer.h"
+#include "strata/engine/optimize/native_optimizer.h"
+#include "strata/engine/unit/agreement.h"
 #include "strata/kernels/adam.h"
 #include "strata/offload/state_store.h"
 #include "strata/torch/base/placement.h"
@@ -21,7 +23,7 @@ using torch::StateValues;
 // and are float32, bfloat16 or float16; both moments have the same dtype.
 using HostParameter = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, std::int64_t>;
 
-void check_adam_tensors(const HostParameter& parameter) {
+void check_update_tensors(const HostParameter& parameter) {
   const auto& [weight, gradient, exp_avg, exp_avg_sq, step] = parameter;
   if (exp_avg.scalar_type() != exp_avg_sq.scalar_type())
     throw UsageError("both moments of a parameter are of one type; found {} and {}",
@@ -104,7 +106,7 @@ class HostAdam {
   void step(const std::vector<HostParameter>& parameters, double lr, double beta1, double beta2,
             double eps, double weight_decay, bool decoupled, bool bias_correction) {
     const at::NoGradGuard no_graph;
-    std::ranges::for_each(parameters, check_adam_tensors);
+    std::ranges::for_each(parameters, check_update_tensors);
     const std::vector<AlignedTensors> aligned(parameters.begin(), parameters.end());
     std::vector<kernels::AdamTensor> tensors;
     for (const AlignedTensors& parameter : aligned) tensors.push_back(parameter.tensor());
@@ -185,6 +187,24 @@ void set_update(ShardedModel& model, py::function update) {
   });
 }
 
+// Collective, between steps: `change` writes to the optimizer's parameters, and masters and weights
+// follow on every rank.
+void edit_masters(ShardedModel& model, const py::function& change) {
+  engine::Engine& engine = model.engine();
+  engine.require_intact_weights();
+  engine.state_offload().require_all("changing the weights by the optimizer");
+  engine.finish_step();
+  engine.gatherer().invalidate(engine::Changed::kAll);
+  engine.collectives().barrier();  // now no rank reads this rank's shard
+  external(model).edit([&] {
+    engine::agree_after(engine.collectives(), "changing the weights by the optimizer", [&] {
+      const py::gil_scoped_acquire acquire;
+      change();
+    });
+  });
+  engine.weights_changed();
+}
+
 // Runs a Python function that moves states; its error about missing memory becomes Strata's.
 template <typename Call>
 void moving_states(Call&& call) {
@@ -212,6 +232,26 @@ void set_outside_states(ShardedModel& model, py::function offload_states,
   model.engine().state_offload().set_outside(std::move(outside));
 }
 
+// `params`: {parameter: (factor of its update, Nesterov's momentum)}. `orthogonalize` gets a
+// parameter and its bf16 values [numel], which it replaces.
+void set_muon(ShardedModel& model, const std::map<int, std::pair<double, bool>>& params,
+              py::function orthogonalize) {
+  auto* native = dynamic_cast<engine::NativeOptimizer*>(model.engine().optimizer());
+  STRATA_ASSERT(native != nullptr);
+  if (native->muon() == nullptr) return;  // no matrix trains
+  std::vector<engine::MuonParam> by_param(model.specs().size());
+  for (const auto& [param, settings] : params)
+    engine::nth(by_param, param) = {settings.first, settings.second};
+  native->muon()->set(std::move(by_param), [shared = held(std::move(orthogonalize)),
+                                            place = model.place()](int param,
+                                                                   std::span<std::byte> values) {
+    const py::gil_scoped_acquire acquire;
+    const at::NoGradGuard no_graph;
+    (*shared)(param, torch::tensor_over(values.data(), static_cast<std::int64_t>(values.size() / 2),
+                                        at::kBFloat16, place));
+  });
+}
+
 // `told` gets the formerly frozen parameters that become trained.
 void on_trained(ShardedModel& model, py::function told) {
   model.passes().frozen().on_trained([shared = held(std::move(told))](std::span<const int> params) {
@@ -220,7 +260,7 @@ void on_trained(ShardedModel& model, py::function told) {
   });
 }
 
-// `name`: "master", "gradient", "exp_avg" or "exp_avg_sq". `whole`: collective. None where there is
+// `name`: "master", "gradient" or one of state_names(). `whole`: collective. None where there is
 // no such state.
 std::optional<at::Tensor> read_state(ShardedModel& model, int param, const std::string& name,
                                      bool whole) {
@@ -246,35 +286,59 @@ void store_masters(ShardedModel& model, int param, const at::Tensor& values) {
                          static_cast<const std::byte*>(values.const_data_ptr()), DType::kFloat32);
 }
 
-engine::AdamOptimizer* adam_of(ShardedModel& model) {
-  return dynamic_cast<engine::AdamOptimizer*>(model.engine().optimizer());
+engine::NativeOptimizer* native_of(ShardedModel& model) {
+  return dynamic_cast<engine::NativeOptimizer*>(model.engine().optimizer());
 }
 
-// (steps of the engine's Adam, steps in which each parameter took part); None if another optimizer
-// updates.
-std::optional<std::pair<std::int64_t, std::vector<std::int64_t>>> adam_steps(ShardedModel& model) {
+// (steps of the engine's own optimizer, steps in which each parameter took part); None if another
+// one updates.
+std::optional<std::pair<std::int64_t, std::vector<std::int64_t>>> native_steps(
+    ShardedModel& model) {
   model.engine().finish_step();
-  const engine::AdamOptimizer* adam = adam_of(model);
-  if (adam == nullptr) return std::nullopt;
+  const engine::NativeOptimizer* native = native_of(model);
+  if (native == nullptr) return std::nullopt;
   std::vector<std::int64_t> by_param;
   for (int param = 0; param < model.engine().weights().param_count(); ++param)
-    by_param.push_back(adam->states().steps_of(param));
-  return std::pair(adam->steps(), by_param);
+    by_param.push_back(native->states().steps_of(param));
+  return std::pair(native->steps(), by_param);
 }
 
-// Sets Adam's steps and allocates its states, so that they can be written.
-void set_adam_steps(ShardedModel& model, std::int64_t all,
-                    const std::vector<std::int64_t>& by_param) {
+// Sets these steps and allocates the states, so that they can be written.
+void set_native_steps(ShardedModel& model, std::int64_t all,
+                      const std::vector<std::int64_t>& by_param) {
   engine::Engine& engine = model.engine();
   engine.require_intact_weights();
   engine.state_offload().require_all("loading the optimizer's state");
   engine.finish_step();
   engine.prepare();
-  STRATA_ASSERT(adam_of(model) != nullptr);
-  adam_of(model)->states().set_steps(all, by_param);
+  STRATA_ASSERT(native_of(model) != nullptr);
+  native_of(model)->states().set_steps(all, by_param);
+}
+
+// The names of the states that the engine keeps of a parameter, or of any; none if another
+// optimizer updates.
+std::vector<std::string> state_names(ShardedModel& model, std::optional<int> param) {
+  std::vector<std::string> found;
+  const engine::NativeOptimizer* native = native_of(model);
+  for (const engine::Unit& unit : model.engine().weights().units()) {
+    if (native == nullptr || (param && model.engine().weights().unit_of(*param).id != unit.id))
+      continue;
+    for (const std::string_view name : native->states().names(unit.id)) {
+      if (std::ranges::find(found, name) == found.end()) found.emplace_back(name);
+    }
+  }
+  return found;
 }
 
 void bind_states(py::module_& module) {
+  module.def("has_8bit_states", [](ShardedModel& model) {
+    const engine::NativeOptimizer* native = native_of(model);
+    return native != nullptr &&
+           std::ranges::any_of(model.engine().weights().units(), [&](const engine::Unit& unit) {
+             return unit.trainable() && native->states().in_8_bits(unit.id);
+           });
+  });
+  module.def("state_names", &state_names, py::arg("model"), py::arg("param") = py::none());
   module.def("read_state", &read_state, unlocked);
   module.def("write_state", &write_state, unlocked);
   // Joins a state that Python keeps from all ranks' parts; None if a rank lacks its part.
@@ -284,6 +348,15 @@ void bind_states(py::module_& module) {
         return StateValues(model, param).joined(mine);
       },
       unlocked);
+  // Gives every rank a whole state that one rank's Python keeps; None if none has it.
+  module.def(
+      "share_state",
+      [](ShardedModel& model, int param, const std::optional<at::Tensor>& mine) {
+        return StateValues(model, param).of_owner(mine);
+      },
+      unlocked);
+  module.def("set_muon", &set_muon);
+  module.def("edit_masters", &edit_masters, unlocked);
   module.def(
       "zero_gradients", [](ShardedModel& model, bool keep) { model.passes().zero_gradients(keep); },
       unlocked);
@@ -296,8 +369,8 @@ void bind_states(py::module_& module) {
   module.def("micro_batches",
              [](ShardedModel& model) { return model.control().state().micro_batches; });
   module.def("store_masters", &store_masters, unlocked);
-  module.def("adam_steps", &adam_steps, unlocked);
-  module.def("set_adam_steps", &set_adam_steps, unlocked);
+  module.def("native_steps", &native_steps, unlocked);
+  module.def("set_native_steps", &set_native_steps, unlocked);
   module.def("state_range",
              [](ShardedModel& model, int param) { return StateValues(model, param).range(); });
 }

@@ -3,9 +3,12 @@
 #include <fmt/ranges.h>
 
 #include <array>
+#include <cmath>
+#include <map>
 
 #include "bindings.h"
 #include "strata/base/error.h"
+#include "strata/engine/optimize/native_optimizer.h"
 #include "strata/engine/record/init_report.h"
 #include "strata/engine/record/links.h"
 #include "strata/engine/record/step_report.h"
@@ -64,9 +67,23 @@ py::dict init_report(ShardedModel& model) {
 
 namespace {
 
+// The bytes of each state that the engine keeps, by name, on a tier.
+std::map<std::string_view, Bytes> states_on(ShardedModel& model, memory::Tier tier) {
+  std::map<std::string_view, Bytes> bytes;
+  const auto* native = dynamic_cast<engine::NativeOptimizer*>(model.engine().optimizer());
+  for (const engine::Unit& unit : model.engine().weights().units()) {
+    if (native == nullptr || !unit.trainable()) continue;
+    const memory::Tier there =
+        unit.spec.place.states.value_or(model.engine().options().states.tier);
+    for (const std::string_view state : native->states().names(unit.id))
+      bytes[state] += there == tier ? native->states().bytes_of_state(unit) : Bytes();
+  }
+  return bytes;
+}
+
 // {kind: {"device": bytes, "host": bytes, "nvme": bytes}}, and "total"; kinds as they lie in
-// stores: the two moments, which have the same size, have a line each.
-py::dict kinds_of(const forecast::MemoryForecast& foreseen) {
+// stores: the states of the engine's own optimizer have a line each, with its share of them.
+py::dict kinds_of(ShardedModel& model, const forecast::MemoryForecast& foreseen) {
   using memory::Kind;
   const auto by_tier = [](const auto& bytes_on) {
     py::dict tiers;
@@ -80,11 +97,23 @@ py::dict kinds_of(const forecast::MemoryForecast& foreseen) {
   for (const Kind kind :
        {Kind::kWeights, Kind::kGathered, Kind::kMasterWeights, Kind::kOptimizerState,
         Kind::kGradientShards, Kind::kGradients, Kind::kStaging}) {
-    const int parts = kind == Kind::kOptimizerState ? 2 : 1;
-    const py::dict entry =
-        by_tier([&](memory::Tier tier) { return foreseen.on(tier, kind) / parts; });
-    kinds[py::str(parts == 2 ? "exp_avg" : std::string(name_of(kind)))] = entry;
-    if (parts == 2) kinds["exp_avg_sq"] = entry;
+    if (kind != Kind::kOptimizerState) {
+      kinds[py::str(std::string(name_of(kind)))] =
+          by_tier([&](memory::Tier tier) { return foreseen.on(tier, kind); });
+      continue;
+    }
+    for (const auto& [state, any] : states_on(model, memory::Tier::kDevice)) {
+      kinds[py::str(std::string(state))] = by_tier([&, name = state](memory::Tier tier) {
+        Bytes all;
+        const auto states = states_on(model, tier);
+        for (const auto& [other, bytes] : states) all += bytes;
+        const double share = all == Bytes() ? 0.0
+                                            : static_cast<double>(states.at(name).value) /
+                                                  static_cast<double>(all.value);
+        return Bytes(static_cast<std::int64_t>(
+            std::llround(static_cast<double>(foreseen.on(tier, kind).value) * share)));
+      });
+    }
   }
   kinds["total"] = by_tier([&](memory::Tier tier) { return foreseen.total_on(tier); });
   return kinds;
@@ -212,7 +241,7 @@ py::object placement(ShardedModel& model) {
         py::dict("rule"_a = use.rule, "parameters"_a = use.params, "bytes"_a = use.bytes.value));
   const py::dict budgets("device"_a = mapped(model.room().device, &Bytes::value),
                          "host"_a = mapped(model.room().host, &Bytes::value));
-  return py::dict("kinds"_a = kinds_of(foreseen), "folders"_a = folders, "rules"_a = rules,
+  return py::dict("kinds"_a = kinds_of(model, foreseen), "folders"_a = folders, "rules"_a = rules,
                   "budgets"_a = offload.automatic ? py::object(budgets) : py::none());
 }
 

@@ -30,7 +30,7 @@ format::TensorRole role_from(const std::string& name) {
 // None)
 using ExtraTuple = std::tuple<std::string, std::string, int, std::vector<std::int64_t>,
                               at::ScalarType, std::optional<at::Tensor>>;
-// (parameter, kind, contiguous values of this rank's part)
+// (parameter, kind, contiguous values of this rank's part, or of the whole parameter)
 using StateTuple = std::tuple<int, std::string, at::Tensor>;
 
 // (name, shape)
@@ -56,7 +56,7 @@ engine::SavedContent content_from(const std::vector<std::vector<std::string>>& a
   }
   for (const auto& [param, kind, tensor] : states)
     content.states.push_back({param, kind, torch::from_scalar_type(tensor.scalar_type()),
-                              torch::const_bytes(tensor).data()});
+                              torch::const_bytes(tensor).data(), Numel(tensor.numel())});
   return content;
 }
 

@@ -1,6 +1,7 @@
 """Runs an optimizer of the user's on the engine's fp32 masters: the parts that the engine lends it, and its states.
 States on a drive come to the host for the update of their unit, and go back after it."""
 
+import inspect
 import weakref
 from contextlib import contextmanager
 
@@ -9,13 +10,20 @@ import torch
 from . import _C
 from .model.parameter import flattened, shaped
 from .model.tiles import known_as
-from .optimizer_probe import needs_closure, updates_by_another, why_not_by_element, why_not_in_calls
+from .optimizer_probe import (
+    needs_closure, updates_by_another, why_not_by_element, why_not_by_parameter, why_not_in_calls,
+)
 
 
 def choose_parts(sharded, config, world_size, device):
-    """Decides whether ``sharded.inner`` updates parts of parameters or whole ones; ``device``: of the model. UsageError
-    where it can do neither, or not in the tier that ``config``, a _C.Config, gives to the states."""
+    """Decides whether ``sharded.inner`` updates parts of parameters or whole ones; ``device``: of the model. Returns
+    the engine's rule: "external", "whole", or "together" where one rank has to have all. UsageError where it can do
+    none of these, or not in the tier that ``config``, a _C.Config, gives to the states."""
     name, stage = type(sharded.inner).__name__, config.stage
+    if inspect.unwrap(type(sharded.inner).step) is inspect.unwrap(torch.optim.Optimizer.step):
+        raise _C.UsageError(f"{name} has no step(): it updates parameters within backward(), where the engine has no "
+                            "reduced gradients yet; take an optimizer that updates in step(), such as AdamW or "
+                            "Adafactor")
     if needs_closure(sharded.inner):
         raise _C.UsageError(f"{name} computes the loss itself, several times in a step, and the engine's gradients are "
                             "of the passes that the script makes; take an optimizer whose step() needs no closure, "
@@ -36,17 +44,22 @@ def choose_parts(sharded, config, world_size, device):
                 "unit, on parts of its parameters. Write zero_optimization.offload_optimizer.device \"cpu\" or "
                 "\"none\", or take an elementwise optimizer, such as AdamW, Lion or SGD; found \"nvme\"")
     if reason is None:
-        return
+        return "external"
     if places != [device] and why_not_by_element(sharded.inner, device) is None:
         raise _C.UsageError(f"{name} does not update on the host ({reason}), where offload_optimizer has it update "
                             "what rests there. Write zero_optimization.offload_optimizer.device \"none\", or take an "
                             f"optimizer that works on the CPU, such as AdamW; found {sorted(config.states_tiers)}")
-    if stage != 0 and world_size > 1:
-        raise _C.UsageError(f"{name} does not update each element by itself ({reason}). At stages 1 to 3 a rank has a "
-                            "part of each parameter, from which its steps would be wrong. Write "
-                            "zero_optimization.stage 0, where it gets whole parameters, or take AdamW, Lion, SGD or "
-                            f"another elementwise optimizer; found stage {stage} on {world_size} ranks")
     sharded.takes_whole = True
+    apart = None if world_size == 1 else next(
+        filter(None, (why_not_by_parameter(sharded.inner, place) for place in places)), None)
+    if apart is None:
+        return "whole"
+    if stage != 0:
+        raise _C.UsageError(f"{name} does not update each parameter by itself ({apart}). At stages 1 to 3 no rank has "
+                            "all parameters. Write zero_optimization.stage 0, where one rank updates all of them, or "
+                            "take an optimizer that updates each by itself, such as AdamW, Lion or Adafactor; found "
+                            f"stage {stage} on {world_size} ranks")
+    return "together"
 
 
 def members_of(sharded, engine):
@@ -113,21 +126,32 @@ class SegmentStates:
             group["params"] = []
         before, self._parameters = self._parameters, {}  # in the order of the core's segments
         for group, index, weight in core.segments():
-            part = before[index] if index in before else torch.nn.Parameter(weight)
+            part = before.get(index)
+            part = torch.nn.Parameter(self._form(core, index, weight)) if part is None else part
             self._parameters[index] = part
             if group >= 0:  # else it is frozen, beside one that is not
                 self._inner.param_groups[group]["params"].append(part)
 
+    def _form(self, core, index, values):
+        """The optimizer's view of ``values``, which the core lends of a parameter: its masters, or its gradient."""
+        return values
+
     def _update(self, gradients):
         """Called in the engine's step. ``gradients``: by segment, valid during the call; None where no rank has one."""
-        for part, gradient in zip(self._parameters.values(), gradients, strict=True):
-            part.grad = gradient
+        core = self._core()
+        for (index, part), gradient in zip(self._parameters.items(), gradients, strict=True):
+            part.grad = None if gradient is None else self._form(core, index, gradient)
         try:
             with plain_parts(self._parameters.values()):
                 self._step()
         finally:
             for part in self._parameters.values():
                 part.grad = None  # the engine uses the memory again
+
+    def edit(self, change):
+        """Calls ``change``, which may write to the optimizer's parameters; masters and weights follow. Collective."""
+        with plain_parts(self._parameters.values()), torch.no_grad():
+            _C.edit_masters(self._core(), change)
 
     def entries(self):
         """[(index in the engine, the Parameter that the optimizer knows, the dict of its states)]."""
@@ -147,6 +171,14 @@ class SegmentStates:
         parameter = self._parameters[index]
         return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == parameter.shape
 
+    def range(self, index):
+        """(first element, last) of the parameter: those of which this rank keeps the states."""
+        return self._ranges[index]
+
+    def joined(self, index, part):
+        """The whole of a state, flat, where each rank passes its ``part``; None where there is none. Collective."""
+        return _C.join_state(self._core(), index, part)
+
     def own(self, index, value):
         """This rank's part of a state that has one entry an element: a view of one dimension."""
         first, last = self._ranges[index]
@@ -154,7 +186,7 @@ class SegmentStates:
 
     def from_own(self, index, part):
         """The state, in the optimizer's form, of which ``part`` is this rank's part; None: the optimizer has no state
-        of the parameter. ``part`` is None where this rank owns no element of it. Collective over whole parameters."""
+        of the parameter. ``part`` is None where this rank owns no element of it."""
         parameter = self._parameters.get(index)
         if parameter is None or part is None:
             return None
@@ -206,84 +238,40 @@ class SegmentStates:
 
     def take_back(self, core):
         """Lends the optimizer the masters again, after the engine has reloaded its states."""
-        for part, (_, _, weight) in zip(self._parameters.values(), core.segments(), strict=True):
-            part.data = weight
+        for part, (_, index, weight) in zip(self._parameters.values(), core.segments(), strict=True):
+            part.data = self._form(core, index, weight)
 
 
 class WholeStates(SegmentStates):
-    """The optimizer over whole parameters, for classes whose update of an element needs other elements. Every rank
-    updates all of them in the same way, and the engine takes the elements that the rank owns.
+    """The optimizer over the whole parameters that this rank owns, for classes whose update of an element needs other
+    elements. A parameter has its own shape; the engine brings its values and its gradient, and takes the new values to
+    all ranks. Its states are the owner's, and lie nowhere else."""
 
-    On several ranks each step gathers masters and gradients from all ranks' parts, into memory that is allocated once:
-    8 bytes an element on each rank, beside the optimizer's states."""
-
-    def _lend(self, core):
-        self._take_masters(core)
-        before, self._parameters = self._parameters, {}
-        for group, members in zip(self._inner.param_groups, self._members, strict=True):
-            group["params"] = []
-            for index, shape in members:
-                flat = self._masters.get(index) if self._alone else None
-                if flat is None and index not in before:
-                    flat = torch.zeros(torch.Size(shape).numel(), device=core.device)
-                known = before.get(index)
-                self._parameters[index] = torch.nn.Parameter(shaped(core, index, flat)) if known is None else known
-                group["params"].append(self._parameters[index])
-
-    def _take_masters(self, core):
-        """Views of this rank's parts: {index in the engine: part}, without those that are empty."""
-        self._masters = {index: SegmentStates.own(self, index, weight) for _, index, weight in core.segments()}
+    def _form(self, core, index, values):
+        return shaped(core, index, values[: torch.Size(core.full_shape(index)).numel()])  # what follows is padding
 
     def _update(self, gradients):
         core = self._core()
-        lent = zip(self._masters, gradients, strict=True)
-        mine = {index: gradient[: self._masters[index].numel()] for index, gradient in lent if gradient is not None}
-        whole = []
-        for index, parameter in self._parameters.items():  # in the same order on every rank
-            gradient = mine.get(index)
-            if not self._alone:
-                gradient = _C.join_state(core, index, gradient)
-                values = _C.join_state(core, index, self._masters.get(index))
-                parameter.detach().copy_(shaped(core, index, values))
-            whole.append(None if gradient is None else shaped(core, index, gradient))
         gpus = [core.device] if core.device.type == "cuda" else []
         with torch.random.fork_rng(gpus, enabled=not self._alone):  # the script's random numbers do not change
             if not self._alone:
-                torch.manual_seed(core.global_steps)  # every rank draws the same numbers
-            super()._update(whole)
-        if not self._alone:
-            for index, master in self._masters.items():
-                master.copy_(self.own(index, self._parameters[index]))
+                torch.manual_seed(core.global_steps)
+            super()._update(gradients)
+
+    def range(self, index):
+        return 0, self._parameters[index].numel() if index in self._parameters else 0
+
+    def joined(self, index, part):
+        return _C.share_state(self._core(), index, part if part is not None and part.numel() else None)
 
     def own(self, index, value):
-        first, last = self._ranges[index]
-        return flattened(self._core(), index, value.detach())[first:last]
+        return flattened(self._core(), index, value.detach())
 
     def set_part(self, index, name, values):
-        state, (first, last) = self._state(index, name), self._ranges[index]
-        flat = flattened(self._core(), index, state.detach()).clone()
-        flat[first:last] = values
-        state.copy_(shaped(self._core(), index, flat))
+        self._state(index, name).copy_(shaped(self._core(), index, values))
 
     def from_own(self, index, part):
-        if self._alone:
-            return None if part is None else shaped(self._core(), index, part.clone())
-        whole = _C.join_state(self._core(), index, None if part is None else part.reshape(-1).float())
-        if whole is None:
-            return None
-        return shaped(self._core(), index, whole.to(torch.float32 if part is None else part.dtype))
-
-    def _let_go(self):
-        self._masters = {}
-        if self._alone:
-            super()._let_go()
-
-    def take_back(self, core):
-        self._take_masters(core)
-        for group in self._members if self._alone else ():
-            for index, _ in group:
-                if index in self._masters:
-                    self._parameters[index].data = shaped(core, index, self._masters[index])
+        return None if part is None or index not in self._parameters else shaped(self._core(), index, part.clone())
 
 
 _BLOCK = "_strata_block"  # attribute of what stands for a state that is on the drive

@@ -65,12 +65,13 @@ class Engine(EngineCheckpoints, EngineSettings, Batches, EngineNames, EngineWeig
         self._trace = config.trace  # None: there is none, or it is over
         self._collectives = collectives
         groups = groups_of(optimizer)
-        parameters = describe_parameters(tree, groups, from_files, getattr(optimizer, "takes_unfrozen", False))
+        parameters = describe_parameters(tree, groups, from_files, getattr(optimizer, "takes_unfrozen", False),
+                                         getattr(optimizer, "rules", None))
         if rule != "none":
             self._left_out = log_left_out(parameters, groups, collectives.rank)
         self.core = _C.ShardedModel(parameters, describe_modules(tree), config, rule, runtime, "engine", progress)
         move_buffers(tree, runtime.device)
-        self._described = [(*entry[:5], None, 0, entry[7]) for entry in parameters]  # earlier owners may go
+        self._described = [(*entry[:5], None, 0, *entry[7:]) for entry in parameters]  # earlier owners may go
         self.known = owned_parameters(self._described)
         self._cut = tree.cut
         for index, (_, parameter, *_) in enumerate(parameters):

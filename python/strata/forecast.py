@@ -1,5 +1,7 @@
 """The memory that a training job will need on each device, before it runs: ``strata.memory_forecast``."""
 
+import torch
+
 from . import _C
 from .start import make_optimizer, parse_config
 from .model.model_input import ModelTree, describe_modules, describe_parameters
@@ -46,9 +48,15 @@ def memory_forecast(model, config, world_size, device="cuda", optimizer=None, mo
     parsed = parse_config(config, world_size)
     tree = ModelTree(model)
     sharded_optimizer, rule = make_optimizer(parsed, tree, optimizer, model_parameters)
+    if rule == "external":
+        from .client_optimizer import choose_parts  # only for an optimizer of the script's
+
+        here = "cuda" if device == "cuda" and torch.cuda.is_available() else "cpu"
+        rule = choose_parts(sharded_optimizer, parsed, world_size, torch.device(here))
     cut_parameters(tree, parsed, Budget.of_job(parsed, device, device_memory))
     try:
-        parameters = describe_parameters(tree, groups_of(sharded_optimizer))
+        parameters = describe_parameters(tree, groups_of(sharded_optimizer),
+                                         rules=getattr(sharded_optimizer, "rules", None))
         modules = describe_modules(tree)
         return _C.forecast_job(parameters, modules, parsed, rule, world_size, device == "cuda", ranks_per_host or 0,
                                tier, device_memory, host_memory)

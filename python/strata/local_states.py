@@ -13,7 +13,6 @@ from . import _C
 from .model.parameter import flattened, shaped
 from .ops.elementwise import place_of, set_values
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 _OF_ALL_ELEMENTS = ("step", "eta", "mu", "mu_product")  # states of torch's optimizers that a parameter has once
 
 
@@ -23,6 +22,7 @@ class _Member:
     def __init__(self, core, known):
         self.core, self.indices, self.shape = core, [part.index for part in known.parts], list(known.shape)
         self.name = core.known_name(self.indices[0])
+        self.names = _C.state_names(core, self.indices[0])  # of the states that the engine keeps
         self.dtype = known.parameter.dtype
         # [(first element of the whole, last)] of each part of this rank
         self.ranges = [tuple(part.first + at for at in _C.state_range(core, part.index)) for part in known.parts]
@@ -73,7 +73,7 @@ def state_dict(optimizer, engine):
     engine._settle_schedule()
     members = _members(optimizer, engine)
     numbered = [member for group in members for member in group]
-    steps = _C.adam_steps(core)
+    steps = _C.native_steps(core)
     _keep_owed_masters(optimizer, core)
     state, masters, by_element = {}, {}, {}
     for number, member in enumerate(numbered):
@@ -82,9 +82,9 @@ def state_dict(optimizer, engine):
         if steps is None:
             kept, parts = _of_client(member, core.segment_states)
         else:
-            count, parts = max(steps[1][index] for index in member.indices), list(_MOMENTS)
-            moments = {name: member.shaped(_read(member, name)) for name in _MOMENTS} if count else None
-            kept = moments and {"step": torch.tensor(float(count)), **moments}
+            count, parts = max(steps[1][index] for index in member.indices), member.names
+            states = {name: member.shaped(_read(member, name)) for name in parts} if count else None
+            kept = states and {"step": torch.tensor(float(count)), **states}
         if not kept:
             continue
         state[number], by_element[number] = kept, parts
@@ -142,7 +142,7 @@ def load_state_dict(optimizer, engine, saved):
         for number, member in zip(group["params"], of_group, strict=True) if member is not None]
     _require_this_place(engine, about, pairs)
     if optimizer.inner is None:
-        _load_adam(core, pairs, about)
+        _load_native(core, pairs, about)
     else:
         _load_client(optimizer, core, pairs)
     for group, values in zip(optimizer.param_groups, groups, strict=True):
@@ -172,20 +172,20 @@ def _require_this_place(engine, about, pairs):
                             "any number of ranks to any other")
 
 
-def _load_adam(core, pairs, about):
-    values, counts = [], list(_C.adam_steps(core)[1])
+def _load_native(core, pairs, about):
+    values, counts = [], list(_C.native_steps(core)[1])
     for member, kept, place, _ in pairs:
         count = int(kept.get("step", 0))
         for index in member.indices:
             counts[index] = count
-        for name in _MOMENTS:
+        for name in member.names:
             zeros = [torch.zeros(n) for n in member.sizes]
             parts = member.parts_of(name, kept[name], *place) if name in kept else zeros
             if parts is None:
                 raise _C.UsageError(f"load_state_dict: '{name}' of '{member.name}' has the shape {member.shape}; found "
                                     f"{list(kept[name].shape)}")
             values += [(index, name, part) for index, part in zip(member.indices, parts, strict=True)]
-    _C.set_adam_steps(core, max([about.get("steps", 0), *counts]), counts)
+    _C.set_native_steps(core, max([about.get("steps", 0), *counts]), counts)
     for index, name, part in values:
         _C.write_state(core, index, name, False, part.to(core.device, torch.float32).contiguous())
 
@@ -194,7 +194,7 @@ def drop_states(optimizer, engine):
     """Drops the engine's own states; the next step begins with new ones."""
     engine.core.require_no_state_away("optimizer.state.clear()")
     members = [member for group in _members(optimizer, engine) for member in group if member is not None]
-    _load_adam(engine.core, [(member, {}, (None, None), None) for member in members], {})
+    _load_native(engine.core, [(member, {}, (None, None), None) for member in members], {})
 
 
 def _load_client(optimizer, core, pairs):
@@ -207,8 +207,10 @@ def _load_client(optimizer, core, pairs):
                 continue
             values = {}
             for key, value in kept.items():
-                parts = member.parts_of(key, value, *place)
-                if parts is not None:
+                parts = None if optimizer.takes_whole else member.parts_of(key, value, *place)
+                if optimizer.takes_whole and states.is_by_element(index, value):
+                    values[key] = value.detach().to(lent[index].device, copy=True)
+                elif parts is not None:
                     part = parts[position].to(lent[index].device)
                     values[key] = states.from_own(index, part if part.numel() else None)
                 elif isinstance(value, torch.Tensor):

@@ -1,5 +1,6 @@
 """The optimizer that ``initialize`` returns: hyper-parameters for the user, the update in the engine."""
 
+import functools
 import inspect
 import json
 import types
@@ -9,7 +10,8 @@ import torch
 
 from . import _C
 from .model.tiles import known_as
-from .ops.adam import DeepSpeedCPUAdam, FusedAdam, adam_mode
+from .native_rules import native_rule
+from .ops.adam import DeepSpeedCPUAdam, FusedAdam
 from .ops.elementwise import add_group_without_compiler
 from .optimizer_names import EngineStates, Inside, LossScale
 from .rank_logging import logger
@@ -17,8 +19,6 @@ from .rank_logging import logger
 
 def send_calls_to(sharded, client):
     """Lets scripts call ``step()`` and ``zero_grad()`` of the optimizer that they gave to ``initialize``."""
-    if "step" in vars(client):
-        return  # a scheduler has wrapped step(), and checks that its wrapper is still there
     there, client_there = weakref.ref(sharded), weakref.ref(client)
 
     def sent(name):
@@ -30,7 +30,27 @@ def send_calls_to(sharded, client):
 
         return types.MethodType(method, weakref.proxy(client))  # schedulers can wrap it; the proxy avoids a cycle
 
-    client.step, client.zero_grad = sent("step"), sent("zero_grad")
+    for name in _MOVES:
+        if name in vars(type(sharded)):
+            setattr(client, name, sent(name))
+    if "step" not in vars(client):  # else a scheduler has wrapped it, and checks that its wrapper is still there
+        client.step, client.zero_grad = sent("step"), sent("zero_grad")
+
+
+_MOVES = ("train", "eval")  # of schedule-free optimizers: methods that change the weights
+
+
+def _moving(name):
+    def method(self):
+        move = functools.partial(getattr(type(self.inner), name), self.inner)
+        if self.trains():
+            self._engine().core.segment_states.edit(move)
+        else:
+            move()
+
+    method.__name__ = name
+    method.__doc__ = f"``{name}()`` of the script's optimizer; the model's weights follow. Collective."
+    return method
 
 
 class _WithoutCompiler(torch.optim.Optimizer):
@@ -63,6 +83,7 @@ class ShardedOptimizer(_WithoutCompiler):
     Attributes:
         members: [[torch.nn.Parameter]], the model's parameters in each param group; ``param_groups`` of an optimizer
             of the user's have its fp32 masters.
+        rules: {id(parameter): what ``native_rule`` says of it}, where that is not as of all parameters.
         takes_whole: bool, whether the user's optimizer updates whole parameters, not parts of them.
         owed_masters: {index in the engine: fp32 values}, masters of a loaded state, until the next step.
         overflow: bool, whether the last step is known to have been skipped, because gradients were not finite. Does
@@ -75,7 +96,7 @@ class ShardedOptimizer(_WithoutCompiler):
 
     def __init__(self, param_groups, defaults, inner=None):
         self._model, self._engine = None, None
-        self.members, self.owed_masters = [], {}
+        self.members, self.owed_masters, self.rules = [], {}, {}
         # Keeps the dicts, so that they stay shared with their owner. Not super(): that may be the user's class.
         torch.optim.Optimizer.__init__(self, param_groups, defaults)
         self.inner = inner
@@ -113,6 +134,10 @@ class ShardedOptimizer(_WithoutCompiler):
 
             run_on_shards(self, engine)
         here = weakref.ref(self)
+        if any(rule == "muon" for rule, *_ in self.rules.values()):
+            from .muon import run_in  # only where it is asked for
+
+            run_in(engine, self)
         engine.core.on_trained(lambda indices: here() and here()._take_up(indices))
         client, self._client = self._client, None
         if client is not None:
@@ -171,10 +196,9 @@ class ShardedOptimizer(_WithoutCompiler):
 
     def load_state_dict(self, state_dict):
         """Loads a result of ``state_dict()`` from this rank of a job with the same number of ranks, or whole states, of
-        a torch optimizer or of one rank. Collective only with a user's optimizer over whole parameters. The weights do
-        not change. Where weights in 16 bits equal the state's rounded masters before the next step, the engine's fp32
-        masters get the state's exact values. UsageError for parts of another rank, or of another number of ranks;
-        ValueError for other param groups."""
+        a torch optimizer or of one rank. The weights do not change. Where weights in 16 bits equal the state's rounded
+        masters before the next step, the engine's fp32 masters get the state's exact values. UsageError for parts of
+        another rank, or of another number of ranks; ValueError for other param groups."""
         if not self.trains():
             super().load_state_dict(state_dict)
             return
@@ -211,6 +235,8 @@ class ShardedOptimizer(_WithoutCompiler):
         result = []
         for group in self.param_groups:
             beta1, beta2 = group.get("betas", (0.0, 0.0))
+            if group.get("use_muon"):
+                beta1 = group["momentum"]
             values = (group["lr"], beta1, beta2, group.get("eps", 0.0), group.get("weight_decay", 0.0))
             result.append((*(float(v) for v in values), bool(group.get("bias_correction", True))))
         return result
@@ -293,12 +319,16 @@ def log_left_out(parameters, groups, rank):
     return [parameter for _, parameter in left_out]
 
 
-def optimizer_from_config(config, parameters):
+def optimizer_from_config(config, parameters, tree):
     """(ShardedOptimizer, rule) for the ``optimizer`` section of a _C.Config, or (None, "none"). ``parameters``:
-    parameters or dicts of param groups, as torch.optim takes them."""
+    parameters or dicts of param groups, as torch.optim takes them, of the ``ModelTree`` ``tree``."""
     if config.optimizer is None:
         return None, "none"
     kind, torch_class, torch_params, adam = config.optimizer
+    if torch_class == "Muon":
+        from .muon import muon_from_config  # only where it is asked for
+
+        return wrap_torch_optimizer(muon_from_config(json.loads(torch_params), parameters, tree))
     if kind == "torch":
         inner = _class_named(torch_class)(parameters, **json.loads(torch_params))
         return wrap_torch_optimizer(inner)
@@ -333,21 +363,27 @@ def _class_named(name):
 
 
 def wrap_torch_optimizer(inner):
-    """(ShardedOptimizer, rule) for a torch.optim optimizer of the user. The engine's own one-pass kernel computes AdamW
-    and Adam without amsgrad or maximize, and those of ``strata.ops.adam``, with the hyper-parameters of the optimizer's
-    param groups. Any other optimizer runs itself: on the fp32 shards where it works element by element, else on whole
-    parameters."""
+    """(ShardedOptimizer, rule) for a torch.optim optimizer of the user. The engine's own kernels compute those that
+    ``native_rule`` knows, with the hyper-parameters of the optimizer's param groups. Any other optimizer runs itself:
+    on the fp32 shards where it works element by element, else on whole parameters."""
     if any(float(state.get("step", 1)) > 0 for state in inner.state.values()):
         raise _C.UsageError(f"the {type(inner).__name__} has taken steps already, and its state cannot be sharded; "
                             "give initialize() a new one")
-    if adam_mode(inner) is not None:
-        return _sharded(inner, None), adam_mode(inner)
-    kind = getattr(type(inner), "_strata_likeness", type(inner))
-    exact = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam"}.get(kind)
-    special = any(g.get("amsgrad") or g.get("maximize") or g.get("capturable") for g in inner.param_groups)
-    decoupled = [bool(g.get("decoupled_weight_decay", exact == "adamw")) for g in inner.param_groups]
-    if exact and not special and len(set(decoupled)) == 1:
-        return _sharded(inner, None), "adamw" if decoupled[0] else "adam"
+    if any("momentum" in group and ("use_muon" in group or "Muon" in type(inner).__name__)
+           for group in inner.param_groups):
+        from .muon import complete_groups, is_muon  # only where it is asked for
+
+        if is_muon(inner):
+            matrices = complete_groups(inner)
+            sharded = _sharded(inner, None)
+            sharded.matrices = matrices
+            sharded.rules = {id(p): ("muon", 32, 0) for g in inner.param_groups if g["use_muon"] for p in g["params"]}
+            return sharded, "adamw"
+    native = native_rule(inner)
+    if native is not None:
+        sharded = _sharded(inner, None)
+        rule, sharded.rules = native
+        return sharded, rule
     return _sharded(inner, inner), "external"
 
 
@@ -355,7 +391,8 @@ def _sharded(client, inner):
     """A ShardedOptimizer that is an instance of ``client``'s class, too, with that object's attributes."""
     try:
         name, bases = f"Sharded{type(client).__name__}", (ShardedOptimizer, type(client))
-        cls = type(name, bases, {"__doc__": type(client).__doc__})
+        moves = [move for move in _MOVES if inner is not None and callable(getattr(type(client), move, None))]
+        cls = type(name, bases, {"__doc__": type(client).__doc__, **{move: _moving(move) for move in moves}})
         sharded = cls.__new__(cls)
     except TypeError:  # a class that cannot be inherited from
         return ShardedOptimizer(client.param_groups, client.defaults, inner)

@@ -57,6 +57,20 @@ def why_not_by_element(optimizer, device):
     return None if _same_bits(whole, joined) else "on a small tensor and on two parts of it its steps differ"
 
 
+def why_not_by_parameter(optimizer, device):
+    """None where ``optimizer`` updates each parameter by itself: on whole tensors it does the same as two ranks that
+    have some of them each, and a third one that has none; else a text with the reason why it does not."""
+    drawn, everything = _drawn(optimizer)
+    of_ranks = [[[(i, None) for i in range(rank, len(tensors), 2)] for tensors in drawn] for rank in (0, 1)]
+    try:
+        whole, *parts = [_run(optimizer, drawn, wanted, device) for wanted in (everything, *of_ranks)]
+        _run(optimizer, drawn, [[] for _ in drawn], device)
+    except Exception as error:
+        return f"its step() failed on some of its parameters: {type(error).__name__}: {error}"
+    joined = {key: values for part in parts for key, values in part.items()}
+    return None if _same_bits(whole, joined) else "its steps differ where a rank has some of the parameters only"
+
+
 def why_not_in_calls(optimizer):
     """None where ``optimizer``, of which ``why_not_by_element`` is None, does the same if its ``step()`` is called once
     for each parameter, the others having no gradient; else a text with the reason why it does not. Runs on the host."""

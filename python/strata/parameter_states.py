@@ -28,7 +28,7 @@ def safe_update_full_grad_vectorized(param_list, update_func):
             _write(param, update_func(gradient, param), "gradient", whole=True)
 
 
-_OURS = ("master", "gradient", "exp_avg", "exp_avg_sq")
+_OURS = ("master", "gradient")
 
 
 def _read(param, optim_state_key, whole):
@@ -50,13 +50,13 @@ def _read(param, optim_state_key, whole):
     outside = _kept_outside(core, name)
     if outside is not None:
         _wait_for(core)
-        first, last = _C.state_range(core, index)
+        first, last = outside.range(index)
         values = outside.part(index, name)
         if values is not None:
             values = values.to(core.device, torch.float32, copy=True)
         elif first == last and outside.has(name):  # this rank owns no element of it
             values = torch.empty(0, device=core.device)
-        values = _C.join_state(core, index, values) if whole else values
+        values = outside.joined(index, values) if whole else values
     else:
         values = _C.read_state(core, index, name, whole)
     return shaped(core, index, values) if values is not None and whole else values
@@ -83,7 +83,7 @@ def _write(param, value, optim_state_key, whole):
     if outside is None:
         is_set = _C.write_state(core, index, name, whole, flat)
     else:
-        first, last = _C.state_range(core, index)
+        first, last = outside.range(index)
         _require_part(core.parameter_name(index), flat, last - first, whole)
         _wait_for(core)
         is_set = outside.part(index, name) is not None or first == last
@@ -103,10 +103,11 @@ def _require_part(name, value, numel, whole):
 def _kept_outside(core, name):
     """The ``SegmentStates`` that have ``name``; None where the engine itself has it."""
     outside = getattr(core, "segment_states", None)  # there where the user's optimizer updates the shards
-    if outside is not None and name not in _OURS[:2]:
+    if outside is not None and name not in _OURS:
         return outside
-    if name not in _OURS:
-        raise _C.UsageError(f"the optimizer state '{name}' cannot be read here; found are {', '.join(_OURS[2:])}")
+    names = _C.state_names(core)
+    if names and name not in (*_OURS, *names):
+        raise _C.UsageError(f"the optimizer state '{name}' cannot be read here; found are {', '.join(names)}")
     return None
 
 

@@ -55,10 +55,12 @@ def initialize(args=None, model=None, optimizer=None, model_parameters=None, tra
             where there is one, unless ``strata.device`` of the configuration says otherwise; parameters go
             there shard by shard, buffers whole.
         optimizer: None (the configuration's), a ``torch.optim.Optimizer`` over the model's parameters, or a callable
-            that makes one from parameters. The engine's kernel computes AdamW and Adam, torch's or of
-            ``strata.ops.adam``. Any other optimizer that updates element by element runs unchanged on the fp32
-            shards; this call tries whether it does. Others (Adafactor, Muon, LAMB) run on whole parameters at stage 0,
-            or on one rank.
+            that makes one from parameters. The engine's kernels compute AdamW and Adam of torch and
+            ``strata.ops.adam``, Lion of ``strata.ops.lion``, and these three of bitsandbytes and torchao, in 8 bits,
+            too; and Muon of torch and ``strata.ops.muon``. Any other optimizer that updates element by element runs
+            unchanged on the fp32 shards; this call tries whether it does. Others (Adafactor, LAMB) run on whole
+            parameters, each on the rank that owns it; one that looks at all parameters at once (Prodigy) at stage 0
+            alone.
         model_parameters: the parameters or param groups of the configuration's optimizer; all trainable parameters
             when None.
         training_data: a ``torch.utils.data.Dataset``; ``dataloader`` loads it.
@@ -196,8 +198,8 @@ class StartUp:
         if self.rule == "external":
             from .client_optimizer import choose_parts  # only for an optimizer of the script's
 
-            choose_parts(self.sharded_optimizer, self.config, self.collectives.world_size,
-                         torch.device(self.runtime.device))
+            self.rule = choose_parts(self.sharded_optimizer, self.config, self.collectives.world_size,
+                                     torch.device(self.runtime.device))
 
     def make_engine(self):
         """Makes the engine, which takes the model over."""
@@ -254,7 +256,7 @@ def make_optimizer(config, tree, optimizer, model_parameters):
     trainable = (p for _, p in tree.parameters if p.requires_grad)
     parameters = list(trainable if model_parameters is None else model_parameters)
     if optimizer is None:
-        sharded, rule = optimizer_from_config(config, parameters)
+        sharded, rule = optimizer_from_config(config, parameters, tree)
         if sharded is not None:
             sharded.takes_unfrozen = model_parameters is None
         return sharded, rule
@@ -265,7 +267,11 @@ def make_optimizer(config, tree, optimizer, model_parameters):
         optimizer = optimizer(parameters)
     if isinstance(optimizer, ShardedOptimizer):
         raise _C.UsageError("this optimizer belongs to another engine; make a new one from the model's parameters")
-    return wrap_torch_optimizer(optimizer)
+    sharded, rule = wrap_torch_optimizer(optimizer)
+    if rule == "external" and config.states_8bit:
+        raise _C.UsageError(f"strata.optimizer_states: {type(optimizer).__name__} keeps its states itself, and 8 bits "
+                            "are for AdamW, Adam and Lion; give one of these, or remove the key; found \"8bit\"")
+    return sharded, rule
 
 
 def _log_hints(config, engine):

@@ -39,15 +39,16 @@ struct AdamForm {
   bool follows = false;
   bool narrow_moments = false;
   bool narrow_gradient = false;
+  bool lion = false;
 
   Bytes bytes(Numel numel) const { return Bytes(32 * numel.value + 64); }
-  kernels::AdamSpans spans(std::span<std::byte> memory, Numel numel) const {
+  kernels::UpdateSpans spans(std::span<std::byte> memory, Numel numel) const {
     const std::size_t count = numel.size();
     const auto floats = [&](std::size_t array) {
       return std::span(reinterpret_cast<float*>(memory.data()) + array * count, count);
     };
     const auto bytes = [&](std::size_t array) { return memory.data() + 4 * array * count; };
-    kernels::AdamSpans spans;
+    kernels::UpdateSpans spans;
     if (!remainder && !rounds) spans.weight = floats(0);
     if (weights != DType::kFloat32) spans.weight16 = bytes(4);
     if (spans.weight16 != nullptr) spans.weight16_dtype = weights;
@@ -55,10 +56,10 @@ struct AdamForm {
     spans.rounds_weight16 = rounds;
     if (remainder) spans.remainder = kernels::remainder_over(memory.subspan(20 * count), numel);
     if (narrow_moments) {
-      spans.moments16 = {bytes(1), bytes(2)};
+      spans.moments16 = {bytes(1), lion ? nullptr : bytes(2)};
     } else {
       spans.exp_avg = floats(1);
-      spans.exp_avg_sq = floats(2);
+      if (!lion) spans.exp_avg_sq = floats(2);
     }
     if (narrow_gradient)
       spans.gradient16 = {bytes(3), weights, count};
@@ -89,7 +90,7 @@ inline std::vector<std::uint32_t> bits_of(const void* memory, DType dtype, std::
 inline std::vector<std::uint32_t> results_of(const AdamForm& form, std::span<std::byte> memory,
                                              Numel numel) {
   const std::size_t count = numel.size();
-  const kernels::AdamSpans spans = form.spans(memory, numel);
+  const kernels::UpdateSpans spans = form.spans(memory, numel);
   std::vector<std::uint32_t> results;
   const auto add = [&](const void* values, DType dtype) {
     const auto bits = bits_of(values, dtype, count);
@@ -122,9 +123,10 @@ TYPED_TEST_P(DeviceAdamConformance, AdamGivesTheBitsOfTheHostForAnyBits) {
                                        {kHalf, false, false, true}};
   const Numel numel = adam_bits();
   std::mt19937 random(20);
-  for (std::size_t which = 0; which < 4 * forms.size(); ++which) {
-    AdamForm form = forms[which / 4];
+  for (std::size_t which = 0; which < 8 * forms.size(); ++which) {
+    AdamForm form = forms[which / 8];
     form.narrow_gradient = which % 2 != 0 && form.weights != DType::kFloat32;
+    form.lion = which % 8 > 3;
     std::vector<std::byte> host(form.bytes(numel).size());
     for (std::size_t i = 0; i + 4 <= host.size(); i += 4) {
       auto bits = static_cast<std::uint32_t>(random());
@@ -132,12 +134,63 @@ TYPED_TEST_P(DeviceAdamConformance, AdamGivesTheBitsOfTheHostForAnyBits) {
       std::memcpy(host.data() + i, &bits, 4);
     }
     const auto there = this->upload(host);
-    const kernels::AdamScalars scalars{
-        .weight_decay = 0.1, .decoupled = which % 4 < 2, .step = 3, .gradient_scale = 0.5F};
-    kernels::adam_step(form.spans(host, numel), scalars, nullptr);
-    this->device_->adam_step(form.spans(there->bytes(), numel), scalars, *this->stream_);
+    const kernels::UpdateScalars scalars{
+        .weight_decay = 0.1,
+        .decoupled = which % 4 < 2 || form.lion,
+        .formula = form.lion ? kernels::Formula::kLion : kernels::Formula::kAdam,
+        .step = 3,
+        .gradient_scale = 0.5F};
+    kernels::update_step(form.spans(host, numel), scalars, nullptr);
+    this->device_->update_step(form.spans(there->bytes(), numel), scalars, *this->stream_);
     auto got = this->download(there->bytes());
     EXPECT_EQ(results_of(form, got, numel), results_of(form, host, numel)) << "form " << which;
+  }
+}
+
+// Codes and scales, too. The last block is short.
+TYPED_TEST_P(DeviceAdamConformance, StatesOf8BitsAreTheHosts) {
+  constexpr DType kHalf = DType::kFloat16, kBrain = DType::kBFloat16;
+  const std::vector<AdamForm> forms = {
+      {}, {kBrain}, {kHalf}, {kBrain, true}, {kBrain, false, true}, {kBrain, false, false, true}};
+  for (const std::size_t count : {std::size_t{1}, std::size_t{256}, std::size_t{70'001}}) {
+    const Numel numel(count);
+    for (std::size_t which = 0; which < 8 * forms.size(); ++which) {
+      AdamForm form = forms[which / 8];
+      form.narrow_gradient = which % 2 != 0 && form.weights != DType::kFloat32;
+      form.lion = which % 4 > 1;
+      const std::size_t whole = (count + 255) / 256 * 256;
+      const std::size_t base = (form.bytes(numel).size() + 255) / 256 * 256;
+      const auto spans_of = [&](std::span<std::byte> memory) {
+        kernels::UpdateSpans spans = form.spans(memory, numel);
+        auto* const codes = reinterpret_cast<std::uint8_t*>(memory.data() + base);
+        auto* const scales = reinterpret_cast<float*>(memory.data() + base + 2 * whole);
+        spans.states8.exp_avg = {codes, scales};
+        if (!form.lion) spans.states8.exp_avg_sq = {codes + whole, scales + whole / 256};
+        spans.exp_avg = spans.exp_avg_sq = {};
+        return spans;
+      };
+      std::vector<std::byte> host(base + 2 * whole + whole / 32);
+      const auto numbers = this->random_floats(host.size() / 4, 9);
+      std::memcpy(host.data(), numbers.data(), host.size());
+      for (float& scale : std::span(spans_of(host).states8.exp_avg.scales, whole / 128))
+        scale = std::abs(scale);
+      const auto narrow = [&](std::size_t array) {  // numbers: processors differ in the bits of NaN
+        kernels::cast_reference(host.data() + 4 * array * count, form.weights,
+                                this->raw(numbers).data(), DType::kFloat32, numel);
+      };
+      if (form.weights != DType::kFloat32) narrow(4);
+      if (form.narrow_gradient) narrow(3);
+      const auto there = this->upload(host);
+      const kernels::UpdateScalars scalars{
+          .weight_decay = 0.1,
+          .formula = form.lion ? kernels::Formula::kLion : kernels::Formula::kAdam,
+          .keeps_positive = which % 8 < 4,
+          .step = 3,
+          .gradient_scale = 0.5F};
+      kernels::update_step(spans_of(host), scalars, nullptr);
+      this->device_->update_step(spans_of(there->bytes()), scalars, *this->stream_);
+      EXPECT_EQ(this->download(there->bytes()), host) << "form " << which << ", " << count;
+    }
   }
 }
 
@@ -154,11 +207,11 @@ TYPED_TEST_P(DeviceAdamConformance, AdamGivesTheBitsOfTheReference) {
     const auto sq_there = this->upload(this->raw(exp_avg_sq));
     const auto gradient_there = this->upload(this->raw(gradient));
     const auto weight16_there = this->upload(weight16);
-    const kernels::AdamScalars scalars{.weight_decay = 0.1, .step = 3, .gradient_scale = 0.5F};
+    const kernels::UpdateScalars scalars{.weight_decay = 0.1, .step = 3, .gradient_scale = 0.5F};
 
-    kernels::adam_step_reference(
+    kernels::update_reference(
         {weight, exp_avg, exp_avg_sq, gradient, weight16.data(), DType::kBFloat16}, scalars);
-    this->device_->adam_step(
+    this->device_->update_step(
         {this->floats(*weight_there), this->floats(*avg_there), this->floats(*sq_there),
          this->floats(*gradient_there), weight16_there->bytes().data(), DType::kBFloat16},
         scalars, *this->stream_);
@@ -178,13 +231,13 @@ TYPED_TEST_P(DeviceAdamConformance, AdamGivesTheBitsOfTheReference) {
 TYPED_TEST_P(DeviceAdamConformance, AdamReadsALateScaleAndNaNChangesNothing) {
   const auto weight = this->random_floats(1003, 8);
   const auto gradient = this->upload(this->raw(this->random_floats(1003, 11)));
-  const auto run = [&](const kernels::AdamScalars& scalars) {
+  const auto run = [&](const kernels::UpdateScalars& scalars) {
     const auto there = this->upload(this->raw(weight));
     const auto exp_avg = this->upload(this->raw(std::vector<float>(1003)));
     const auto exp_avg_sq = this->upload(this->raw(std::vector<float>(1003)));
-    this->device_->adam_step({this->floats(*there), this->floats(*exp_avg),
-                              this->floats(*exp_avg_sq), this->floats(*gradient)},
-                             scalars, *this->stream_);
+    this->device_->update_step({this->floats(*there), this->floats(*exp_avg),
+                                this->floats(*exp_avg_sq), this->floats(*gradient)},
+                               scalars, *this->stream_);
     return this->download_floats(*there);
   };
   const auto half = this->upload(this->raw(std::vector<float>{0.5F}));
@@ -205,7 +258,7 @@ TYPED_TEST_P(DeviceAdamConformance, AdamWithARemainderGivesTheBitsOfFp32Masters)
       auto exp_avg_sq = this->random_floats(count, 10);
       for (float& value : exp_avg_sq) value = std::abs(value);
       const auto gradient = this->upload(this->raw(this->random_floats(count, 11)));
-      const kernels::AdamScalars scalars{.lr = lr, .weight_decay = 0.1, .step = 3};
+      const kernels::UpdateScalars scalars{.lr = lr, .weight_decay = 0.1, .step = 3};
 
       const auto whole = this->upload(this->raw(masters));
       const auto whole16 = this->allocate(Bytes(2 * count));
@@ -222,7 +275,7 @@ TYPED_TEST_P(DeviceAdamConformance, AdamWithARemainderGivesTheBitsOfFp32Masters)
       for (const bool split : {false, true}) {
         const auto avg = this->upload(this->raw(exp_avg));
         const auto sq = this->upload(this->raw(exp_avg_sq));
-        kernels::AdamSpans spans;
+        kernels::UpdateSpans spans;
         spans.exp_avg = this->floats(*avg);
         spans.exp_avg_sq = this->floats(*sq);
         spans.gradient = this->floats(*gradient);
@@ -233,7 +286,7 @@ TYPED_TEST_P(DeviceAdamConformance, AdamWithARemainderGivesTheBitsOfFp32Masters)
           spans.weight = this->floats(*whole);
         }
         for (int step = 0; step < 2; ++step)
-          this->device_->adam_step(spans, scalars, *this->stream_);
+          this->device_->update_step(spans, scalars, *this->stream_);
         moments.push_back(this->download(avg->bytes()));
         moments.push_back(this->download(sq->bytes()));
       }
@@ -280,13 +333,13 @@ TYPED_TEST_P(DeviceAdamConformance, AdamOverRoundedWeightsGivesTheBitsOfMastersT
         exp_avg_sq = rounded(exp_avg_sq);
       }
       const auto gradient = this->upload(this->raw(this->random_floats(count, 11)));
-      const kernels::AdamScalars scalars{.weight_decay = 0.1, .step = 3};
+      const kernels::UpdateScalars scalars{.weight_decay = 0.1, .step = 3};
 
       const auto whole = this->upload(this->raw(masters));
       const auto whole16 = this->allocate(Bytes(2 * count));
       const auto whole_avg = this->upload(this->raw(exp_avg));
       const auto whole_sq = this->upload(this->raw(exp_avg_sq));
-      this->device_->adam_step(
+      this->device_->update_step(
           {this->floats(*whole), this->floats(*whole_avg), this->floats(*whole_sq),
            this->floats(*gradient), whole16->bytes().data(), DType::kBFloat16},
           scalars, *this->stream_);
@@ -294,7 +347,7 @@ TYPED_TEST_P(DeviceAdamConformance, AdamOverRoundedWeightsGivesTheBitsOfMastersT
       const auto weight16 = this->upload(narrow(masters));
       const auto avg = this->upload(narrow_moments ? narrow(exp_avg) : plain(exp_avg));
       const auto sq = this->upload(narrow_moments ? narrow(exp_avg_sq) : plain(exp_avg_sq));
-      kernels::AdamSpans spans;
+      kernels::UpdateSpans spans;
       spans.gradient = this->floats(*gradient);
       spans.weight16 = weight16->bytes().data();
       spans.rounds_weight16 = true;
@@ -304,7 +357,7 @@ TYPED_TEST_P(DeviceAdamConformance, AdamOverRoundedWeightsGivesTheBitsOfMastersT
         spans.exp_avg = this->floats(*avg);
         spans.exp_avg_sq = this->floats(*sq);
       }
-      this->device_->adam_step(spans, scalars, *this->stream_);
+      this->device_->update_step(spans, scalars, *this->stream_);
 
       EXPECT_EQ(this->download(weight16->bytes()), this->download(whole16->bytes())) << count;
       const auto expected_avg = this->download_floats(*whole_avg);
@@ -337,8 +390,8 @@ TYPED_TEST_P(DeviceAdamConformance, MastersTakeWeightsThatWereWritten) {
   }
 }
 
-REGISTER_TYPED_TEST_SUITE_P(DeviceAdamConformance, AdamGivesTheBitsOfTheReference,
-                            AdamGivesTheBitsOfTheHostForAnyBits,
+REGISTER_TYPED_TEST_SUITE_P(DeviceAdamConformance, StatesOf8BitsAreTheHosts,
+                            AdamGivesTheBitsOfTheReference, AdamGivesTheBitsOfTheHostForAnyBits,
                             AdamReadsALateScaleAndNaNChangesNothing,
                             AdamWithARemainderGivesTheBitsOfFp32Masters,
                             AdamOverRoundedWeightsGivesTheBitsOfMastersThatAreRounded,

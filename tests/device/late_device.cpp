@@ -261,8 +261,8 @@ void LateDevice::adopt_written(std::span<float> masters, const std::byte* weight
       [=](CpuDevice& hands) { hands.adopt_written(masters, weights, dtype, stream_of(hands)); });
 }
 
-void LateDevice::adam_step(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
-                           Stream& stream) {
+void LateDevice::update_step(const kernels::UpdateSpans& spans,
+                             const kernels::UpdateScalars& scalars, Stream& stream) {
   if (spans.numel() == 0) return;
   require_reachable(spans.weight.data());
   require_reachable(spans.weight16);
@@ -274,7 +274,7 @@ void LateDevice::adam_step(const kernels::AdamSpans& spans, const kernels::AdamS
   require_reachable(spans.gradient.data());
   require_reachable(spans.gradient16.values);
   require_reachable(scalars.late_scale);
-  late(stream).push([=](CpuDevice& hands) { hands.adam_step(spans, scalars, stream_of(hands)); });
+  late(stream).push([=](CpuDevice& hands) { hands.update_step(spans, scalars, stream_of(hands)); });
 }
 
 std::vector<kernels::Fingerprint> LateDevice::fingerprints(

@@ -60,8 +60,8 @@ class LateDevice : public CpuDevice {
                     Stream& stream) override;
   void adopt_written(std::span<float> masters, const std::byte* weights, DType dtype,
                      Stream& stream) override;
-  void adam_step(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
-                 Stream& stream) override;
+  void update_step(const kernels::UpdateSpans& spans, const kernels::UpdateScalars& scalars,
+                   Stream& stream) override;
   std::vector<kernels::Fingerprint> fingerprints(std::span<const std::span<const std::byte>> runs,
                                                  Bytes piece, Stream& stream) override;
   void sums_of_squares(std::span<double> sums, std::span<const std::span<const float>> gradients,

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "kernels/every_target.h"
-#include "strata/kernels/adam.h"
+#include "strata/kernels/update.h"
 
 namespace strata::kernels {
 
@@ -29,15 +29,15 @@ struct Tensor {
     for (float& value : exp_avg_sq) value *= value;
   }
 
-  AdamSpans spans() {
+  UpdateSpans spans() {
     return {.weight = std::span(weight).subspan(offset),
             .exp_avg = std::span(exp_avg).subspan(offset),
             .exp_avg_sq = std::span(exp_avg_sq).subspan(offset),
             .gradient = std::span(gradient).subspan(offset)};
   }
 
-  AdamSpans spans_with_copy(DType dtype) {
-    AdamSpans result = spans();
+  UpdateSpans spans_with_copy(DType dtype) {
+    UpdateSpans result = spans();
     result.weight16 = std::as_writable_bytes(std::span(weight16)).data() + 2 * offset;
     result.weight16_dtype = dtype;
     return result;
@@ -60,7 +60,7 @@ inline void expect_same(const Tensor& found, const Tensor& expected) {
   EXPECT_EQ(found.weight16, expected.weight16);
 }
 
-inline std::vector<AdamScalars> variants() {
+inline std::vector<UpdateScalars> variants() {
   return {
       {.step = 1},
       {.lr = 3e-4, .beta2 = 0.95, .weight_decay = 0.1, .step = 7, .gradient_scale = 0.37F},

@@ -10,11 +10,11 @@
 #include <span>
 
 #include "strata/base/error.h"
-#include "strata/kernels/adam_constants.h"
 #include "strata/kernels/elementwise.h"
 #include "strata/kernels/elementwise_loops.h"
 #include "strata/kernels/grad_stats.h"
 #include "strata/kernels/recipe_scalars.h"
+#include "strata/kernels/update_constants.h"
 
 namespace strata::kernels {
 
@@ -69,9 +69,9 @@ inline void adopt_written_reference(std::span<float> masters, const std::byte* w
   });
 }
 
-inline void adam_step_reference(const AdamSpans& spans, const AdamScalars& scalars) {
-  check_adam(spans, scalars);
-  adam_scalar_loop(spans, AdamConstants(scalars));
+inline void update_reference(const UpdateSpans& spans, const UpdateScalars& scalars) {
+  check_update(spans, scalars);
+  update_scalar_loop(spans, UpdateConstants(scalars), scalars.formula);
 }
 
 // Chunks of kChunk elements; within one, element i goes to the partial sum i % kLanes; partial sums

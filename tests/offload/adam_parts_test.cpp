@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "offload/store_harness.h"
-#include "strata/kernels/adam.h"
+#include "strata/kernels/update.h"
 
 namespace strata::offload {
 namespace {
@@ -69,7 +69,7 @@ class Unit {
     const auto floats = [&](std::size_t i) {
       return std::span(reinterpret_cast<float*>(leases[i]->bytes().data()), numel);
     };
-    kernels::AdamSpans spans;
+    kernels::UpdateSpans spans;
     spans.remainder = {reinterpret_cast<std::uint16_t*>(leases[0]->bytes().data()),
                        reinterpret_cast<std::uint8_t*>(leases[1]->bytes().data())};
     spans.exp_avg = floats(2);
@@ -77,10 +77,10 @@ class Unit {
     spans.gradient = std::span(model.gradient).subspan(static_cast<std::size_t>(begin), numel);
     spans.weight16 = reinterpret_cast<std::byte*>(model.weight.data() + begin);
     spans.weight16_dtype = DType::kBFloat16;
-    kernels::AdamScalars scalars;
+    kernels::UpdateScalars scalars;
     scalars.lr = 1e-2;
     scalars.step = step;
-    device.adam_step(spans, scalars, device.compute_stream());
+    device.update_step(spans, scalars, device.compute_stream());
   }
 
   StateStore& store_;

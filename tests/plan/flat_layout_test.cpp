@@ -84,6 +84,18 @@ TEST(FlatLayout, PadsToEqualAlignedShardsOfEveryRank) {
   }
 }
 
+TEST(FlatLayout, NoSliceCutsABlockOfStatesIn8Bits) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    std::vector<ParamSpec> model = model_of({4097, 300, 1}, dtype);
+    for (ParamSpec& spec : model) spec.states = StateForm::k8Bit;
+    for (const int world : {1, 2, 3}) {
+      const FlatLayout layout(model, all_of(model), dtype, world);
+      EXPECT_EQ(layout.shard().value % kBlock8, 0);
+      for (const Slot& slot : layout.slots()) EXPECT_EQ(slot.offset.value % kBlock8, 0);
+    }
+  }
+}
+
 TEST(FlatLayout, AUnitOfNothingButEmptyParametersTakesNoBytes) {
   const auto model = model_of({0, 0}, DType::kFloat32);
   const FlatLayout layout(model, all_of(model), DType::kFloat32, 3);

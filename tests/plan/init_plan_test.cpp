@@ -51,20 +51,22 @@ std::string message_of(Call call) {
 
 TEST(InitPlan, CountsWhatARankWillHoldByStage) {
   const Model model;
-  const InitDemand sharded = init_demand(model.params, model.plan, 3, 2, {2, Masters::kFloat32});
+  const InitDemand sharded =
+      init_demand(model.params, model.plan, 3, 2, {UpdateRule::kAdamW, Masters::kFloat32});
   EXPECT_EQ(sharded.weights, 2_MiB);
   EXPECT_EQ(sharded.masters, 4_MiB);
   EXPECT_EQ(sharded.optimizer, 8_MiB);
   EXPECT_EQ(sharded.largest_unit, 2_MiB);
-  const InitDemand whole = init_demand(model.params, model.plan, 2, 2, {2, Masters::kFloat32});
+  const InitDemand whole =
+      init_demand(model.params, model.plan, 2, 2, {UpdateRule::kAdamW, Masters::kFloat32});
   EXPECT_EQ(whole.weights, 4_MiB);
   EXPECT_EQ(whole.masters, 4_MiB);
   const InitDemand with_remainders =
-      init_demand(model.params, model.plan, 3, 2, {2, Masters::kRemainder});
+      init_demand(model.params, model.plan, 3, 2, {UpdateRule::kAdamW, Masters::kRemainder});
   EXPECT_EQ(with_remainders.masters, 2_MiB + 128_KiB);
   EXPECT_EQ(with_remainders.optimizer, 8_MiB);
-  const InitDemand rounded =
-      init_demand(model.params, model.plan, 3, 2, {2, Masters::kRounded, DType::kBFloat16});
+  const InitDemand rounded = init_demand(model.params, model.plan, 3, 2,
+                                         {UpdateRule::kAdamW, Masters::kRounded, DType::kBFloat16});
   EXPECT_EQ(rounded.masters, 0_B);
   EXPECT_EQ(rounded.optimizer, 4_MiB);
 }

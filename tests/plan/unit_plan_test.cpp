@@ -6,6 +6,7 @@
 #include <set>
 
 #include "plan/model_builder.h"
+#include "strata/base/error.h"
 
 namespace strata::plan {
 namespace {
@@ -39,6 +40,47 @@ TEST(UnitPlan, ABlockIsOneUnitAndItsScopeCoversTheSubtree) {
     EXPECT_THAT(plan.scopes[i].units, ElementsAre(static_cast<int>(i)));
   }
   EXPECT_THAT(plan.unit_of_param, ElementsAre(0, 1, 2, 3));
+}
+
+TEST(UnitPlan, LargeWeightsOutsideEmbeddingsTakeStatesIn8Bits) {
+  ModelBuilder b;
+  const int embedding = b.module(0, "embed", "ScaledEmbedding");
+  const int tied = b.param(embedding, "weight", 9000);
+  const int head = b.linear(0, "head", 5000);
+  b.tie(head, tied);
+  const int small = b.param(head, "bias", 4095);
+  const int frozen = b.param(head, "frozen", 5000, DType::kFloat32, false);
+  const int tile = b.param(head, "tile", 512);
+  b.params[static_cast<std::size_t>(tile)].tile = TileOf{"whole", {9, 512}, Numel(1024)};
+  take_8_bits(b.params, b.tree, 4096);
+  const auto has = [&](int param) {
+    return b.params[static_cast<std::size_t>(param)].states == StateForm::k8Bit;
+  };
+  EXPECT_FALSE(has(tied) || has(small) || has(frozen));
+  EXPECT_TRUE(has(b.tree[static_cast<std::size_t>(head)].params.front()));
+  EXPECT_TRUE(has(tile));
+  EXPECT_THAT(describe(b.params, plan_of(b)), HasSubstr("states in 8 bits"));
+  b.params[static_cast<std::size_t>(tile)].tile->first = Numel(1025);
+  EXPECT_THROW(plan_of(b), ConfigError);
+}
+
+TEST(UnitPlan, ParametersOfOneRuleShareAUnit) {
+  ModelBuilder b;
+  const int layers = b.list(0, "layers");
+  for (const char* name : {"0", "1"}) {
+    const int layer = b.block(layers, name, "Layer", 1000);
+    b.param(layer, "up", 1000);
+    const int norm = b.param(layer, "norm", 4);
+    b.params[static_cast<std::size_t>(norm)].rule = UpdateRule::kAdam;
+  }
+  const ModelPlan plan = plan_of(b);
+  EXPECT_THAT(names(plan), ElementsAre("layers.0", "layers.0:float32:adam", "layers.1",
+                                       "layers.1:float32:adam"));
+  EXPECT_EQ(plan.units[0].params.size(), 2U);
+  EXPECT_THAT(plan.units[1].params, ElementsAre(2));
+  EXPECT_EQ(plan.units[1].rule, UpdateRule::kAdam);
+  EXPECT_THAT(plan.scopes[0].units, ElementsAre(0, 1));
+  EXPECT_THAT(describe(b.params, plan), HasSubstr("updated by adam"));
 }
 
 TEST(UnitPlan, ABlockIsSplitByDTypeTrainabilityAndPersistence) {

@@ -105,7 +105,6 @@ def arguments(folder, config, **more):
         deepspeed=config,
         use_cpu=True,
         max_steps=STEPS,
-        per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
         learning_rate=2e-3,
         weight_decay=0.1,
@@ -118,7 +117,7 @@ def arguments(folder, config, **more):
         disable_tqdm=True,
         dataloader_pin_memory=False,
         seed=7,
-        **more,
+        **{"per_device_train_batch_size": 2, **more},
     )
 
 

@@ -16,7 +16,8 @@ from training_states import snapshot
 # Keys of the configuration that are newer than these checkpoints; a manifest names them.
 NEW_KEYS = {"strata.cuda_graphs", "strata.staging", "strata.state_cache", "strata.update", "strata.update_at",
             "sequence_parallel_size", "strata.sequence_parallel.size", "strata.loss", "strata.mlp_piece",
-            "strata.activations.device", "activation_checkpointing.cpu_checkpointing"}
+            "strata.activations.device", "activation_checkpointing.cpu_checkpointing",
+            "strata.optimizer_states", "strata.min_8bit_size", "strata.keep_small_moments"}
 
 
 def _without_new_keys(manifest):

@@ -110,4 +110,4 @@ def test_what_does_not_go_together_is_named():
     assert "bf16.bf16_master_weights_and_grads: is for bf16 weights" in of(
         {"enabled": False, "bf16_master_weights_and_grads": True})
     assert of({"bf16_master_weights_and_grads": True}).startswith(
-        "ConfigError: bf16.bf16_master_weights_and_grads: is for Adam and AdamW")
+        "ConfigError: bf16.bf16_master_weights_and_grads: is for Adam, AdamW and Lion")

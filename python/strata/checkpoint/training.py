@@ -10,6 +10,7 @@ import os
 import torch
 
 from .. import _C
+from ..model.parameter import flattened
 from ..ops.elementwise import place_of, set_values
 from ..ranks.runtime import agree_after
 from ..views import logger
@@ -33,9 +34,10 @@ def save_checkpoint(engine, folder, tag, client_state, save_latest, exclude_froz
             tag = f"global_step{engine.global_steps}"
         if engine._unapplied and engine.global_rank == 0:
             logger.warning("the gradients of the %d micro-steps since the last update are not saved", engine._unapplied)
-        tensors = {}
+        tensors, owned = {}, {}  # of rank 0, and of whole parameters that this rank owns
         training = {"client_state": to_plain(dict(client_state or {}), tensors, "client_state"),
-                    "scheduler": _scheduler_state(engine, tensors), "optimizer": optimizer_state(engine, tensors),
+                    "scheduler": _scheduler_state(engine, tensors),
+                    "optimizer": optimizer_state(engine, tensors, owned),
                     "config": dict(line.split(" = ", 1) for line in engine._config.digest().splitlines()),
                     "written_by": written_by(), "without_frozen": bool(exclude_frozen_parameters)}
         aliases = _aliases(engine)
@@ -47,7 +49,8 @@ def save_checkpoint(engine, folder, tag, client_state, save_latest, exclude_froz
         # A rank knows the scalars of parameters of which it owns a part.
         of_ranks = collectives.all_gather_text(json.dumps(training["optimizer"]["scalars"]))
         training["optimizer"]["scalars"] = {k: v for text in reversed(of_ranks) for k, v in json.loads(text).items()}
-    extras = _of_rank_0(engine, extras) + _extra_buffers(engine, buffers)
+    of_states = [_extra("client", name, engine.global_rank, tensor) for name, tensor in owned.items()]
+    extras = _of_rank_0(engine, extras) + _of_owners(engine, of_states) + _extra_buffers(engine, buffers)
     engine.checkpoint_saver().save(folder, str(tag), json.dumps(training), aliases, extras, states, texts,
                                    not exclude_frozen_parameters, save_latest)
     if engine.global_rank == 0:
@@ -85,7 +88,7 @@ def load_checkpoint(engine, folder, tag, strict, optimizer_states, scheduler_sta
     with agree_after(collectives, _LOADING):  # every check comes before the first value is stored
         targets, tensors = targets_of_segments(engine, checkpoint) if optimizer_states else ([], [])
         client_state = from_plain(training.get("client_state", {}), read_client)
-        optimizer = from_plain(training.get("optimizer"), read_client) if optimizer_states else None
+        optimizer = from_plain(_of_this_rank(engine, training), read_client) if optimizer_states else None
         scheduler = from_plain(training.get("scheduler"), read_client) if scheduler_states and not module_only else None
         require_same_groups(engine, optimizer)
         specs, values = _read_buffers(engine, checkpoint)
@@ -155,9 +158,14 @@ def _log_differences(engine, checkpoint, buffers, strict, optimizer_states):
                                f" and {more} more, which are logged at level INFO" if more > 0 else "")
                 if more > 0:
                     logger.info("%s that are %s: %s", things, what, ", ".join(names))
-    if optimizer_states and engine.optimizer.inner is None and not {"exp_avg", "exp_avg_sq"} <= set(checkpoint.kinds):
-        if json.loads(checkpoint.training).get("global_steps"):
-            logger.warning("the checkpoint has no states of Adam; they begin at zero")
+    if optimizer_states and engine.optimizer.inner is None:
+        saved, ours = any(kind.endswith(".scales") for kind in checkpoint.kinds), _C.has_8bit_states(engine.core)
+        if saved != ours and set(_C.state_names(engine.core)) <= set(checkpoint.kinds):
+            logger.warning("the checkpoint has optimizer states in %d bits, and this optimizer keeps them in %d: they "
+                           "were converted", *((8, 32) if saved else (32, 8)))
+        lacking = sorted(set(_C.state_names(engine.core)) - set(checkpoint.kinds))
+        if lacking and json.loads(checkpoint.training).get("global_steps"):
+            logger.warning("the checkpoint has no states %s of the optimizer; they begin at zero", ", ".join(lacking))
 
 
 # --- buffers and names ---
@@ -205,6 +213,17 @@ def _of_rank_0(engine, extras):
     listed = json.dumps([[*entry[:4], str(entry[4]).removeprefix("torch.")] for entry in extras])
     there = json.loads(engine._collectives.all_gather_text(listed)[0])
     return extras or [(*entry[:4], getattr(torch, entry[4]), None) for entry in there]
+
+
+def _of_owners(engine, extras):
+    """The lists of all ranks, joined; what several ranks have, as those of other shard groups do, the first writes."""
+    listed = json.dumps([[*entry[:4], str(entry[4]).removeprefix("torch.")] for entry in extras])
+    there, mine = {}, {entry[1]: entry for entry in extras}
+    for text in engine._collectives.all_gather_text(listed):
+        for entry in json.loads(text):
+            there.setdefault(entry[1], entry)
+    return [mine[name] if entry[2] == engine.global_rank else (*entry[:4], getattr(torch, entry[4]), None)
+            for name, entry in there.items()]
 
 
 def _extra_buffers(engine, buffers):
@@ -255,8 +274,9 @@ def _load_scheduler(engine, saved):
 # The core writes and reads states that have as many elements as the parameter. States of one element are within the
 # JSON; those that are tensors keep their dtype.
 
-def optimizer_state(engine, tensors):
-    """Param groups, and the states of the user's optimizer that do not have one entry for each element."""
+def optimizer_state(engine, tensors, owned):
+    """Param groups, and the states of the user's optimizer that do not have one entry for each element. Tensors go to
+    ``tensors``, or to ``owned`` where this rank alone has them."""
     optimizer = engine.optimizer
     if not isinstance(optimizer, torch.optim.Optimizer):  # none, or the stand-in's placeholder
         return None
@@ -268,8 +288,8 @@ def optimizer_state(engine, tensors):
         for index, _, values in states.entries():
             name = engine.core.known_name(index)
             scalars = {k: v for k, v in values.items() if not states.is_by_element(index, v)}
-            if optimizer.takes_whole:  # every rank has the same ones, whatever their shape
-                mine[name] = {k: to_plain(v, None if isinstance(v, torch.Tensor) and v.numel() == 1 else tensors,
+            if optimizer.takes_whole:  # they may have any shape
+                mine[name] = {k: to_plain(v, None if isinstance(v, torch.Tensor) and v.numel() == 1 else owned,
                                           f"optimizer.{name}.{k}") for k, v in scalars.items()}
             else:
                 mine[name] = {k: to_plain(_scalar(v, name, k), None, f"{name}.{k}") for k, v in scalars.items()}
@@ -315,11 +335,24 @@ def targets_of_segments(engine, checkpoint):
             dtype = checkpoint.dtype_of(name, kind)
             if dtype is None:
                 continue
+            if engine.optimizer.takes_whole:
+                whole = checkpoint.read("parameter", name, kind)
+                tensors.append((index, kind, flattened(engine.core, index, whole).to(parameter.device)))
+                continue
             first, last = _C.state_range(engine.core, index)
             tensors.append((index, kind, torch.zeros(last - first, dtype=dtype, device=parameter.device)))
             if first < last:
                 targets.append(tensors[-1])
     return targets, tensors
+
+
+def _of_this_rank(engine, training):
+    """The optimizer's part of ``training``, with the states of this rank's parameters alone."""
+    saved = training.get("optimizer")
+    if saved is None or engine.optimizer.inner is None:
+        return saved
+    names = {engine.core.known_name(index) for index, _, _ in engine.core.segment_states.entries()}
+    return {**saved, "scalars": {k: v for k, v in saved.get("scalars", {}).items() if k in names}}
 
 
 def load_optimizer(engine, saved, tensors):

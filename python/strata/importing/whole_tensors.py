@@ -135,8 +135,11 @@ def find_own(folder, tag=None):
 
 def read_own(path):
     """The WholeCheckpoint at ``path``. Its reads verify every block of a file that they touch. FormatError where it is
-    damaged, IoError where a file is missing."""
+    damaged or has states in 8 bits, IoError where a file is missing."""
     checkpoint = _C.TrainingCheckpoint(path)
+    if any(kind.endswith(".scales") for kind in checkpoint.kinds):
+        raise _C.FormatError("the checkpoint has optimizer states in 8 bits, for which the layouts of other libraries "
+                             f"have no place: train on with strata.optimizer_states \"8bit\": path={path}")
     tensors = []
     for role, name, shape, dtype, trainable, aliases in checkpoint.tensors():
         dtypes = {VALUE: dtype}

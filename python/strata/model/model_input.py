@@ -45,13 +45,14 @@ class ModelTree:
                     waiting.append((path if name in WRAPPED else prefix + name, child, module))
 
 
-def describe_parameters(tree, groups, from_files=None, takes_unfrozen=False):
-    """[(name, tensor, full shape, has values, param group, owner, index there, tile)] for every parameter of a
+def describe_parameters(tree, groups, from_files=None, takes_unfrozen=False, rules=None):
+    """[(name, tensor, full shape, has values, param group, owner, index there, tile, rule)] for every parameter of a
     ``ModelTree``, each once. The param group is -1 for a parameter that is in none. ``tile`` is None, or for a tile
     (name of the whole parameter, its shape, first element there, number of modules that use it). ``groups``:
     {id(parameter): index of its param group}; none: all are in one. ``from_files``: {id(parameter): full shape} of
     parameters that are empty until they are loaded. ``takes_unfrozen``: whether frozen parameters that are in no group
-    are in the first."""
+    are in the first. ``rules``: {id(parameter): (update rule, bits of its states, least elements for
+    8 bits)}, as of ``native_rule``."""
     from_files = from_files or {}
     outside = -1 if groups else 0
     entries = []
@@ -70,7 +71,8 @@ def describe_parameters(tree, groups, from_files=None, takes_unfrozen=False):
         has_values = id(parameter) not in from_files
         is_taken = takes_unfrozen and not parameter.requires_grad
         group = groups.get(id(known_as(parameter)), 0 if is_taken else outside)
-        entries.append((name, parameter, shape, has_values, group, owner, owner_index or 0, part))
+        entries.append((name, parameter, shape, has_values, group, owner, owner_index or 0, part,
+                        (rules or {}).get(id(known_as(parameter)))))
     return entries
 
 

@@ -2,7 +2,7 @@
 
 import importlib
 
-__all__ = ["adagrad", "adam", "lion"]
+__all__ = ["adagrad", "adam", "lion", "muon"]
 
 
 def __getattr__(name):

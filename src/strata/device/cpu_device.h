@@ -96,15 +96,15 @@ class CpuDevice : public Device {
     const std::lock_guard lock(pool_mutex_);
     kernels::adopt_written(masters, weights, dtype, &pool_);
   }
-  void adam_step(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
-                 Stream&) override {
+  void update_step(const kernels::UpdateSpans& spans, const kernels::UpdateScalars& scalars,
+                   Stream&) override {
     const std::lock_guard lock(pool_mutex_);
-    kernels::AdamScalars known = scalars;
+    kernels::UpdateScalars known = scalars;
     if (scalars.late_scale != nullptr) {
       if (std::isnan(*scalars.late_scale)) return;
       known.gradient_scale = *scalars.late_scale;
     }
-    kernels::adam_step(spans, known, &pool_);
+    kernels::update_step(spans, known, &pool_);
   }
   std::vector<kernels::Fingerprint> fingerprints(std::span<const std::span<const std::byte>> runs,
                                                  Bytes piece, Stream& /*stream*/) override {

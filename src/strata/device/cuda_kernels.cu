@@ -2,7 +2,7 @@
 // give the same bits as the host's kernels: conversions as strata/kernels/float16.h defines them,
 // every operation rounded by itself, sums in the order of strata/kernels/grad_stats.cpp. All are
 // bound by memory: 16-byte accesses wherever the arrays allow them.
-#include "cuda_adam.cuh"
+#include "cuda_update8.cuh"
 #include "cuda_elements.cuh"
 #include "cuda_loss.cuh"
 #include "cuda_norm.cuh"

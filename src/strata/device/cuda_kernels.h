@@ -14,7 +14,7 @@
 
 #include "strata/base/error.h"
 #include "strata/device/cuda_driver.h"
-#include "strata/kernels/adam_constants.h"
+#include "strata/kernels/update_constants.h"
 
 namespace strata::device {
 
@@ -50,12 +50,18 @@ struct SumArguments {
 };
 
 // As the kernels declare it.
-struct AdamArguments {
-  kernels::AdamConstants constants;
+struct UpdateArguments {
+  kernels::UpdateConstants constants;
   int follows_copies;
   const float* late_scale;
 };
-static_assert(sizeof(kernels::AdamConstants) == 40 && sizeof(AdamArguments) == 56);
+static_assert(sizeof(kernels::UpdateConstants) == 44 && sizeof(UpdateArguments) == 56);
+
+struct MapArguments {
+  kernels::Map8 exp_avg = kernels::signed_map8();
+  kernels::Map8 exp_avg_sq = kernels::unsigned_map8();
+  int keeps_positive = 1;
+};
 
 static_assert(sizeof(kernels::VocabularyRows) == 72);
 
@@ -114,11 +120,11 @@ class CudaKernels : public Device {
     module_.launch_grid(losses_[kernel_place_of(rows.dtype)], {blocks, 1, kLossThreads},
                         CudaStream::handle_of(stream), rows);
   }
-  // The update and its masters: cuda_adam.cuh.
-  void adam_step(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
-                 Stream& on) override {
+  // The update and its masters: cuda_update.cuh, cuda_update8.cuh.
+  void update_step(const kernels::UpdateSpans& spans, const kernels::UpdateScalars& scalars,
+                   Stream& on) override {
     CUstream const stream = CudaStream::handle_of(on);
-    kernels::check_adam(spans, scalars);
+    kernels::check_update(spans, scalars);
     const auto count = static_cast<std::int64_t>(spans.numel());
     if (count == 0) return;
     const GradientArguments gradient{spans.gradient.data(), spans.gradient16.values};
@@ -127,27 +133,37 @@ class CudaKernels : public Device {
           "16-bit gradients must have the dtype of the weights; gradients in {}, weights in {}",
           name_of(spans.gradient16.dtype), name_of(spans.weight16_dtype));
     const unsigned blocks = spans.far ? kFarBlocks : std::numeric_limits<unsigned>::max();
-    const AdamArguments constants{kernels::AdamConstants(scalars), spans.follows_weight16 ? 1 : 0,
-                                  scalars.late_scale};
+    const UpdateArguments constants{kernels::UpdateConstants(scalars),
+                                    spans.follows_weight16 ? 1 : 0, scalars.late_scale};
+    const UpdateFunctions& functions = scalars.formula == kernels::Formula::kLion ? lion_ : adam_;
     const std::int64_t threads = count / kPack + kPack;
     float* const exp_avg = spans.exp_avg.data();
     float* const exp_avg_sq = spans.exp_avg_sq.data();
     std::byte* const copy = spans.weight16;
-    if (spans.has_remainder()) {
-      module_.launch_at_most(blocks, adam_remainder_, count / kByte + 1, stream, copy,
+    const DType dtype = copy == nullptr ? DType::kFloat32 : spans.weight16_dtype;
+    if (spans.has_states8()) {
+      CUfunction function = functions.over_masters8[kernel_place_of(dtype)];
+      if (spans.has_remainder()) function = functions.remainder8;
+      if (spans.rounds_weight16) function = functions.rounded8;
+      MapArguments maps;
+      maps.keeps_positive = scalars.keeps_positive ? 1 : 0;
+      const auto warps = static_cast<std::int64_t>(kernels::blocks8(spans.numel()));
+      module_.launch_at_most(blocks, function, warps * kWarp, stream, spans.weight.data(), copy,
+                             spans.remainder, spans.states8, gradient, count, constants, maps);
+    } else if (spans.has_remainder()) {
+      module_.launch_at_most(blocks, functions.remainder, count / kByte + 1, stream, copy,
                              spans.remainder, exp_avg, exp_avg_sq, gradient, count, constants);
     } else if (spans.has_moments16()) {
-      module_.launch_at_most(blocks, adam_rounded16_, threads, stream, copy,
+      module_.launch_at_most(blocks, functions.rounded16, threads, stream, copy,
                              spans.moments16.exp_avg, spans.moments16.exp_avg_sq, gradient, count,
                              constants);
     } else if (spans.rounds_weight16) {
-      module_.launch_at_most(blocks, adam_rounded_, threads, stream, copy, exp_avg, exp_avg_sq,
+      module_.launch_at_most(blocks, functions.rounded, threads, stream, copy, exp_avg, exp_avg_sq,
                              gradient, count, constants);
     } else {
-      const DType dtype = copy == nullptr ? DType::kFloat32 : spans.weight16_dtype;
-      module_.launch_at_most(blocks, adam_[kernel_place_of(dtype)], threads, stream,
-                             spans.weight.data(), exp_avg, exp_avg_sq, gradient, copy, count,
-                             constants);
+      module_.launch_at_most(blocks, functions.over_masters[kernel_place_of(dtype)], threads,
+                             stream, spans.weight.data(), exp_avg, exp_avg_sq, gradient, copy,
+                             count, constants);
     }
   }
   void store_remainder(const kernels::MasterRemainder& target, Numel first, const std::byte* source,
@@ -228,6 +244,24 @@ class CudaKernels : public Device {
  private:
   using ByType = std::array<CUfunction, kKernelTypes>;
   using ByTypes = std::array<ByType, kKernelTypes>;
+  // The kernels of a formula, by the form of the masters.
+  struct UpdateFunctions {
+    ByType over_masters;  // in fp32, by the dtype of their copy
+    CUfunction remainder;
+    CUfunction rounded;
+    CUfunction rounded16;  // with states in bf16
+    ByType over_masters8;  // with states in 8 bits, and so the next two
+    CUfunction remainder8;
+    CUfunction rounded8;
+  };
+  UpdateFunctions update_functions(const std::string& formula) const {
+    const auto find = [&](const char* form) {
+      return module_.find(fmt::format("strata_{}{}", formula, form));
+    };
+    return {by_type(formula, 1),   find("_remainder"),        find("_rounded_f32"),
+            find("_rounded_bf16"), by_type(formula + "8", 1), find("8_remainder"),
+            find("8_rounded")};
+  }
 
   // `first`: the place of the first type that the kernel has; null where it has none.
   ByType by_type(const std::string& kernel, std::size_t first) const {
@@ -265,7 +299,8 @@ class CudaKernels : public Device {
   const ByTypes cast_ = by_types("cast", 0);
   const ByTypes accumulate_ = by_types("accumulate", 1);
   const ByType sum_in_order_ = by_type("sum", 1);
-  const ByType adam_ = by_type("adam", 1);
+  const UpdateFunctions adam_ = update_functions("adam");
+  const UpdateFunctions lion_ = update_functions("lion");
   const ByType remainder_ = by_type("remainder", 0);
   const ByType adopt_ = by_type("adopt", 0);
   const ByType losses_ = by_type("losses", 1);
@@ -274,10 +309,7 @@ class CudaKernels : public Device {
   const CUfunction totals_ = module_.find("strata_totals");
   const CUfunction gradient_factor_ = module_.find("strata_gradient_factor");
   const CUfunction fingerprints_ = module_.find("strata_fingerprints");
-  const CUfunction adam_remainder_ = module_.find("strata_adam_remainder");
   const CUfunction join_masters_ = module_.find("strata_join_masters");
-  const CUfunction adam_rounded_ = module_.find("strata_adam_rounded_f32");
-  const CUfunction adam_rounded16_ = module_.find("strata_adam_rounded_bf16");
 };
 
 }  // namespace strata::device

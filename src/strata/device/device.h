@@ -24,9 +24,9 @@
 #include "strata/base/file_descriptor.h"
 #include "strata/base/interface.h"
 #include "strata/base/units.h"
-#include "strata/kernels/adam.h"
 #include "strata/kernels/fingerprint.h"
 #include "strata/kernels/grad_stats.h"
+#include "strata/kernels/update.h"
 #include "strata/kernels/vocabulary_loss.h"
 #include "strata/memory/ledger.h"
 
@@ -199,13 +199,13 @@ class Device : public Interface {
   // kernels::adopt_written().
   virtual void adopt_written(std::span<float> masters, const std::byte* weights, DType dtype,
                              Stream& stream) = 0;
-  virtual void adam_step(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
-                         Stream& stream) = 0;
+  virtual void update_step(const kernels::UpdateSpans& spans, const kernels::UpdateScalars& scalars,
+                           Stream& stream) = 0;
   // Updates memory of the host in the calling thread and those of `pool`, at once: any thread may
-  // call it beside all others. The values are those of adam_step(); late_scale is null.
-  virtual void adam_step_on_host(const kernels::AdamSpans& spans,
-                                 const kernels::AdamScalars& scalars, ThreadPool& pool) {
-    kernels::adam_step(spans, scalars, &pool);
+  // call it beside all others. The values are those of update_step(); late_scale is null.
+  virtual void update_on_host(const kernels::UpdateSpans& spans,
+                              const kernels::UpdateScalars& scalars, ThreadPool& pool) {
+    kernels::update_step(spans, scalars, &pool);
   }
   // Returns one fingerprint for each `piece` bytes of each run, in order; a run's last piece may be
   // shorter. Complete when it returns.

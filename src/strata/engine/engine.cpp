@@ -40,8 +40,8 @@ Engine::Engine(std::span<const plan::ParamSpec> params, const plan::ModelPlan& p
       reducer_(weights_.units(), *collectives_, *device_, recorder_, options_, plan.scopes),
       check_(reducer_, weights_, *collectives_, *device_, recorder_, options_),
       shards_(weights_, reducer_.shards(), collectives_->shard_position().index),
-      optimizer_(
-          make_optimizer(optimizer, options_, shards_, *device_, *stores_.states, recorder_)),
+      optimizer_(make_optimizer(optimizer, options_, shards_, *collectives_, *device_,
+                                *stores_.states, recorder_)),
       state_offload_(*this, stores_, pass_) {}
 
 Engine::~Engine() {

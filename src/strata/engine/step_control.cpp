@@ -48,6 +48,7 @@ EngineOptions engine_options_from(const Config& config, DType weights) {
   options.update_in_backward = config.strata.update_at == UpdateAt::kBackward;
   options.rounds_masters = config.precision.rounds_masters;
   options.moment_dtype = config.precision.moment_dtype;
+  options.keeps_positive = config.strata.keep_small_moments;
   options.max_live =
       config.strata.max_live.value_or(bytes_or_unbounded(config.zero.max_live_parameters, dtype));
   options.max_live_is_hard = config.strata.max_live.has_value();

@@ -58,9 +58,8 @@ class Search {
 
   // The nearest first.
   void find_items() {
-    using engine::UpdateRule;
-    const bool ours = trainers_.rule == UpdateRule::kAdam || trainers_.rule == UpdateRule::kAdamW;
-    const bool foreign = trainers_.rule == UpdateRule::kExternal;
+    const bool ours = plan::is_native(trainers_.rule);
+    const bool foreign = plan::is_external(trainers_.rule);
     for (std::size_t u = 0; u < units_.size(); ++u) {
       if (config_.offload.places_weights && !foreign && !units_[u].persistent)
         items_.push_back({u, false});

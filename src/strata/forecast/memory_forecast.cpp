@@ -49,10 +49,10 @@ class DryDevice final : public device::CpuDevice {
   void join_masters(std::span<float>, const std::byte*, const kernels::MasterRemainder&, Numel,
                     device::Stream&) override {}
   void adopt_written(std::span<float>, const std::byte*, DType, device::Stream&) override {}
-  void adam_step(const kernels::AdamSpans&, const kernels::AdamScalars&, device::Stream&) override {
-  }
-  void adam_step_on_host(const kernels::AdamSpans&, const kernels::AdamScalars&,
-                         ThreadPool&) override {}
+  void update_step(const kernels::UpdateSpans&, const kernels::UpdateScalars&,
+                   device::Stream&) override {}
+  void update_on_host(const kernels::UpdateSpans&, const kernels::UpdateScalars&,
+                      ThreadPool&) override {}
   std::vector<kernels::Fingerprint> fingerprints(std::span<const std::span<const std::byte>> runs,
                                                  Bytes piece, device::Stream&) override {
     std::size_t pieces = 0;

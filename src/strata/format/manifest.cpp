@@ -58,7 +58,7 @@ void check_extent(const Manifest& manifest, const ManifestRange& extent, std::st
   }
   const ManifestTensor& tensor = manifest.tensors[extent.tensor];
   const ManifestFile& file = manifest.files[extent.file];
-  const Numel numel = *checked_numel(tensor.shape);
+  const Numel numel = numel_of(manifest.kinds[extent.kind], *checked_numel(tensor.shape));
   const bool within_tensor =
       extent.begin.value >= 0 && extent.begin < extent.end && extent.end <= numel;
   if (!within_tensor)
@@ -99,7 +99,7 @@ void check_cover(const Manifest& manifest, std::string_view path) {
                 manifest.kinds[key.second], std::min(begin, at).value);
       at = end;
     }
-    if (at != *checked_numel(tensor.shape))
+    if (at != numel_of(manifest.kinds[key.second], *checked_numel(tensor.shape)))
       damaged(path, "tensor {} ({}) ends at element {}", in_quotes(tensor.name),
               manifest.kinds[key.second], at.value);
   }

@@ -103,6 +103,21 @@ struct ManifestFile {
 // element by element: "exp_avg", "exp_avg_sq", or as an optimizer of the user's names them.
 inline constexpr std::string_view kValue = "value";
 
+// A kind whose name ends so holds the scales of a state in 8 bits: a number for each 256 elements,
+// counted from the tensor's first one. Extents of it count these numbers.
+inline constexpr std::string_view kScales = ".scales";
+inline constexpr std::int64_t kBlock8 = 256;
+
+// The elements of a tensor for which a kind has one number.
+inline std::int64_t elements_each(std::string_view kind) {
+  return kind.ends_with(kScales) ? kBlock8 : 1;
+}
+// The numbers of a kind, for a tensor of `numel` elements.
+inline Numel numel_of(std::string_view kind, Numel numel) {
+  const std::int64_t each = elements_each(kind);
+  return Numel((numel.value + each - 1) / each);
+}
+
 // Elements [begin, end) of a tensor, flattened, as `dtype` at `offset` of a file.
 struct ManifestRange {
   std::size_t tensor = 0;

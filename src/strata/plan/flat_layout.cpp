@@ -13,7 +13,11 @@ FlatLayout::FlatLayout(std::span<const ParamSpec> model, std::vector<int> param_
   STRATA_ASSERT(world_size >= 1);
   // In elements of the weights' dtype. Where gradients share the layout in a wider dtype they are
   // aligned all the better; in a narrower one (fp32 weights, reduced in 16 bits) to 128 bytes.
-  const Numel alignment(kAlignment / size_of(dtype));
+  Numel alignment(kAlignment / size_of(dtype));
+  for (const int index : param_indices) {
+    if (model[static_cast<std::size_t>(index)].states == StateForm::k8Bit)
+      alignment = std::max(alignment, Numel(kBlock8));
+  }
   Numel offset;
   slots_.reserve(param_indices.size());
   for (const int index : param_indices) {

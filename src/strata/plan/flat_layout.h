@@ -1,8 +1,9 @@
 // The flat layout of one unit: parameters in order in one buffer, each aligned to 256 bytes
 // (grouped matrix multiplications need it), the whole padded to world_size equal slices, each a
-// multiple of 256 bytes. Rank r owns slice r: its shard. One layout serves every stage, weights and
-// gradients alike (offsets are in elements, so a buffer of another dtype has the same layout). Pure
-// arithmetic, immutable.
+// multiple of 256 bytes; where states have 8 bits, all of these are multiples of 256 elements, so
+// that no slice cuts a block of them. Rank r owns slice r: its shard. One layout serves every
+// stage, weights and gradients alike (offsets are in elements, so a buffer of another dtype has the
+// same layout). Pure arithmetic, immutable.
 #pragma once
 
 #include <span>

@@ -106,7 +106,8 @@ InitDemand init_demand(std::span<const ParamSpec> params, const ModelPlan& plan,
     const MasterForm form = master_form(unit, optimizer.masters);
     const DType dtype = form == MasterForm::kRounded ? optimizer.state_dtype : DType::kFloat32;
     demand.masters += master_bytes(form, layout.shard());
-    demand.optimizer += bytes_of(layout.shard(), dtype) * optimizer.states_per_master;
+    const auto states_each = std::ssize(states_of(rule_of(unit.rule, optimizer.rule)));
+    demand.optimizer += state_bytes(unit.states, dtype, layout.shard()) * states_each;
   }
   return demand;
 }

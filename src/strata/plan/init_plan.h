@@ -30,7 +30,7 @@ std::string_view name_of(InitTier tier);
 
 // The values that an optimizer keeps.
 struct OptimizerNeeds {
-  int states_per_master = 2;  // values for each trainable weight: 2 for Adam
+  UpdateRule rule = UpdateRule::kAdamW;  // of parameters that have none of their own
   Masters masters = Masters::kRemainder;
   DType state_dtype = DType::kFloat32;  // narrower where weights are updated rounded
   // Where parameters that name no place have them: what rests elsewhere takes nothing of the
@@ -43,7 +43,7 @@ struct OptimizerNeeds {
 struct InitDemand {
   Bytes weights;    // shards, or whole units
   Bytes masters;    // what is kept of the trainable shards' fp32 masters: unit_plan.h
-  Bytes optimizer;  // exp_avg and exp_avg_sq
+  Bytes optimizer;  // the states that the engine keeps
   Bytes largest_unit;
   Bytes total() const { return weights + masters + optimizer; }
 };

@@ -15,6 +15,7 @@
 #include "strata/base/dtype.h"
 #include "strata/base/units.h"
 #include "strata/memory/ledger.h"
+#include "strata/plan/update_rule.h"
 
 namespace strata::plan {
 
@@ -50,7 +51,9 @@ struct ParamSpec {
   bool trainable = true;
   int group = 0;  // index of the optimizer's param group; -1: it is in none
   Placement place{};
-  std::optional<TileOf> tile{};  // absent: it is a parameter of the user's model
+  StateForm states = StateForm::kNumbers;
+  std::optional<UpdateRule> rule{};  // absent: that of the job's optimizer
+  std::optional<TileOf> tile{};      // absent: it is a parameter of the user's model
   // Its slot holds [N, C, spatial dimensions] with C innermost: torch.channels_last, or
   // channels_last_3d. Elements of shards count in this order.
   bool channels_last = false;

@@ -11,7 +11,16 @@
 namespace strata::plan {
 namespace {
 
-using Key = std::tuple<DType, bool, bool, Placement>;  // dtype, trainable, persistent
+// The parameters of a unit have all of this in common.
+struct Key {
+  DType dtype = DType::kFloat32;
+  bool trainable = true;
+  bool persistent = false;
+  Placement place{};
+  std::optional<UpdateRule> rule{};
+  StateForm states = StateForm::kNumbers;
+  auto operator<=>(const Key&) const = default;
+};
 
 class Planner {
  public:
@@ -68,7 +77,8 @@ class Planner {
 
   Key key_of(int param) const {
     const ParamSpec& spec = params_[static_cast<std::size_t>(param)];
-    return {spec.dtype, spec.trainable, persistent_[static_cast<std::size_t>(param)], spec.place};
+    return {spec.dtype, spec.trainable, persistent_[static_cast<std::size_t>(param)],
+            spec.place, spec.rule,      spec.states};
   }
 
   void visit_by_blocks() {
@@ -90,7 +100,7 @@ class Planner {
     const std::string& path = tree_[block >= 0 ? static_cast<std::size_t>(block) : module].path;
     for (const int param : params) {
       const Key key = key_of(param);
-      if (std::get<2>(key))
+      if (key.persistent)
         add_to(open_, path, param, module, options_.unit_bytes);
       else if (bytes_of_param(param) <= options_.small_bytes)
         add_to(open_, path, param, module, options_.small_bytes);
@@ -142,9 +152,9 @@ class Planner {
     const Bytes bytes = bytes_of_param(param);
     const Numel numel = params_[static_cast<std::size_t>(param)].numel();
     auto it = units.find(key);
-    // A persistent parameter (std::get<2>) stays gathered, so sharing a unit costs it nothing.
+    // A persistent parameter stays gathered, so sharing a unit costs it nothing.
     if (it == units.end() || it->second.bytes + bytes > most ||
-        (it->second.module != module && !std::get<2>(key) &&
+        (it->second.module != module && !key.persistent &&
          it->second.numel + numel > options_.shared_numel)) {
       it = units.insert_or_assign(key, Open{new_unit(path, key), module, Bytes(), Numel()}).first;
     }
@@ -161,8 +171,14 @@ class Planner {
   }
 
   int new_unit(const std::string& path, const Key& key) {
-    const auto& [dtype, trainable, persistent, place] = key;
-    plan_.units.push_back({unique_name(path, key), {}, dtype, trainable, persistent, place});
+    plan_.units.push_back({unique_name(path, key),
+                           {},
+                           key.dtype,
+                           key.trainable,
+                           key.persistent,
+                           key.place,
+                           key.rule,
+                           key.states});
     return static_cast<int>(plan_.units.size()) - 1;
   }
 
@@ -170,10 +186,11 @@ class Planner {
   std::string unique_name(const std::string& path, const Key& key) {
     const std::string name = path.empty() ? "(root)" : path;
     if (names_.insert(name).second) return name;
-    const auto& [dtype, trainable, persistent, place] = key;
     const std::string detailed =
-        fmt::format("{}:{}{}{}", name, name_of(dtype), trainable ? "" : ":frozen",
-                    persistent ? ":persistent" : "");
+        fmt::format("{}:{}{}{}{}{}", name, name_of(key.dtype), key.trainable ? "" : ":frozen",
+                    key.persistent ? ":persistent" : "",
+                    key.rule ? fmt::format(":{}", traits_of(*key.rule).name) : "",
+                    key.states == StateForm::k8Bit ? ":8bit" : "");
     if (names_.insert(detailed).second) return detailed;
     for (int& count = copies_[detailed];;) {
       std::string numbered = fmt::format("{}#{}", detailed, ++count + 1);
@@ -241,9 +258,33 @@ class Planner {
 
 ModelPlan plan_units(std::span<const ParamSpec> params, const ModuleTree& tree,
                      const PlanOptions& options) {
+  for (const ParamSpec& param : params) {
+    if (param.states == StateForm::k8Bit && param.known_first().value % kBlock8 != 0)
+      throw ConfigError(
+          "'{}' is used in tiles whose states would have 8 bits, and tiles must begin at multiples "
+          "of {} elements then; cut it at rows that do, change strata.tiles.max_gather, or write "
+          "strata.optimizer_states \"32bit\"; found a tile that begins at element {}",
+          param.known_name(), kBlock8, param.known_first().value);
+  }
   ModelPlan plan = Planner(params, tree, options).run();
   for (std::size_t i = 0; i < params.size(); ++i) STRATA_ASSERT(plan.unit_of_param[i] >= 0);
   return plan;
+}
+
+void take_8_bits(std::span<ParamSpec> params, const ModuleTree& tree, std::int64_t least) {
+  std::set<int> embedded;
+  for (const ModuleNode& module : tree) {
+    const std::string& name = module.class_name;
+    if (name.find("mbed") != std::string::npos || name == "wte" || name == "wpe")
+      embedded.insert(module.params.begin(), module.params.end());
+  }
+  for (std::size_t i = 0; i < params.size(); ++i) {
+    std::int64_t numel = 1;
+    for (const std::int64_t d : params[i].known_shape()) numel *= d;
+    const bool counts = params[i].trainable && params[i].rule != UpdateRule::kMuon;
+    if (counts && numel >= least && !embedded.contains(static_cast<int>(i)))
+      params[i].states = StateForm::k8Bit;
+  }
 }
 
 std::string describe(std::span<const ParamSpec> params, const ModelPlan& plan) {
@@ -260,10 +301,12 @@ std::string describe(std::span<const ParamSpec> params, const ModelPlan& plan) {
     const ParamSpec& p = params[i];
     const UnitSpec& unit = plan.units[static_cast<std::size_t>(plan.unit_of_param[i])];
     text += fmt::format(
-        "parameter {}: shape [{}], {}, {}, group {}, place {} of unit {}{}{}{}{}{}\n", p.name,
+        "parameter {}: shape [{}], {}, {}, group {}, place {} of unit {}{}{}{}{}{}{}{}\n", p.name,
         fmt::join(p.shape, ", "), name_of(p.dtype), p.trainable ? "trainable" : "frozen", p.group,
         place[i], unit.name, unit.persistent ? ", persistent" : "",
         on("weights", unit.place.weights), on("states", unit.place.states),
+        unit.rule ? fmt::format(", updated by {}", traits_of(*unit.rule).name) : "",
+        unit.states == StateForm::k8Bit ? ", states in 8 bits" : "",
         p.tile ? fmt::format(", a tile used {} times", p.tile->uses) : "",
         p.channels_last ? ", channels_last" : "");
   }

@@ -1,10 +1,10 @@
 // Cuts a model into units (parameters that are gathered, reduced and updated together) and scopes
 // (the modules whose forward needs them). A block's parameters form one unit, split by dtype,
-// trainability, persistence and placement, and by size: gradients of a part can be reduced while
-// those of the next are computed, and buffers are smaller. Parameters outside blocks form units of
-// neighbours up to `unit_bytes`, with their owning modules as scopes; modules share such a unit
-// only up to `shared_numel`, so that a bound on what is gathered holds for models without blocks,
-// too.
+// trainability, persistence, placement, update rule and form of states, and by size: gradients of a
+// part can be reduced while those of the next are computed, and buffers are smaller. Parameters
+// outside blocks form units of neighbours up to `unit_bytes`, with their owning modules as scopes;
+// modules share such a unit only up to `shared_numel`, so that a bound on what is gathered holds
+// for models without blocks, too.
 //
 // One by one (`one_by_one`), a parameter is a unit by itself, and scopes are the innermost modules
 // that own parameters and are called. This gathers the least at once, in more gathers. Small
@@ -39,6 +39,8 @@ struct UnitSpec {
   bool trainable = true;
   bool persistent = false;  // small parameters that stay gathered
   Placement place{};        // of all of them
+  std::optional<UpdateRule> rule{};
+  StateForm states = StateForm::kNumbers;
   // For a tile, the number of modules that use it: each may bring a gradient in a pass. Else 0.
   int tile_uses = 0;
   bool tile() const { return tile_uses > 0; }
@@ -73,6 +75,11 @@ struct PlanOptions {
 ModelPlan plan_units(std::span<const ParamSpec> params, const ModuleTree& tree,
                      const PlanOptions& options);
 
+// Gives 8 bits to the states of the trainable parameters that have at least `least` elements,
+// whatever part of them a rank or a tile has, and are in no embedding, where 8 bits are unstable:
+// a module is one by its class's name, or by its own where files tell no class.
+void take_8_bits(std::span<ParamSpec> params, const ModuleTree& tree, std::int64_t least);
+
 // Canonical text of a model and its plan, a line a parameter, for comparing ranks.
 std::string describe(std::span<const ParamSpec> params, const ModelPlan& plan);
 
@@ -94,6 +101,13 @@ inline MasterForm master_form(const UnitSpec& unit, Masters of_bf16) {
   if (unit.dtype == DType::kFloat32) return MasterForm::kShard;
   if (unit.dtype != DType::kBFloat16 || of_bf16 == Masters::kFloat32) return MasterForm::kFloat32;
   return of_bf16 == Masters::kRemainder ? MasterForm::kRemainder : MasterForm::kRounded;
+}
+
+// The bytes of one state of a shard of `numel`; `dtype`: of numbers.
+inline Bytes state_bytes(StateForm form, DType dtype, Numel numel) {
+  if (form == StateForm::kNumbers) return bytes_of(numel, dtype);
+  return Bytes(numel.value) +
+         bytes_of(Numel((numel.value + kBlock8 - 1) / kBlock8), DType::kFloat32);
 }
 
 // The bytes that masters of this form take beside the weights, for a shard of `numel`.

@@ -140,7 +140,7 @@ TEST(ConfigReview, FindsWhatOnlyTheSettingsTogetherTell) {
 
 TEST(ConfigReview, LeavesToYouWhatItCannotChoose) {
   for (const char* config :
-       {R"({"optimizer": {"type": "Muon"}})", R"({"optimizer": {"type": "AdmW"}})",
+       {R"({"optimizer": {"type": "Lamb"}})", R"({"optimizer": {"type": "AdmW"}})",
         R"({"scheduler": {"type": "Cosine"}})", R"({"bf16": {}, "bfloat16": {}})",
         R"({"optimizer": {"type": "SGD", "params": {"lr": "x"}}})",
         R"({"zero_optimization": {"stage": 7}})"}) {

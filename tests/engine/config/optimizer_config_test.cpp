@@ -21,7 +21,7 @@ TEST(OptimizerConfig, ReadsAdamW) {
   const Config c = parsed(optimizer("AdamW", R"({"lr": 3e-4, "betas": [0.8, 0.95], "eps": 1e-6,
                                                  "weight_decay": 0.1, "foreach": null})"));
   EXPECT_EQ(c.optimizer->kind, OptimizerKind::kAdam);
-  const kernels::AdamScalars& adam = c.optimizer->adam;
+  const kernels::UpdateScalars& adam = c.optimizer->adam;
   EXPECT_EQ(std::tuple(adam.lr, adam.beta1, adam.beta2, adam.eps, adam.weight_decay),
             std::tuple(3e-4, 0.8, 0.95, 1e-6, 0.1));
   EXPECT_TRUE(adam.decoupled);
@@ -84,12 +84,47 @@ TEST(OptimizerConfig, KnowsLionWhichTorchLacks) {
   EXPECT_THAT(refusal_of(optimizer("Lion", R"({"lr": "fast"})")), HasSubstr("strata.ops.lion"));
 }
 
+TEST(OptimizerConfig, KeepsStatesIn8BitsByTheTypeOrByAKey) {
+  for (const char* type : {"AdamW8bit", "Adam8bit", "Lion8bit", "adamw8bit"}) {
+    const Config c = parsed(optimizer(type));
+    EXPECT_TRUE(c.optimizer->in_8_bits);
+    EXPECT_TRUE(c.strata.states_8bit);
+    EXPECT_EQ(c.strata.min_8bit_size, 4096);
+    EXPECT_TRUE(c.strata.keep_small_moments);
+  }
+  const Config by_key = parsed(
+      R"({"optimizer": {"type": "AdamW"}, "strata": {"optimizer_states": "8bit", "min_8bit_size": 1,
+          "keep_small_moments": false}})");
+  EXPECT_TRUE(by_key.strata.states_8bit);
+  EXPECT_EQ(by_key.strata.min_8bit_size, 1);
+  EXPECT_FALSE(by_key.strata.keep_small_moments);
+  EXPECT_FALSE(parsed(optimizer("AdamW")).strata.states_8bit);
+  EXPECT_THAT(refusal_of(optimizer("SGD8bit")), HasSubstr("AdamW8bit, Adam8bit and Lion8bit"));
+}
+
 TEST(OptimizerConfig, RefusesWhatCannotRunOnShards) {
   EXPECT_EQ(refusal_of(optimizer("Lamb")),
             "optimizer.type: not supported (it needs the norm of whole layers); write \"AdamW\" or "
             "another elementwise class of torch.optim; found \"Lamb\"");
   EXPECT_THAT(refusal_of(optimizer("LBFGS")), HasSubstr("not supported"));
-  EXPECT_THAT(refusal_of(optimizer("Muon")), HasSubstr("it needs whole matrices"));
+  EXPECT_THAT(refusal_of(optimizer("Adafactor")), HasSubstr("pass torch.optim.Adafactor"));
+}
+
+TEST(OptimizerConfig, ReadsMuonByTheKeysOfDeepSpeed) {
+  const Config c = parsed(optimizer("muon", R"({"lr": 0.02, "adam_lr": "3e-4", "momentum": 0.9,
+      "betas": [0.9, 0.95], "ns_method": "gram", "torch_adam": false, "per_head_muon": true})"));
+  EXPECT_EQ(c.optimizer->torch_class, "Muon");
+  EXPECT_EQ(
+      c.optimizer->torch_params,
+      R"({"adam_lr":0.0003,"betas":[0.9,0.95],"lr":0.02,"momentum":0.9,"per_head_muon":true})");
+  EXPECT_THAT(refusal_of(optimizer("Muon", R"({"moment": 0.9})")),
+              HasSubstr("optimizer.params.moment: wanted a key of Muon"));
+  EXPECT_THAT(refusal_of(optimizer("Muon", R"({"ns_method": "svd"})")),
+              HasSubstr("optimizer.params.ns_method: wanted \"gram\" or \"standard\""));
+  EXPECT_THAT(refusal_of(optimizer("Muon", R"({"adam_w_mode": false})")),
+              HasSubstr("optimizer.params.adam_w_mode: wanted true"));
+  EXPECT_THAT(refusal_of(optimizer("Muon", R"({"fp32_optimizer_states": false})")),
+              HasSubstr("optimizer.params.fp32_optimizer_states: wanted true"));
 }
 
 TEST(OptimizerConfig, NamesTheNearestTypeAndParameter) {

@@ -25,12 +25,12 @@ class HostAdam {
       state.exp_avg.resize(segment.weight.size());
       state.exp_avg_sq.resize(segment.weight.size());
       const GroupScalars& group = groups[static_cast<std::size_t>(segment.group)];
-      kernels::AdamSpans spans;
+      kernels::UpdateSpans spans;
       spans.weight = segment.weight;
       spans.exp_avg = state.exp_avg;
       spans.exp_avg_sq = state.exp_avg_sq;
       spans.gradient = gradients[s];
-      kernels::AdamScalars scalars;
+      kernels::UpdateScalars scalars;
       scalars.lr = group.lr;
       scalars.beta1 = group.beta1;
       scalars.beta2 = group.beta2;
@@ -38,7 +38,7 @@ class HostAdam {
       scalars.weight_decay = group.weight_decay;
       scalars.decoupled = false;
       scalars.step = ++state.steps;
-      kernels::adam_step_reference(spans, scalars);
+      kernels::update_reference(spans, scalars);
     }
   }
 

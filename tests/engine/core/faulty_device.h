@@ -57,15 +57,15 @@ class FaultyDevice final : public device::CpuDevice {
       throw OutOfMemoryError("injected: no memory for gathered weights");
     return CpuDevice::allocate(bytes, kind);
   }
-  void adam_step(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
-                 device::Stream& stream) override {
+  void update_step(const kernels::UpdateSpans& spans, const kernels::UpdateScalars& scalars,
+                   device::Stream& stream) override {
     if (adam_steps.due()) throw DeviceError("injected: the kernel was not launched");
-    CpuDevice::adam_step(spans, scalars, stream);
+    CpuDevice::update_step(spans, scalars, stream);
   }
-  void adam_step_on_host(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
-                         ThreadPool& pool) override {
+  void update_on_host(const kernels::UpdateSpans& spans, const kernels::UpdateScalars& scalars,
+                      ThreadPool& pool) override {
     if (adam_steps.due()) throw DeviceError("injected: the host cannot update");
-    CpuDevice::adam_step_on_host(spans, scalars, pool);
+    CpuDevice::update_on_host(spans, scalars, pool);
   }
 
  private:

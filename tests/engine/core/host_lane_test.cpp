@@ -257,8 +257,10 @@ States states_of(FakeRank& rank) {
     for (const auto& piece : unit.layout.pieces(rank.collectives().shard_position().index)) {
       for (const std::string_view kind : states.kinds_of(unit.id)) {
         const Numel numel = piece.param_end - piece.param_begin;
-        all.emplace_back(bytes_of(numel, states.dtype_of(unit.id, kind)).size());
-        states.enqueue_read(unit.id, kind, piece.shard_offset, numel, all.back());
+        const Numel first = format::numel_of(kind, piece.shard_offset);
+        const Numel count = format::numel_of(kind, numel);
+        all.emplace_back(bytes_of(count, states.dtype_of(unit.id, kind)).size());
+        states.enqueue_read(unit.id, kind, first, count, all.back());
         states.settle();
       }
     }
@@ -372,6 +374,32 @@ TEST_P(SlowLane, HasTheBitsOfARunWithoutOffload) {
         if (update == Update::kThere) wanted = found;
         EXPECT_TRUE(found == wanted);
       }
+    }
+  }
+}
+
+// Lion beside AdamW, and states of 8 bits beside others: the bits of whole parameters.
+TEST_P(SlowLane, UpdatesByTheRuleOfEachParameter) {
+  const auto [stage, world] = GetParam();
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    plan::ModelBuilder builder = small_builder(dtype);
+    builder.linear(0, "large", 40'001, dtype);
+    for (std::size_t p = 0; p < builder.params.size(); ++p) {
+      plan::ParamSpec& spec = builder.params[p];
+      if (p % 3 == 0) spec.rule = UpdateRule::kLion;
+      if (spec.numel() > Numel(256)) spec.states = plan::StateForm::k8Bit;
+    }
+    const FakeModel model(builder);
+    std::vector<std::vector<States>> wanted;
+    for (const Update update : {Update::kThere, Update::kHost, Update::kBoth}) {
+      SCOPED_TRACE(fmt::format("{} update {}", name_of(dtype), static_cast<int>(update)));
+      const SlowCase c = slow_case(dtype, stage, world, 1, update);
+      std::vector<std::vector<States>> found(static_cast<std::size_t>(world));
+      expect_no_errors(run_ranks(world, [&](int r, std::shared_ptr<comm::Collectives> ranks) {
+        found[static_cast<std::size_t>(r)] = c.train(model, r, std::move(ranks));
+      }));
+      if (update == Update::kThere) wanted = found;
+      EXPECT_TRUE(found == wanted);
     }
   }
 }

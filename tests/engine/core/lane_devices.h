@@ -61,10 +61,10 @@ class LaneDevice final : public device::LateDevice {
     if (at_count) at_count(stream);
     LateDevice::write_flag(flag, value, stream);
   }
-  void adam_step_on_host(const kernels::AdamSpans& spans, const kernels::AdamScalars& scalars,
-                         ThreadPool& pool) override {
+  void update_on_host(const kernels::UpdateSpans& spans, const kernels::UpdateScalars& scalars,
+                      ThreadPool& pool) override {
     if (at_job) at_job();
-    LateDevice::adam_step_on_host(spans, scalars, pool);
+    LateDevice::update_on_host(spans, scalars, pool);
   }
 
  private:

@@ -6,7 +6,7 @@
 #include "engine/core/offloaded_cases.h"
 #include "offload/late_file.h"
 #include "offload/store_harness.h"
-#include "strata/engine/optimize/adam_optimizer.h"
+#include "strata/engine/optimize/native_optimizer.h"
 #include "strata/offload/nvme_store.h"
 
 namespace strata::engine::fake {
@@ -49,11 +49,11 @@ struct Held {
 
 Held held_by(Engine& engine) {
   Held held;
-  const auto* adam = dynamic_cast<AdamOptimizer*>(engine.optimizer());
+  const auto* adam = dynamic_cast<NativeOptimizer*>(engine.optimizer());
   for (const OptimizerShards::UnitShard& shard : engine.shards().units()) {
     std::vector<StateBlock> blocks = engine.weights().masters().blocks(shard.unit);
     for (const std::string_view moment : {kExpAvg, kExpAvgSq})
-      blocks.push_back(adam->states().moment_block(shard.unit, moment));
+      blocks.push_back(adam->states().block(shard.unit, moment));
     for (const StateBlock& block : blocks) {
       const Bytes bytes = engine.weights().states().size_of(block.id);
       held.states += bytes;

@@ -10,8 +10,8 @@
 
 #include "engine/core/fake_model.h"
 #include "kernels/references.h"
-#include "strata/kernels/adam.h"
 #include "strata/kernels/grad_stats.h"
+#include "strata/kernels/update.h"
 
 namespace strata::engine::fake {
 
@@ -194,22 +194,36 @@ class ReferenceStep {
 
   void update(std::size_t p, std::span<const GroupScalars> groups, float scale) {
     const GroupScalars& group = groups[static_cast<std::size_t>(spec(p).group)];
-    kernels::AdamSpans spans;
+    kernels::UpdateSpans spans;
     spans.weight = masters_[p];
     spans.exp_avg = exp_avg_[p];
-    spans.exp_avg_sq = exp_avg_sq_[p];
+    const bool lion = spec(p).rule == UpdateRule::kLion;
+    if (!lion) spans.exp_avg_sq = exp_avg_sq_[p];
     spans.gradient = accumulated_[p];
-    kernels::AdamScalars scalars;
+    kernels::UpdateScalars scalars;
     scalars.lr = group.lr;
     scalars.beta1 = group.beta1;
     scalars.beta2 = group.beta2;
     scalars.eps = group.eps;
     scalars.weight_decay = group.weight_decay;
     scalars.decoupled = options_.decoupled;
+    if (lion) scalars.formula = kernels::Formula::kLion;
     scalars.step = steps_[p];
     scalars.gradient_scale = scale;
-    kernels::adam_step_reference(spans, scalars);
+    kernels::update_reference(spans, scalars);
+    if (spec(p).states == plan::StateForm::k8Bit) {
+      keep_in_8_bits(kernels::signed_map8(), spans.exp_avg, false);
+      keep_in_8_bits(kernels::unsigned_map8(), spans.exp_avg_sq, true);
+    }
     weights_[p] = rounded(masters_[p], spec(p).dtype);
+  }
+
+  // All values of a parameter.
+  static void keep_in_8_bits(const kernels::Map8& map, std::span<float> values, bool positive) {
+    std::vector<std::uint8_t> codes(values.size());
+    std::vector<float> scales(kernels::blocks8(values.size()));
+    kernels::encode8(map, values, {codes.data(), scales.data()}, positive);
+    kernels::decode8(map, {codes.data(), scales.data()}, values);
   }
 
   const FakeModel& model_;

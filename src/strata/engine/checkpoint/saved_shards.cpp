@@ -87,19 +87,23 @@ SavedShards plan_saved_shards(Engine& engine, const ShardStates& states,
           const std::size_t tensor = tensor_of[static_cast<std::size_t>(p)];
           if (tensor == kLeftOut || piece.param_begin == piece.param_end) continue;
           const Numel first = weights.param(p).known_first();
-          checkpoint::TensorRange& part = add_part(
-              kind == kValue ? values : kept, tensor, weights.param(p).name, kind,
-              states.dtype_of(unit.id, kind), first + piece.param_begin, first + piece.param_end);
+          const auto numbers = [&](Numel elements) { return format::numel_of(kind, elements); };
+          checkpoint::TensorRange& part =
+              add_part(kind == kValue ? values : kept, tensor, weights.param(p).name, kind,
+                       states.dtype_of(unit.id, kind), numbers(first + piece.param_begin),
+                       numbers(first + piece.param_end));
           part.shard = unit.id;
-          part.shard_offset = piece.shard_offset;
+          part.shard_offset = numbers(piece.shard_offset);
         }
       }
     }
     for (const ExtraState& state : content.states) {
       const std::size_t tensor = tensor_of.at(static_cast<std::size_t>(state.param));
-      const auto [begin, end] = weights.owned_range(state.param);
-      if (tensor == kLeftOut || begin == end) continue;
       const plan::ParamSpec& param = weights.param(state.param);
+      const bool whole = state.numel == param.numel();
+      const auto [begin, end] =
+          whole ? std::pair(Numel(), state.numel) : weights.owned_range(state.param);
+      if (tensor == kLeftOut || begin == end) continue;
       const Numel first = param.known_first();
       add_part(kept, tensor, param.name, state.kind, state.dtype, first + begin, first + end)
           .memory = state.memory;

@@ -25,12 +25,14 @@ struct ExtraTensor {
   int rank = 0;                      // that writes it
 };
 
-// A state of an optimizer of the user's: one element for each of this rank's part of a parameter.
+// A state of an optimizer of the user's: one element for each of this rank's part of a parameter,
+// or of the whole parameter that this rank owns.
 struct ExtraState {
   int param = 0;
   std::string kind;
   DType dtype = DType::kFloat32;
-  const std::byte* memory = nullptr;  // of the first element that this rank owns
+  const std::byte* memory = nullptr;  // of the first element that this rank has
+  Numel numel{};                      // that this rank has
 };
 
 struct SavedContent {

@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "strata/base/error.h"
-#include "strata/format/manifest.h"
 #include "strata/kernels/master_remainder.h"
 
 namespace strata::engine {
@@ -13,14 +12,10 @@ constexpr Bytes kScratchBytes = 4_MiB;
 
 using format::kValue;
 
-constexpr std::string_view kAllKinds[] = {kValue, kExpAvg, kExpAvgSq};
-
 }  // namespace
 
-const std::span<const std::string_view> ShardStates::kKinds = kAllKinds;
-
 ShardStates::ShardStates(Engine& engine)
-    : engine_(engine), adam_(dynamic_cast<AdamOptimizer*>(engine.optimizer())) {}
+    : engine_(engine), native_(dynamic_cast<NativeOptimizer*>(engine.optimizer())) {}
 
 ShardStates::~ShardStates() {
   try {
@@ -35,13 +30,42 @@ void ShardStates::settle() {
 }
 
 DType ShardStates::dtype_of(int unit, std::string_view kind) const {
-  if (kind != kValue) return adam_->states().moment_dtype(unit);
+  if (format::elements_each(kind) > 1) return DType::kFloat32;
+  if (kind != kValue) return native_->states().dtype(unit);
   const Weights& weights = engine_.weights();
   const DType dtype = nth(weights.units(), unit).layout.dtype();
   const plan::MasterForm form = weights.master_form(unit);
   const bool beside = form == plan::MasterForm::kFloat32 || form == plan::MasterForm::kRemainder;
   return beside && dtype != DType::kFloat64 ? DType::kFloat32 : dtype;
 }
+
+std::string_view ShardStates::scales_of(std::string_view state) {
+  return state == kExpAvg ? "exp_avg.scales" : "exp_avg_sq.scales";
+}
+
+StateBlock ShardStates::block_of(int unit, std::string_view kind) const {
+  if (format::elements_each(kind) == 1) return native_->states().block(unit, kind);
+  kind.remove_suffix(format::kScales.size());
+  return native_->states().scales(unit, kind);
+}
+
+namespace {
+
+// Numbers [begin, end) of the shard's, which a range of elements holds, of a block whose numbers
+// are of `each` elements.
+struct Numbers {
+  Numel begin;
+  Numel end;
+  std::span<std::byte> bytes;
+
+  Numbers(const StateRange& range, DType dtype, std::int64_t each)
+      : begin(range.low / each),
+        end((range.high.value + each - 1) / each),
+        bytes(range.bytes(0).subspan(bytes_of(begin - Numel(range.first / each), dtype).size(),
+                                     bytes_of(end - begin, dtype).size())) {}
+};
+
+}  // namespace
 
 void ShardStates::enqueue_read(int unit, std::string_view kind, Numel first, Numel numel,
                                std::span<std::byte> target) {
@@ -73,9 +97,16 @@ void ShardStates::enqueue_read(int unit, std::string_view kind, Numel first, Num
     weights.masters().for_each(unit, first, first + numel, offload::Access::kRead, copy);
     return;
   }
-  const StateBlock block = adam_->states().moment_block(unit, kind);
-  for_each_range(weights.states(), {&block, 1}, of.layout.shard(), first, first + numel,
-                 offload::Access::kRead, copy);
+  const StateBlock block = block_of(unit, kind);
+  const std::int64_t each = format::elements_each(kind);
+  const Numel shard = of.layout.shard();
+  for_each_range(
+      weights.states(), {&block, 1}, shard, first * each, std::min((first + numel) * each, shard),
+      offload::Access::kRead, [&](const StateRange& range) {
+        const Numbers found(range, dtype, each);
+        device.copy(target.subspan(bytes_of(found.begin - first, dtype).size(), found.bytes.size()),
+                    found.bytes, device.compute_stream());
+      });
 }
 
 // fp32 masters, to which weights contribute: what these lack is kept beside them, or a script may
@@ -134,21 +165,25 @@ void ShardStates::enqueue_store(int param, std::string_view kind, Numel begin, N
     weights.enqueue_store(param, begin, numel, source, source_dtype);
     return;
   }
+  const std::int64_t each = format::elements_each(kind);
   const auto [owned_begin, owned_end] = weights.owned_range(param);
-  const Numel low = std::max(begin, owned_begin);
-  const Numel high = std::min(begin + numel, owned_end);
+  const Numel low = std::max(begin, Numel(owned_begin / each));
+  const Numel high = std::min(begin + numel, format::numel_of(kind, owned_end));
   if (low >= high) return;
   const Unit& unit = weights.unit_of(param);
-  const Numel shard_begin = unit.layout.shard() * engine_.collectives().shard_position().index;
-  const Numel at = weights.slot_of(param).offset + low - shard_begin;
+  const Numel shard = unit.layout.shard();
+  const Numel shard_begin = shard * engine_.collectives().shard_position().index;
+  const Numel at = weights.slot_of(param).offset + low * each - shard_begin;
   const std::byte* first = source + bytes_of(low - begin, source_dtype).size();
   const DType dtype = dtype_of(unit.id, kind);
-  const StateBlock block = adam_->states().moment_block(unit.id, kind);
-  for_each_range(weights.states(), {&block, 1}, unit.layout.shard(), at, at + (high - low),
-                 offload::Access::kReadWrite, [&](const StateRange& range) {
-                   write(range.wanted(dtype).data(), dtype,
-                         first + bytes_of(range.low - at, source_dtype).size(), source_dtype,
-                         range.high - range.low);
+  const StateBlock block = block_of(unit.id, kind);
+  for_each_range(weights.states(), {&block, 1}, shard, at,
+                 std::min(at + (high - low) * each, shard), offload::Access::kReadWrite,
+                 [&](const StateRange& range) {
+                   const Numbers found(range, dtype, each);
+                   write(found.bytes.data(), dtype,
+                         first + bytes_of(found.begin - Numel(at / each), source_dtype).size(),
+                         source_dtype, found.end - found.begin);
                  });
 }
 

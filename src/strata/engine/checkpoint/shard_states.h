@@ -2,8 +2,11 @@
 // values (masters if there are some, else weights) and the optimizer's states.
 //
 // Kinds. format::kValue: fp32 where the unit has fp32 masters beside 16-bit weights, else the
-// weights' own dtype: an fp64 weight holds all that its fp32 master has. "exp_avg", "exp_avg_sq":
-// as our Adam keeps them, of trainable units, from the optimizer's first preparation on.
+// weights' own dtype: an fp64 weight holds all that its fp32 master has. The names of the
+// optimizer's states ("exp_avg", ...): as the engine's own optimizer keeps them, of trainable
+// units, from its first preparation on. States in 8 bits have their codes there, and under
+// "exp_avg.scales" their scales: one for each 256 elements (format::elements_each()), which count
+// as such here.
 //
 // Threads: the engine's. Ownership: borrows the engine. Errors: those of the StateStore.
 #pragma once
@@ -13,9 +16,11 @@
 #include <memory>
 #include <span>
 #include <string_view>
+#include <vector>
 
 #include "strata/engine/engine.h"
-#include "strata/engine/optimize/adam_optimizer.h"
+#include "strata/engine/optimize/native_optimizer.h"
+#include "strata/format/manifest.h"
 
 namespace strata::engine {
 
@@ -26,16 +31,26 @@ class ShardStates {
   ~ShardStates();
 
   // The kinds that a unit has; kValue first.
-  std::span<const std::string_view> kinds_of(int unit) const {
-    return adam_ != nullptr && adam_->states().prepared() ? storable_kinds_of(unit)
-                                                          : kKinds.first(1);
+  std::vector<std::string_view> kinds_of(int unit) const {
+    if (native_ == nullptr || !native_->states().prepared()) return {format::kValue};
+    return storable_kinds_of(unit);
   }
   // The same, as if the optimizer were prepared: what loading can store.
-  std::span<const std::string_view> storable_kinds_of(int unit) const {
-    const bool has_moments = adam_ != nullptr && nth(engine_.weights().units(), unit).trainable();
-    return has_moments ? kKinds : kKinds.first(1);
+  std::vector<std::string_view> storable_kinds_of(int unit) const {
+    std::vector<std::string_view> kinds{format::kValue};
+    if (native_ == nullptr || !nth(engine_.weights().units(), unit).trainable()) return kinds;
+    for (const std::string_view state : native_->states().names(unit)) {
+      kinds.push_back(state);
+      if (in_8_bits(unit)) kinds.push_back(scales_of(state));
+    }
+    return kinds;
   }
   DType dtype_of(int unit, std::string_view kind) const;
+  // Whether a unit's states have 8 bits, and the kind of a state's scales.
+  bool in_8_bits(int unit) const { return native_ != nullptr && native_->states().in_8_bits(unit); }
+  static std::string_view scales_of(std::string_view state);
+  // The block of a state, or of scales.
+  StateBlock block_of(int unit, std::string_view kind) const;
 
   // Queues on the compute stream: elements [first, first + numel) of the unit's shard to `target`,
   // host memory for transfers that stays until the stream has come so far.
@@ -49,7 +64,6 @@ class ShardStates {
   void settle();
 
  private:
-  static const std::span<const std::string_view> kKinds;
   void through_scratch(
       Numel numel, DType dtype,
       const std::function<void(Numel done, Numel part, std::span<std::byte> scratch)>& queue);
@@ -58,7 +72,7 @@ class ShardStates {
              Numel count);
 
   Engine& engine_;
-  AdamOptimizer* adam_;                      // null: another optimizer, or none
+  NativeOptimizer* native_;                  // null: another optimizer, or none
   std::unique_ptr<device::Memory> scratch_;  // where kernels do not reach the host's memory
 };
 

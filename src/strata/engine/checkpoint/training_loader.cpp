@@ -8,8 +8,9 @@
 #include "strata/base/error.h"
 #include "strata/checkpoint/reader.h"
 #include "strata/engine/checkpoint/shard_states.h"
+#include "strata/engine/checkpoint/state_conversion.h"
 #include "strata/engine/checkpoint/weight_loader.h"
-#include "strata/engine/optimize/adam_optimizer.h"
+#include "strata/engine/optimize/native_optimizer.h"
 #include "strata/engine/unit/agreement.h"
 #include "strata/format/safetensors.h"
 #include "strata/io/pending_range.h"
@@ -32,6 +33,7 @@ constexpr std::string_view kLoadingTraining = "loading the checkpoint";
 struct Entry {
   std::string_view kind;                // of ShardStates, or
   const StateTarget* target = nullptr;  // not null: memory of another optimizer
+  bool converts = false;                // it comes in another form: state_conversion.h
 };
 
 // The sources of a map: each of its parameters is the sum of a tensor's extents of one kind.
@@ -46,16 +48,19 @@ void add_entry(StateSources& all, const Weights& weights, int index, const Entry
                const TrainingCheckpoint& checkpoint, std::size_t tensor) {
   const Manifest& manifest = checkpoint.manifest();
   const plan::ParamSpec& param = weights.param(index);
+  const std::int64_t each = format::elements_each(entry.kind);
+  const Numel numbers = format::numel_of(entry.kind, param.numel());
+  const auto shape = each == 1 ? param.shape : std::vector<std::int64_t>{numbers.value};
   format::ParamSources sources{
-      fmt::format("{} {}", entry.kind, param.name), param.shape, DType::kFloat32, {}};
-  const Numel first = param.known_first();
+      fmt::format("{} {}", entry.kind, param.name), shape, DType::kFloat32, {}};
+  const Numel first(param.known_first() / each);
   const std::vector<std::size_t>& extents = checkpoint.extents(tensor, entry.kind);
   if (extents.empty()) return;  // of a tensor without elements
   for (const std::size_t i : extents) {
     const ManifestRange& e = manifest.extents[i];
     // A tile takes the elements that lie in it.
     const Numel begin = std::max(e.begin, first);
-    const Numel end = std::min(e.end, first + param.numel());
+    const Numel end = std::min(e.end, first + numbers);
     if (begin >= end) continue;
     const Numel numel = e.end - e.begin;
     const std::string name = fmt::format("{} {}", i, sources.name);
@@ -64,23 +69,29 @@ void add_entry(StateSources& all, const Weights& weights, int index, const Entry
     all.tensors.push_back(
         {e.file, {name, e.dtype, {numel.value}, numel, e.offset, bytes_of(numel, e.dtype)}});
   }
-  all.loaded.push_back({index, manifest.tensors[tensor].channels_last != param.reordered()});
+  const bool reordered = manifest.tensors[tensor].channels_last != param.reordered();
+  const bool is_code = entry.target == nullptr && sources.dtype == DType::kUInt8;
+  if (reordered && (each > 1 || is_code))
+    throw FormatError(
+        "'{}' has states in 8 bits, whose blocks count in another memory format in the checkpoint: "
+        "make the model channels_last as it was, or load without the optimizer's states: path={}",
+        param.name, checkpoint.path());
+  all.loaded.push_back({index, reordered, each});
   all.entries.push_back(entry);
   all.params.push_back(std::move(sources));
 }
 
-// Moments that the checkpoint does not have begin anew.
-void clear_moments(Engine& engine, const std::set<std::pair<int, std::string_view>>& stored) {
-  auto* const adam = dynamic_cast<AdamOptimizer*>(engine.optimizer());
+// States that the checkpoint does not have begin anew.
+void clear_states(Engine& engine, const std::set<std::pair<int, std::string_view>>& stored) {
+  const ShardStates states(engine);
   device::Device& device = engine.device();
   for (const Unit& unit : engine.weights().units()) {
-    if (adam == nullptr || !unit.trainable()) continue;
-    for (const std::string_view kind : {kExpAvg, kExpAvgSq}) {
+    for (const std::string_view kind : states.storable_kinds_of(unit.id)) {
       const bool whole = std::ranges::all_of(unit.layout.slots(), [&](const plan::Slot& slot) {
         return stored.contains({slot.param, kind});
       });
-      if (whole) continue;
-      const StateBlock block = adam->states().moment_block(unit.id, kind);
+      if (whole || kind == kValue) continue;
+      const StateBlock block = states.block_of(unit.id, kind);
       const Numel shard = unit.layout.shard();
       for_each_range(engine.weights().states(), {&block, 1}, shard, Numel(), shard,
                      offload::Access::kReadWrite, [&](const StateRange& range) {
@@ -88,6 +99,16 @@ void clear_moments(Engine& engine, const std::set<std::pair<int, std::string_vie
                      });
     }
   }
+}
+
+// Whether the checkpoint has the state as numbers and the engine as codes of 8 bits, or the other
+// way round.
+bool is_of_other_form(const ShardStates& states, int unit, std::string_view kind,
+                      const TrainingCheckpoint& checkpoint, std::size_t tensor) {
+  const std::vector<std::size_t>& extents = checkpoint.extents(tensor, kind);
+  if (kind == kValue || format::elements_each(kind) > 1 || extents.empty()) return false;
+  const bool codes = checkpoint.manifest().extents[extents.front()].dtype == DType::kUInt8;
+  return codes != (states.dtype_of(unit, kind) == DType::kUInt8);
 }
 
 StateSources sources_of(Engine& engine, const TrainingCheckpoint& checkpoint,
@@ -99,9 +120,15 @@ StateSources sources_of(Engine& engine, const TrainingCheckpoint& checkpoint,
     const plan::ParamSpec& param = weights.param(p);
     const auto tensor = checkpoint.find(TensorRole::kParameter, param.known_name());
     if (!tensor || checkpoint.manifest().tensors[*tensor].shape != param.known_shape()) continue;
-    for (const std::string_view kind : states.storable_kinds_of(weights.unit_of(p).id)) {
+    const int unit = weights.unit_of(p).id;
+    for (const std::string_view kind : states.storable_kinds_of(unit)) {
       const bool wanted = kind == kValue || (request.states && checkpoint.has(*tensor, kind));
-      if (wanted) add_entry(sources, weights, p, {kind}, checkpoint, *tensor);
+      if (!wanted) continue;
+      const bool converts = is_of_other_form(states, unit, kind, checkpoint, *tensor);
+      add_entry(sources, weights, p, {kind, nullptr, converts}, checkpoint, *tensor);
+      if (converts && !states.in_8_bits(unit))
+        add_entry(sources, weights, p, {ShardStates::scales_of(kind), nullptr, true}, checkpoint,
+                  *tensor);
     }
   }
   for (const StateTarget& target : request.targets) {
@@ -151,13 +178,20 @@ void store(Engine& engine, const checkpoint::CheckpointFiles& files, const State
     if (sources.entries[i].target == nullptr)
       stored.emplace(sources.loaded[i].param, sources.entries[i].kind);
   }
-  if (request.states) clear_moments(engine, stored);
+  if (request.states) clear_states(engine, stored);
   ShardStates states(engine);
+  StateConversion conversion(engine, states);
   device::Device& device = engine.device();
   const auto store_values = [&](std::size_t i, Numel begin, Numel numel, const std::byte* values,
                                 DType dtype) {
-    const auto& [kind, target] = sources.entries[i];
+    const auto& [kind, target, converts] = sources.entries[i];
     const int param = sources.loaded[i].param;
+    if (converts) {
+      const bool are_scales = format::elements_each(kind) > 1;
+      const std::string_view state =
+          kind.substr(0, kind.size() - (are_scales ? format::kScales.size() : 0));
+      return conversion.add(param, state, are_scales, begin, numel, values, dtype);
+    }
     if (target == nullptr) return states.enqueue_store(param, kind, begin, numel, values, dtype);
     const Numel first = begin - engine.weights().owned_range(param).first;
     const std::size_t bytes = bytes_of(numel, dtype).size();
@@ -171,7 +205,7 @@ void store(Engine& engine, const checkpoint::CheckpointFiles& files, const State
   source.block = files.block();
   source.staging.buffer_bytes =
       std::max(align_up(staging.buffer_bytes, source.block), source.block * 2);
-  load_values(engine, source, {sources.loaded, store_values});
+  load_values(engine, source, {sources.loaded, store_values, [&] { conversion.settle(); }});
 }
 
 using Json = nlohmann::json;
@@ -228,13 +262,13 @@ std::string with_progress(std::string_view training, Engine& engine, const StepC
   json["skipped_steps"] = state.skipped_steps;
   json["loss_scale"] = state.loss_scale.scale;
   json["loss_scaler"] = state.loss_scale;
-  if (const auto* adam = dynamic_cast<AdamOptimizer*>(engine.optimizer())) {
+  if (const auto* native = dynamic_cast<NativeOptimizer*>(engine.optimizer())) {
     Json missed = Json::object();
     for (int p = 0; p < engine.weights().param_count(); ++p) {
-      const std::int64_t steps = adam->steps() - adam->states().steps_of(p);
+      const std::int64_t steps = native->steps() - native->states().steps_of(p);
       if (steps != 0) missed[engine.weights().param(p).known_name()] = steps;
     }
-    json["optimizer_steps"] = {{"all", adam->steps()}, {"missed", std::move(missed)}};
+    json["optimizer_steps"] = {{"all", native->steps()}, {"missed", std::move(missed)}};
   }
   return json.dump();
 }
@@ -253,8 +287,8 @@ void restore_progress(std::string_view training, StepControl& control, std::stri
 }
 
 void restore_optimizer_steps(std::string_view training, Engine& engine, std::string_view path) {
-  auto* const adam = dynamic_cast<AdamOptimizer*>(engine.optimizer());
-  if (adam == nullptr) return;
+  auto* const native = dynamic_cast<NativeOptimizer*>(engine.optimizer());
+  if (native == nullptr) return;
   reading(training, path, [&](const Json& json) {
     const Json steps = json.value("optimizer_steps", Json::object());
     const std::int64_t all = steps.value("all", json.value("global_steps", std::int64_t{0}));
@@ -263,7 +297,7 @@ void restore_optimizer_steps(std::string_view training, Engine& engine, std::str
     for (int p = 0; p < engine.weights().param_count(); ++p)
       by_param.push_back(all -
                          missed.value(engine.weights().param(p).known_name(), std::int64_t{0}));
-    adam->states().set_steps(all, by_param);
+    native->states().set_steps(all, by_param);
   });
 }
 

@@ -58,7 +58,7 @@ std::string with_progress(std::string_view training, Engine& engine, const StepC
 
 // The counts of steps and the loss scale; `path` names the checkpoint in messages.
 void restore_progress(std::string_view training, StepControl& control, std::string_view path);
-// The steps of Adam, with its moments.
+// The steps of the engine's own optimizer, with its states.
 void restore_optimizer_steps(std::string_view training, Engine& engine, std::string_view path);
 
 }  // namespace strata::engine

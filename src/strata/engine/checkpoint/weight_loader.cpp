@@ -204,11 +204,12 @@ std::vector<format::ParamRange> wanted_ranges(const Weights& weights,
                                               std::span<const LoadedParam> params) {
   std::vector<format::ParamRange> ranges;
   for (std::size_t i = 0; i < params.size(); ++i) {
-    const auto [param, reordered] = params[i];
+    const auto [param, reordered, each] = params[i];
     const auto [begin, end] = weights.owned_range(param);
     if (begin >= end) continue;
     ranges.push_back(reordered ? format::ParamRange{i, Numel(), weights.param(param).numel()}
-                               : format::ParamRange{i, begin, end});
+                               : format::ParamRange{i, Numel(begin / each),
+                                                    Numel((end.value + each - 1) / each)});
   }
   return ranges;
 }

@@ -69,6 +69,7 @@ struct LoadSource {
 struct LoadedParam {
   int param = 0;
   bool reordered = false;
+  std::int64_t each = 1;  // elements for which the source has one number
 };
 
 // The ranges of each that this rank wants: the elements that it owns, or all if they have to be

@@ -80,6 +80,8 @@ StrataConfig read_strata(const Settings& s) {
   read("refresh_at", config.refresh_at);
   read("update", config.update);
   read("update_at", config.update_at);
+  read("min_8bit_size", config.min_8bit_size);
+  read("keep_small_moments", config.keep_small_moments);
   read("state_cache", config.state_cache);
   read("device", config.device);
   read("collectives", config.transports.collectives);
@@ -260,6 +262,7 @@ Config Config::parse(std::string_view text_or_path) {
   s.at("optimizer.params");
   s.at("scheduler.params");
   if (has_optimizer) config.optimizer = read_optimizer(&s, &remarks);
+  config.strata.states_8bit = has_states_8bit(s, config.optimizer);
   if (!has_optimizer) record_missing_type(document, &remarks);
   if (has_scheduler) config.torch_scheduler = read_torch_scheduler(&s, &remarks);
   if (has_scheduler && !config.torch_scheduler) config.scheduler = read_scheduler(&s, &remarks);

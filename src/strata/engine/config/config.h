@@ -57,6 +57,9 @@ struct StrataConfig {
   LazyGather refresh_at = LazyGather::kAuto;
   UpdateWhere update = UpdateWhere::kAuto;
   UpdateAt update_at = UpdateAt::kStep;
+  bool states_8bit = false;           // of the optimizer, where they may
+  std::int64_t min_8bit_size = 4096;  // elements of a parameter
+  bool keep_small_moments = true;
   std::optional<Bytes> state_cache;  // absent: no bound
   DeviceKind device = DeviceKind::kAuto;
   comm::TransportSettings transports;  // collectives, gather, reduce

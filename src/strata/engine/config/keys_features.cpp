@@ -161,6 +161,12 @@ strata section | Strata's own settings
 .update choice(auto|device|host) = "auto" | where the model trains on a GPU, and weights and states
     rest in host memory: the processors that update them: the GPU (device), the rank's cores (host),
     or both, each by its speed in the last steps (auto); the results have the same bits
+.optimizer_states word(32bit|8bit) | states of Adam, AdamW and Lion: "8bit" keeps them as codes of 8
+    bits with a scale for each 256 elements, of parameters with at least min_8bit_size elements and
+    of no embedding; null: "32bit", or what the optimizer's name says
+.min_8bit_size integer(>= 0) = 4096 | parameters with fewer elements have states in 32 bits
+.keep_small_moments flag = true | a second moment in 8 bits that is positive never becomes zero;
+    false: it may, as in bitsandbytes
 .update_at choice(step|backward) = "step" | when weights are updated: in step(), or in the
     engine.backward() that ends a step, each unit when its gradients are complete (backward): the
     bits are the same, but nothing may clip, skip or change the update, so it needs

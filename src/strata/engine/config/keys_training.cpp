@@ -17,7 +17,8 @@ communication_data_type word(fp32|fp16|bf16) | element type in which gradients t
 steps_per_print count(> 0) | steps between two lines of progress; null or Infinity: none
 dataloader_drop_last flag = false | drop the last incomplete batch of training_data
 optimizer section | the optimizer that initialize builds
-.type text | Adam, AdamW, Lion, or an elementwise class of torch.optim
+.type text | Adam, AdamW, Lion; AdamW8bit, Adam8bit, Lion8bit, whose states have 8 bits; Muon; or an
+    elementwise class of torch.optim
 .params params | parameters of the optimizer
 .legacy_fusion flag = false, hint | fused fp16 optimizer of old | Adam is always one fused pass
 scheduler section | the schedule of learning rates
@@ -53,7 +54,7 @@ optimizer.params
 .amsgrad flag = false, refused | the AMSGrad variant | add "torch_adam": true, which offers it
 .maximize flag = false, refused | ascent instead of descent
 .fp32_optimizer_states flag = true, refused | optimizer state in 16 bits | write true or remove the
-    key: optimizer state is fp32
+    key: optimizer state is fp32, or has 8 bits (strata.optimizer_states)
 .foreach flag, hint | torch's multi-tensor loop | Adam is one pass over the shard
 .fused flag, hint | torch's fused kernel
 .capturable flag = false, hint | safe to capture in a CUDA graph | it concerns torch's own kernels
@@ -190,8 +191,8 @@ zero_optimization section | the ZeRO stage, its buckets and its offload
     read anywhere is gathered on the spot
 .log_trace_cache_warnings flag = false, missed | warn when the fetch order changes | a changed order
     costs a late gather, nothing else
-.save_muon_momentum_buffer_in_memory flag = false, hint | keep Muon's momentum gathered | Muon is
-    not offered
+.save_muon_momentum_buffer_in_memory flag = false, hint | keep Muon's momentum off the drive | the
+    momentum rests where offload_optimizer says
 .legacy_stage1 flag = false, refused | the first implementation of stage 1 | write "stage": 1 alone
 .zenflow switch, refused | asynchronous updates of ZenFlow | remove the section
 .zero_quantized_weights flag = false, refused | gathers of quantised weights (ZeRO++) | write false

@@ -19,27 +19,28 @@ namespace {
 using nlohmann::json;
 
 constexpr std::string_view kLion = "Lion";
+constexpr std::string_view kMuon = "Muon";
+constexpr std::string_view k8Bit = "8bit";
 
 // Classes of torch.optim, and Lion of strata.ops, whose update of an element needs that element's
-// state alone.
-constexpr std::array<std::string_view, 12> kElementwise{"Adam",     "AdamW",  "SGD",   "Adagrad",
-                                                        "Adadelta", "Adamax", "NAdam", "RAdam",
-                                                        "RMSprop",  "Rprop",  "ASGD",  kLion};
+// state alone; and Muon, of which the engine has its own.
+constexpr std::array<std::string_view, 13> kElementwise{
+    "Adam",  "AdamW",   "SGD",   "Adagrad", "Adadelta", "Adamax", "NAdam",
+    "RAdam", "RMSprop", "Rprop", "ASGD",    kLion,      kMuon};
 
 struct Unsupported {
   std::string_view names;  // in lower case: "muon|adafactor"
   std::string_view reason;
 };
-constexpr std::array<Unsupported, 9> kUnsupported{{
+constexpr std::array<Unsupported, 8> kUnsupported{{
     {"lamb", "it needs the norm of whole layers"},
     {"onebitlamb|onebitadam|zerooneadam", "it compresses communication"},
-    {"muon|adafactor", "it needs whole matrices"},
+    {"adafactor", "pass torch.optim.Adafactor as optimizer= to initialize"},
     {"muadam|muadamw|musgd", "it needs the mup package's own groups"},
     {"lbfgs", "it needs closures and the whole gradient"},
     {"sparseadam", "it needs sparse gradients"},
     {"fusedadam", "write \"AdamW\", which is one fused pass"},
     {"deepspeedcpuadam|cpuadam", "write \"AdamW\", which runs where the shard is"},
-    {"adam8bit", "optimizer state is fp32"},
 }};
 
 // The class of that name, however its letters are cased (DeepSpeed lowers "Adam", "AdamW",
@@ -64,6 +65,7 @@ std::string_view class_of(const std::string& type) {
 }
 
 std::string full_name(const std::string& torch_class) {
+  if (torch_class == kMuon) return "strata.ops.muon";
   return torch_class == kLion ? "strata.ops.lion" : "torch.optim." + torch_class;
 }
 
@@ -96,6 +98,61 @@ json torch_arguments(const std::string& torch_class, const json& params, ConfigF
   return kept;
 }
 
+constexpr std::array<std::string_view, 12> kMuonKeys{"lr",
+                                                     "muon_lr",
+                                                     "adam_lr",
+                                                     "momentum",
+                                                     "ns_method",
+                                                     "weight_decay",
+                                                     "betas",
+                                                     "eps",
+                                                     "adam_w_mode",
+                                                     "torch_adam",
+                                                     "fp32_optimizer_states",
+                                                     "per_head_muon"};
+
+// DeepSpeed's keys. AdamW updates what is no matrix, with decoupled decay and fp32 states.
+OptimizerConfig muon_optimizer(std::string type, json params, Settings* settings,
+                               ConfigFindings* remarks) {
+  for (const auto& [name, value] : params.items()) {
+    if (std::ranges::find(kMuonKeys, name) == kMuonKeys.end())
+      throw ConfigError(
+          "optimizer.params.{}: wanted a key of Muon: lr, muon_lr, adam_lr, momentum, ns_method, "
+          "weight_decay, betas, eps or per_head_muon (the nearest is \"{}\"); found {}",
+          name, nearest_of(name, kMuonKeys), shown(value));
+  }
+  const auto require = [&](const char* name, const auto& holds, std::string_view wanted) {
+    const auto found = params.find(name);
+    if (found == params.end()) return;
+    if (!holds(*found))
+      throw ConfigError("optimizer.params.{}: wanted {}; found {}", name, wanted, shown(*found));
+    const std::string path = join_path("optimizer.params", name);
+    remarks->findings.push_back({path, Verdict::kHonoured, shown(*found), "of Muon"});
+    params.erase(found);
+  };
+  // Both names stand for the same mathematics, of which the engine has one way.
+  require(
+      "ns_method", [](const json& v) { return v == "gram" || v == "standard"; },
+      "\"gram\" or \"standard\"");
+  require(
+      "adam_w_mode", [](const json& v) { return flag_in(v) == true; },
+      "true: what is no matrix decays apart from its gradient");
+  require(
+      "torch_adam", [](const json& v) { return flag_in(v).has_value(); }, "true or false");
+  require(
+      "fp32_optimizer_states", [](const json& v) { return flag_in(v) == true; }, "true");
+  const json arguments = torch_arguments(std::string(kMuon), params, remarks);
+  OptimizerConfig config{.type = std::move(type),
+                         .kind = OptimizerKind::kTorch,
+                         .adam = {.decoupled = true},
+                         .torch_class = std::string(kMuon),
+                         .torch_params = canonical_text(arguments),
+                         .in_own_kernel = true};
+  settings->set("optimizer.torch_class", config.torch_class);
+  settings->at("optimizer.torch_class");
+  return config;
+}
+
 OptimizerConfig torch_optimizer(std::string type, std::string torch_class, const json& params,
                                 Settings* settings, ConfigFindings* remarks) {
   const json arguments = torch_arguments(torch_class, params, remarks);
@@ -104,13 +161,14 @@ OptimizerConfig torch_optimizer(std::string type, std::string torch_class, const
   };
   const bool adam = torch_class == "Adam" || torch_class == "AdamW";
   const bool special = is_set("amsgrad") || is_set("maximize") || is_set("capturable");
+  const bool own = (adam && !special) || torch_class == kLion;
   const bool decoupled = torch_class == "AdamW" || is_set("decoupled_weight_decay");
   OptimizerConfig config{.type = std::move(type),
                          .kind = OptimizerKind::kTorch,
                          .adam = {.decoupled = decoupled},
                          .torch_class = std::move(torch_class),
                          .torch_params = canonical_text(arguments),
-                         .in_own_kernel = adam && !special};
+                         .in_own_kernel = own};
   settings->set("optimizer.torch_class", config.torch_class);
   settings->at("optimizer.torch_class");
   return config;
@@ -155,21 +213,34 @@ void record_missing_type(const json& document, ConfigFindings* remarks) {
 OptimizerConfig read_optimizer(Settings* settings, ConfigFindings* remarks) {
   const std::string type = settings->text("optimizer.type");
   const json params = settings->at("optimizer.params");
-  const std::string_view name = class_of(type);
+  const bool in_8_bits = lower_case(type).ends_with(k8Bit);
+  const std::string_view name =
+      class_of(in_8_bits ? type.substr(0, type.size() - k8Bit.size()) : type);
+  const auto with_bits = [in_8_bits](OptimizerConfig config) {
+    config.in_8_bits = in_8_bits;
+    return config;
+  };
+  if (in_8_bits && name != "Adam" && name != "AdamW" && name != kLion)
+    throw ConfigError(
+        "optimizer.type: states in 8 bits are for AdamW8bit, Adam8bit and Lion8bit; write one of "
+        "these, or \"{}\"; found \"{}\"",
+        name, type);
   if (const auto norm = params.find("max_grad_norm"); norm != params.end())
     throw ConfigError(
         fmt::format("optimizer.params.max_grad_norm: clipping is no parameter of the optimizer; "
                     "write \"gradient_clipping\": {0} at the top level; found {0}",
                     shown(*norm)));
+  if (name == kMuon) return muon_optimizer(type, params, settings, remarks);
   if (name != "Adam" && name != "AdamW")
-    return torch_optimizer(type, std::string(name), params, settings, remarks);
+    return with_bits(torch_optimizer(type, std::string(name), params, settings, remarks));
   const bool decoupled = name == "AdamW" || flag_or(params, "adam_w_mode", true);
   if (flag_or(params, "torch_adam", false)) {
     if (!flag_or(params, "bias_correction", true))
       throw ConfigError(
           "optimizer.params.bias_correction: torch.optim's Adam always corrects; remove "
           "\"torch_adam\", by which the engine's kernel does without, or write true; found false");
-    return torch_optimizer(type, decoupled ? "AdamW" : "Adam", params, settings, remarks);
+    return with_bits(
+        torch_optimizer(type, decoupled ? "AdamW" : "Adam", params, settings, remarks));
   }
   settings->set("optimizer.params",
                 json::object());  // each parameter has its own path from here on
@@ -187,7 +258,29 @@ OptimizerConfig read_optimizer(Settings* settings, ConfigFindings* remarks) {
                    .bias_correction = settings->flag("optimizer.params.bias_correction"),
                    .decoupled = settings->flag("optimizer.params.adam_w_mode")},
           .torch_class = {},
-          .torch_params = "{}"};
+          .torch_params = "{}",
+          .in_8_bits = in_8_bits};
+}
+
+bool has_states_8bit(const Settings& settings, const std::optional<OptimizerConfig>& optimizer) {
+  const auto states = settings.maybe<std::string>("strata.optimizer_states");
+  const bool by_type = optimizer && optimizer->in_8_bits;
+  if (states == "32bit" && by_type)
+    throw ConfigError(
+        "strata.optimizer_states: contradicts optimizer.type \"{}\"; remove the key, or write "
+        "\"8bit\"; found \"32bit\"",
+        optimizer->type);
+  if (states != "8bit" && !by_type) return false;
+  if (optimizer && !optimizer->in_own_kernel)
+    throw ConfigError(
+        "{}: states in 8 bits are for Adam, AdamW and Lion without amsgrad, maximize or "
+        "capturable; write \"32bit\", or another optimizer.type; found \"8bit\" and \"{}\"",
+        by_type ? "optimizer.type" : "strata.optimizer_states", optimizer->type);
+  if (settings.flag("bf16.bf16_optimizer_states"))
+    throw ConfigError(
+        "bf16.bf16_optimizer_states: contradicts states in 8 bits (optimizer.type, "
+        "strata.optimizer_states); write false, or take states in 32 bits; found true");
+  return true;
 }
 
 std::optional<TorchSchedulerConfig> read_torch_scheduler(Settings* settings,

@@ -10,7 +10,7 @@
 
 #include "strata/engine/config/remarks.h"
 #include "strata/engine/schedule/schedule.h"
-#include "strata/kernels/adam.h"
+#include "strata/kernels/update.h"
 
 namespace strata::engine {
 
@@ -24,12 +24,13 @@ enum class OptimizerKind : std::uint8_t {
 struct OptimizerConfig {
   std::string type;  // as the configuration spells it
   OptimizerKind kind = OptimizerKind::kAdam;
-  kernels::AdamScalars adam;        // of a class of torch.optim `decoupled` alone
+  kernels::UpdateScalars adam;      // of a class of torch.optim `decoupled` alone
   std::string torch_class;          // "SGD"
   std::string torch_params = "{}";  // keyword arguments as JSON text
   // The engine's kernel computes the update. It does so for torch's Adam and AdamW, too, unless
   // their parameters ask for a feature that the kernel lacks.
   bool in_own_kernel = true;
+  bool in_8_bits = false;  // by its type: "AdamW8bit"
 };
 
 // An optimizer section that does not say which optimizer, in a configuration of a training.
@@ -37,6 +38,10 @@ void record_missing_type(const nlohmann::json& document, ConfigFindings* remarks
 
 // Reads optimizer.type and optimizer.params out of `settings`, and adds the parameters read to it.
 OptimizerConfig read_optimizer(Settings* settings, ConfigFindings* remarks);
+
+// Whether states have 8 bits, by strata.optimizer_states or the optimizer's type. ConfigError where
+// these contradict each other or bf16.bf16_optimizer_states, or the optimizer has no such states.
+bool has_states_8bit(const Settings& settings, const std::optional<OptimizerConfig>& optimizer);
 
 struct SchedulerConfig {
   ScheduleParams params;             // for make_schedule()

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "strata/base/error.h"
+#include "strata/engine/unit/agreement.h"
 #include "strata/offload/host_memory.h"
 
 namespace strata::engine {
@@ -20,11 +21,7 @@ ExternalOptimizer::ExternalOptimizer(OptimizerShards& shards, device::Device& de
                                      offload::LinkWatch& watch)
     : shards_(shards),
       device_(device),
-      watch_(watch),
-      copies_(
-          shards.weights().units(), device, memory::Kind::kMasterWeights, DType::kFloat32,
-          [&shards](const Unit& unit) { return shards.states_on_host(unit); },
-          [this](const Unit& unit) { return has_copy(unit); }),
+      masters_(shards, device, watch),
       wide_(
           shards.weights().units(), device, memory::Kind::kGradientShards, DType::kFloat32,
           [&shards](const Unit& unit) { return shards.states_on_host(unit); },
@@ -32,11 +29,12 @@ ExternalOptimizer::ExternalOptimizer(OptimizerShards& shards, device::Device& de
   shards.gradients().keep_in_32();  // it works on them in place
 }
 
-std::span<float> ExternalOptimizer::masters_of(const Unit& unit) {
-  if (shards_.states_on_drive(unit)) return shard_in(*master_stage_, unit);
-  if (has_copy(unit)) return copies_.floats_of(unit);
-  const std::span<std::byte> held = shards_.weights().masters().hold(unit.id);
-  return {reinterpret_cast<float*>(held.data()), unit.layout.shard().size()};
+void ExternalOptimizer::take_whole(comm::Collectives& collectives, const std::string& name,
+                                   bool together) {
+  if (collectives.shard_position().count == 1) return;  // this rank's parts are whole
+  collectives_ = &collectives;
+  whole_.emplace(shards_, collectives, device_,
+                 WholeParameters::Options{.name = name, .together = together});
 }
 
 void ExternalOptimizer::prepare() {
@@ -45,12 +43,23 @@ void ExternalOptimizer::prepare() {
   make_stages();
   shards_.weights().back_all();  // at once: every growth costs a mapping, here and at every peer
   for (const OptimizerShards::UnitShard& shard : shards_.units()) {
-    const std::span<float> weight = masters_of(of(shard));
-    const bool on_host = on_drive(shard) || shards_.states_on_host(of(shard));
+    const Unit& unit = masters_.of(shard);
+    const std::span<float> weight =
+        on_drive(shard) ? shard_in(*master_stage_, unit) : masters_.values(unit);
+    if (whole_) continue;
+    const bool on_host = on_drive(shard) || shards_.states_on_host(unit);
     for (const plan::ParamSegment& segment : shard.segments) {
       const std::size_t numel = (segment.end - segment.begin).size();
       segments_.push_back({segment.param, segment.group,
                            weight.subspan(segment.begin.size(), numel), on_drive(shard), on_host});
+    }
+  }
+  if (whole_) {
+    whole_->prepare();
+    for (const auto& [param, owned] : whole_->owned()) {
+      const bool on_host = shards_.states_on_host(shards_.weights().unit_of(param));
+      segments_.push_back(
+          {param, shards_.weights().param(param).group, owned.weight(), false, on_host});
     }
   }
   prepared_ = true;
@@ -60,7 +69,7 @@ void ExternalOptimizer::make_stages() {
   Bytes largest;
   for (const OptimizerShards::UnitShard& shard : shards_.units()) {
     if (on_drive(shard))
-      largest = std::max(largest, bytes_of(of(shard).layout.shard(), DType::kFloat32));
+      largest = std::max(largest, bytes_of(masters_.of(shard).layout.shard(), DType::kFloat32));
   }
   if (master_stage_ != nullptr && Bytes(master_stage_->bytes().size()) >= largest) return;
   if (largest == Bytes()) return;
@@ -73,31 +82,9 @@ void ExternalOptimizer::offload_states(bool masters) {
   wide_.free_on_device();
   if (!masters) return;
   segments_.clear();
-  copies_.free_on_device();
-  shards_.weights().masters().let_go();
+  if (whole_) whole_->free();
+  masters_.free();
   prepared_ = false;
-}
-
-// Copies weights that have a copy: from them to it (kRead), or from it to them.
-void ExternalOptimizer::move_copy(const Unit& unit, std::span<float> values,
-                                  offload::Access access) {
-  const std::span<std::byte> copy = std::as_writable_bytes(values);
-  const bool reads = access == offload::Access::kRead;
-  const auto move_piece = [&](const WeightShards::Piece& piece) {
-    const auto there =
-        copy.subspan(bytes_of(piece.begin, DType::kFloat32).size(), piece.bytes.size());
-    device_.copy(reads ? there : piece.bytes, reads ? piece.bytes : there,
-                 device_.compute_stream());
-  };
-  // Offloaded weights are on the host, too.
-  const bool on_host = shards_.states_on_host(unit) || shards_.states_on_drive(unit);
-  const bool crosses = unit.offloaded != on_host;
-  const Bytes bytes(crosses ? copy.size() : 0);
-  const bool up = reads == unit.offloaded;
-  move(up ? bytes : Bytes(), up ? Bytes() : bytes, [&] {
-    shards_.weights().shards().for_each(unit.id, Numel(), unit.layout.shard(), access,
-                                        device_.compute_stream(), move_piece);
-  });
 }
 
 // The gradients of a trainable unit; empty if it got none.
@@ -105,13 +92,13 @@ std::span<float> ExternalOptimizer::scaled_gradient(const Unit& unit, float scal
   GradientShards& gradients = shards_.gradients();
   if (!gradients.filled(unit.id)) return {};
   const std::span<float> values = gradients.values(unit.id);
-  const Bytes bytes(is_far(unit) ? values.size_bytes() : 0);
+  const Bytes bytes(masters_.is_far(unit) ? values.size_bytes() : 0);
   if (!gradient_moves(unit)) {
-    if (scale != 1.0F) move(bytes, bytes, [&] { multiply(values, values, scale); });
+    if (scale != 1.0F) masters_.move(bytes, bytes, [&] { multiply(values, values, scale); });
     return values;
   }
   const std::span<float> wide = wide_.floats_of(unit);
-  move(Bytes(), bytes, [&] { multiply(wide, values, scale); });
+  masters_.move(Bytes(), bytes, [&] { multiply(wide, values, scale); });
   return wide;
 }
 
@@ -131,7 +118,7 @@ void ExternalOptimizer::move_masters(const Unit& unit, offload::Access access) {
   const std::span<float> stage = shard_in(*master_stage_, unit);
   Weights& weights = shards_.weights();
   if (weights.master_form(unit.id) == plan::MasterForm::kShard)
-    return move_copy(unit, stage, access);
+    return masters_.move_copy(unit, stage, access);
   const auto bytes = std::as_writable_bytes(stage);
   weights.masters().for_each(
       unit.id, Numel(), unit.layout.shard(), access, [&](const StateRange& range) {
@@ -145,14 +132,14 @@ void ExternalOptimizer::move_masters(const Unit& unit, offload::Access access) {
 // In a call of its own, whose other gradients are empty. A unit without a gradient does not change.
 void ExternalOptimizer::update_on_drive(const OptimizerShards::UnitShard& shard,
                                         std::size_t first_segment, float scale) {
-  const Unit& unit = of(shard);
+  const Unit& unit = masters_.of(shard);
   GradientShards& from = shards_.gradients();
   if (!from.filled(unit.id)) return;
   shards_.weights().masters().adopt_written(unit.id);
   const std::span<float> values = from.values(unit.id);
   const std::span<float> scaled = shard_in(*gradient_stage_, unit);
   const Bytes bytes(from.on_host(unit.id) ? 0 : values.size_bytes());
-  move(Bytes(), bytes, [&] { multiply(scaled, values, scale); });
+  masters_.move(Bytes(), bytes, [&] { multiply(scaled, values, scale); });
   move_masters(unit, offload::Access::kRead);
   device_.compute_stream().synchronize();
   std::vector<std::span<float>> gradients(first_segment);
@@ -160,33 +147,17 @@ void ExternalOptimizer::update_on_drive(const OptimizerShards::UnitShard& shard,
   gradients.resize(segments_.size());
   update_(gradients);
   move_masters(unit, offload::Access::kReadWrite);
-  if (shards_.weights().master_form(unit.id) != plan::MasterForm::kShard) round(shard);
+  if (shards_.weights().master_form(unit.id) != plan::MasterForm::kShard)
+    masters_.round(shard, left_out());
   device_.compute_stream().synchronize();  // the next unit writes to the stage
 }
 
-// The unit's weights are what the update has made of its masters.
-void ExternalOptimizer::take_back(const OptimizerShards::UnitShard& shard) {
-  const Unit& unit = of(shard);
-  if (has_copy(unit)) return move_copy(unit, copies_.floats_of(unit), offload::Access::kReadWrite);
-  const Bytes masters = bytes_of(unit.layout.shard(), DType::kFloat32);
-  move(is_far(unit) ? masters : Bytes(), unit.offloaded ? unit.layout.shard_bytes() : Bytes(),
-       [&] { round(shard); });
-}
-
-// Parameters that the step has left out keep their weights: fp64 weights have more bits than their
-// masters.
-void ExternalOptimizer::round(const OptimizerShards::UnitShard& shard) {
-  const GradientShards& gradients = shards_.gradients();
-  Weights& weights = shards_.weights();
-  if (of(shard).layout.dtype() != DType::kFloat64) {
-    weights.masters().round(shard.unit);
-    return;
-  }
-  if (!gradients.filled(shard.unit)) return;
-  for (const plan::ParamSegment& segment : shard.segments) {
-    if (!gradients.left_out(segment.param))
-      weights.masters().round(shard.unit, segment.begin, segment.end);
-  }
+// Parameters that the step does not change.
+ExternalMasters::Skips ExternalOptimizer::left_out() {
+  return [this](int param) {
+    const GradientShards& gradients = shards_.gradients();
+    return !gradients.filled(shards_.weights().unit_of(param).id) || gradients.left_out(param);
+  };
 }
 
 void ExternalOptimizer::step(std::span<const GroupScalars> /*groups*/, const GradientScale& scale,
@@ -194,6 +165,11 @@ void ExternalOptimizer::step(std::span<const GroupScalars> /*groups*/, const Gra
   STRATA_ASSERT(update_ != nullptr);
   prepare();
   ++steps_;
+  if (whole_) {
+    update_whole(scale.value);
+    for (const OptimizerShards::UnitShard& shard : shards_.units()) updated(shard.unit, {});
+    return;
+  }
   if (!std::ranges::all_of(shards_.units(), [this](const auto& shard) { return on_drive(shard); }))
     update_resident(scale.value);
   std::size_t first_segment = 0;
@@ -201,7 +177,7 @@ void ExternalOptimizer::step(std::span<const GroupScalars> /*groups*/, const Gra
     if (on_drive(shard))
       update_on_drive(shard, first_segment, scale.value);
     else
-      take_back(shard);
+      masters_.take_back(shard, left_out());
     first_segment += shard.segments.size();
     updated(shard.unit, {});
   }
@@ -210,21 +186,79 @@ void ExternalOptimizer::step(std::span<const GroupScalars> /*groups*/, const Gra
 // All units that are not on drives, in one call.
 void ExternalOptimizer::update_resident(float scale) {
   for (const OptimizerShards::UnitShard& shard : shards_.units()) {
-    if (!on_drive(shard)) shards_.weights().masters().adopt_written(shard.unit);
+    if (!on_drive(shard)) masters_.read(masters_.of(shard));
   }
   std::vector<std::span<float>> gradients;
   for (const OptimizerShards::UnitShard& shard : shards_.units()) {
     const bool leaves_out = on_drive(shard);
-    lend_gradients(shard, leaves_out ? std::span<float>() : scaled_gradient(of(shard), scale),
+    lend_gradients(shard,
+                   leaves_out ? std::span<float>() : scaled_gradient(masters_.of(shard), scale),
                    gradients);
   }
-  for (const OptimizerShards::UnitShard& shard : shards_.units()) {
-    if (has_copy(of(shard)))
-      move_copy(of(shard), copies_.floats_of(of(shard)), offload::Access::kRead);
-  }
-  if (std::ranges::any_of(shards_.units(), [this](const auto& s) { return is_far(of(s)); }))
-    device_.compute_stream().synchronize();
+  await_far();
   update_(gradients);
+}
+
+// The host is to work on states that lie there.
+void ExternalOptimizer::await_far() {
+  if (std::ranges::any_of(shards_.units(),
+                          [this](const auto& s) { return masters_.is_far(masters_.of(s)); }))
+    device_.compute_stream().synchronize();
+}
+
+// The present masters go where segments() has them.
+void ExternalOptimizer::bring_weights() {
+  for (const OptimizerShards::UnitShard& shard : shards_.units()) {
+    const Unit& unit = masters_.of(shard);
+    masters_.read(unit);
+    if (whole_)
+      whole_->bring(unit, std::as_bytes(masters_.values(unit)), WholeParameters::Values::kWeights);
+  }
+  await_far();
+}
+
+void ExternalOptimizer::take_back_all(const ExternalMasters::Skips& skips) {
+  for (const OptimizerShards::UnitShard& shard : shards_.units()) {
+    if (whole_) {
+      const std::span<float> masters = masters_.values(masters_.of(shard));
+      whole_->send(masters_.of(shard), [&](int param, Numel begin, std::span<const float> values) {
+        if (skips(param)) return;
+        device_.copy(std::as_writable_bytes(masters.subspan(begin.size(), values.size())),
+                     std::as_bytes(values), device_.compute_stream());
+      });
+    }
+    masters_.take_back(shard, skips);
+  }
+}
+
+// Every rank's call comes between two exchanges, so all agree on its outcome.
+void ExternalOptimizer::update_whole(float scale) {
+  const ExternalMasters::Skips none = left_out();
+  bring_weights();
+  for (const OptimizerShards::UnitShard& shard : shards_.units()) {
+    const std::span<float> mine = scaled_gradient(masters_.of(shard), scale);
+    if (mine.empty()) continue;
+    whole_->bring(masters_.of(shard), std::as_bytes(mine), WholeParameters::Values::kGradients);
+  }
+  await_far();
+  std::vector<std::span<float>> lent;
+  for (const auto& [param, owned] : whole_->owned())
+    lent.push_back(none(param) ? std::span<float>() : owned.gradient());
+  run_and_agree(*collectives_, "updating the weights", [&] { update_(lent); });
+  take_back_all(none);
+}
+
+void ExternalOptimizer::edit(const std::function<void()>& change) {
+  prepare();
+  if (std::ranges::any_of(shards_.units(), [this](const auto& s) { return on_drive(s); }))
+    throw UsageError(
+        "this optimizer's weights of training and evaluation differ (train(), eval()), and states "
+        "on a drive are there in step() alone; write zero_optimization.offload_optimizer.device "
+        "\"cpu\" or \"none\"");
+  bring_weights();
+  change();
+  take_back_all([](int) { return false; });
+  device_.compute_stream().synchronize();
 }
 
 }  // namespace strata::engine

@@ -8,6 +8,10 @@
 // Units whose states rest on a drive are updated one after the other, each in a call of its own.
 // Their segments share one buffer on the host, which has a unit's masters during its call only.
 //
+// Where the optimizer needs whole parameters, the segments are those that this rank owns
+// (whole_parameters.h), and a step goes over all ranks of a shard group: each gets the values and
+// gradients of its parameters, and all agree on the outcome of their calls.
+//
 // Threads: one thread at a time. Ownership: makes the Weights hold every master that is not on a
 // drive, so these must fit in memory together. Lends gradients to the callback, scaled in place
 // unless they lie elsewhere or have a narrower type. The layer above brings the callback.
@@ -15,16 +19,19 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
 #include "strata/device/device.h"
+#include "strata/engine/optimize/external_masters.h"
 #include "strata/engine/optimize/sharded_optimizer.h"
+#include "strata/engine/optimize/whole_parameters.h"
 #include "strata/offload/state_store.h"
 
 namespace strata::engine {
 
-// This rank's part of one parameter; the layer above wraps it as a tensor.
+// This rank's part of one parameter, or the whole one; the layer above wraps it as a tensor.
 struct ExternalSegment {
   int param = 0;
   int group = 0;
@@ -41,6 +48,9 @@ class ExternalOptimizer final : public ShardedOptimizer {
 
   // Notifies `watch` of copies to the host and back.
   ExternalOptimizer(OptimizerShards& shards, device::Device& device, offload::LinkWatch& watch);
+  // Collective, before anything else: the optimizer needs whole parameters. The arguments are those
+  // of WholeParameters.
+  void take_whole(comm::Collectives& collectives, const std::string& name, bool together);
 
   const std::vector<ExternalSegment>& segments() {
     prepare();
@@ -49,6 +59,11 @@ class ExternalOptimizer final : public ShardedOptimizer {
   // add() appends more segments, and may move others to another group.
   // Called by step(); must update the weights of the segments that have gradients.
   void set_update(Update update) { update_ = std::move(update); }
+  // Collective, between steps: `change` may write to the segments' weights, which have the present
+  // masters meanwhile, and masters and weights follow; Engine::weights_changed() is for the caller.
+  // `change` throws on all ranks or on none, and nothing follows then. UsageError where states rest
+  // on a drive.
+  void edit(const std::function<void()>& change);
 
   void prepare() override;
   void add(int /*unit*/, bool /*is_new*/) override {
@@ -67,19 +82,6 @@ class ExternalOptimizer final : public ShardedOptimizer {
   void reload_states() override {}
 
  private:
-  const Unit& of(const OptimizerShards::UnitShard& shard) const {
-    return nth(shards_.weights().units(), shard.unit);
-  }
-  // Whether the device's kernels reach the unit's states over the link.
-  bool is_far(const Unit& unit) const {
-    return device_.runs_ahead() && shards_.states_on_host(unit);
-  }
-  // Whether fp32 weights have a copy, since the update does not work where they lie.
-  bool has_copy(const Unit& unit) const {
-    return !shards_.states_on_drive(unit) &&
-           shards_.weights().master_form(unit.id) == plan::MasterForm::kShard &&
-           (unit.offloaded || is_far(unit));
-  }
   // Whether gradients are not in fp32 where the update works.
   bool gradient_moves(const Unit& unit) const {
     const GradientShards& gradients = shards_.gradients();
@@ -87,15 +89,6 @@ class ExternalOptimizer final : public ShardedOptimizer {
     return device_.runs_ahead() && gradients.on_host(unit.id) != shards_.states_on_host(unit);
   }
 
-  std::span<float> masters_of(const Unit& unit);
-  // Calls `queue`, which queues work that moves `up` and `down` bytes over the link at once.
-  void move(Bytes up, Bytes down, const offload::LinkWatch::Call& queue) {
-    if (!device_.runs_ahead()) return queue();
-    device::Stream& stream = device_.compute_stream();
-    watch_.copy(offload::Link::kUp, up, stream,
-                [&] { watch_.copy(offload::Link::kDown, down, stream, queue); });
-  }
-  void move_copy(const Unit& unit, std::span<float> values, offload::Access access);
   // target = factor * source, which may be the same span.
   void multiply(std::span<float> target, std::span<const float> source, float factor) {
     const std::byte* const sources[] = {std::as_bytes(source).data()};
@@ -106,27 +99,30 @@ class ExternalOptimizer final : public ShardedOptimizer {
   void lend_gradients(const OptimizerShards::UnitShard& shard, std::span<float> all,
                       std::vector<std::span<float>>& gradients);
   void update_resident(float scale);
+  void update_whole(float scale);
+  void bring_weights();
+  void await_far();
+  ExternalMasters::Skips left_out();
+  void take_back_all(const ExternalMasters::Skips& skips);
   bool on_drive(const OptimizerShards::UnitShard& shard) const {
-    return shards_.states_on_drive(of(shard));
+    return shards_.states_on_drive(masters_.of(shard));
   }
   void make_stages();
   void move_masters(const Unit& unit, offload::Access access);
   void update_on_drive(const OptimizerShards::UnitShard& shard, std::size_t first_segment,
                        float scale);
-  void take_back(const OptimizerShards::UnitShard& shard);
-  void round(const OptimizerShards::UnitShard& shard);
 
   OptimizerShards& shards_;
   device::Device& device_;
-  offload::LinkWatch& watch_;
+  ExternalMasters masters_;
   bool prepared_ = false;
   std::vector<ExternalSegment> segments_;
-  // For values that the engine has elsewhere, or narrower.
-  ShardMemory copies_;  // of fp32 weights
-  ShardMemory wide_;    // gradients
+  ShardMemory wide_;  // gradients that the engine has elsewhere, or narrower
   // The size is that of the largest unit whose states rest on a drive; null: there is none.
   std::unique_ptr<device::Memory> master_stage_;
   std::unique_ptr<device::Memory> gradient_stage_;
+  std::optional<WholeParameters> whole_;      // absent: each rank updates its own parts
+  comm::Collectives* collectives_ = nullptr;  // not null: of whole_
   Update update_;
   std::int64_t steps_ = 0;
 };

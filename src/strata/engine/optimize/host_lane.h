@@ -37,7 +37,7 @@
 #include "strata/device/device.h"
 #include "strata/engine/record/step_report.h"
 #include "strata/engine/unit/engine_options.h"
-#include "strata/kernels/adam.h"
+#include "strata/kernels/update.h"
 #include "strata/offload/host_memory.h"
 #include "strata/offload/state_store.h"
 
@@ -102,8 +102,8 @@ class HostLane : NonCopyable {
     return here;
   }
   struct Run {
-    kernels::AdamSpans spans;
-    kernels::AdamScalars scalars;
+    kernels::UpdateSpans spans;
+    kernels::UpdateScalars scalars;
   };
   // Queues a job.
   void update(std::vector<Run> runs) {
@@ -191,7 +191,7 @@ class HostLane : NonCopyable {
     if (pool_ == nullptr) pool_ = std::make_unique<ThreadPool>(lanes_.threads, lanes_.cores);
     for (Run& run : work.runs) {
       run.scalars.gradient_scale = factor_;
-      device_.adam_step_on_host(run.spans, run.scalars, *pool_);
+      device_.update_on_host(run.spans, run.scalars, *pool_);
       time_.numel += Numel(static_cast<std::int64_t>(run.spans.numel()));
     }
     time_.seconds = now() - began_;

@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <string>
 
-#include "strata/engine/optimize/adam_optimizer.h"
 #include "strata/engine/optimize/external_optimizer.h"
+#include "strata/engine/optimize/native_optimizer.h"
 #include "strata/engine/unit/agreement.h"
 
 namespace strata::engine {
@@ -66,19 +66,30 @@ std::vector<int> OptimizerShards::order(std::span<const int> first) const {
 }
 
 std::unique_ptr<ShardedOptimizer> make_optimizer(UpdateRule rule, const EngineOptions& options,
-                                                 OptimizerShards& shards, device::Device& device,
+                                                 OptimizerShards& shards,
+                                                 comm::Collectives& collectives,
+                                                 device::Device& device,
                                                  offload::StateStore& states,
                                                  offload::LinkWatch& watch) {
   if (rule == UpdateRule::kNone) return nullptr;
-  if (rule == UpdateRule::kExternal && options.update_in_backward)
+  if (plan::is_external(rule) && options.update_in_backward)
     throw ConfigError(
-        "strata.update_at: \"backward\" is for Adam and AdamW of Strata, and this optimizer "
-        "updates "
-        "all parameters in its own step(); write \"step\"");
-  if (rule == UpdateRule::kExternal)
-    return std::make_unique<ExternalOptimizer>(shards, device, watch);
-  return std::make_unique<AdamOptimizer>(shards, device, states, rule == UpdateRule::kAdamW,
-                                         options, watch);
+        "strata.update_at: \"backward\" is for the rules of Strata (Adam, AdamW, Lion), and this "
+        "optimizer updates all parameters in its own step(); write \"step\"");
+  if (plan::is_external(rule)) {
+    auto external = std::make_unique<ExternalOptimizer>(shards, device, watch);
+    if (rule != UpdateRule::kExternal)
+      external->take_whole(collectives, options.name, rule == UpdateRule::kTogether);
+    return external;
+  }
+  auto native = std::make_unique<NativeOptimizer>(shards, device, states, rule, options, watch);
+  const auto is_muon = [&](const Unit& unit) {
+    return plan::rule_of(unit.spec.rule, rule) == UpdateRule::kMuon;
+  };
+  if (std::ranges::any_of(shards.weights().units(), is_muon))
+    native->set_muon(std::make_unique<MuonUpdate>(shards, native->states(), states, collectives,
+                                                  device, options.name));
+  return native;
 }
 
 void train_frozen(std::span<const int> params, Weights& weights, Reducer& reducer,

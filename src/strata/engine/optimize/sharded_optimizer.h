@@ -17,7 +17,7 @@
 #include "strata/engine/reduce/reducer.h"
 #include "strata/engine/unit/engine_options.h"
 #include "strata/engine/unit/weights.h"
-#include "strata/kernels/adam.h"
+#include "strata/kernels/update.h"
 #include "strata/offload/state_store.h"
 #include "strata/plan/flat_layout.h"
 
@@ -60,7 +60,7 @@ class OptimizerShards {
 };
 
 // The current hyper-parameters of one param group: the members up to `bias_correction`.
-using GroupScalars = kernels::AdamScalars;
+using GroupScalars = kernels::UpdateScalars;
 
 // The factor that multiplies every gradient first: clipping and loss scale.
 struct GradientScale {
@@ -119,10 +119,12 @@ class ShardedOptimizer : public Interface {
   virtual void reload_states() = 0;
 };
 
-// Null where there is no rule. The optimizer notifies `watch` of copies between the host and the
-// device.
+// Null where there is no rule. Collective for a rule of whole parameters. The optimizer notifies
+// `watch` of copies between the host and the device.
 std::unique_ptr<ShardedOptimizer> make_optimizer(UpdateRule rule, const EngineOptions& options,
-                                                 OptimizerShards& shards, device::Device& device,
+                                                 OptimizerShards& shards,
+                                                 comm::Collectives& collectives,
+                                                 device::Device& device,
                                                  offload::StateStore& states,
                                                  offload::LinkWatch& watch);
 

@@ -20,14 +20,14 @@
 #include <thread>
 #include <vector>
 
-#include "strata/engine/optimize/adam_states.h"
+#include "strata/engine/optimize/native_states.h"
 
 namespace strata::engine {
 
 class StateCache {
  public:
   // `limit`: of the bytes; 0 caches nothing.
-  StateCache(OptimizerShards& shards, const AdamStates& states, offload::StateStore& store,
+  StateCache(OptimizerShards& shards, const NativeStates& states, offload::StateStore& store,
              device::Device& device, Bytes limit)
       : shards_(shards), states_(states), store_(store), device_(device), limit_(limit) {}
 
@@ -130,7 +130,7 @@ class StateCache {
   }
 
   OptimizerShards& shards_;
-  const AdamStates& states_;
+  const NativeStates& states_;
   offload::StateStore& store_;
   device::Device& device_;
   const Bytes limit_;

@@ -110,7 +110,7 @@ struct LinkUse {
   }
 };
 
-// Elements that a lane of the update has updated (optimize/adam_optimizer.h), and its seconds.
+// Elements that a lane of the update has updated (optimize/native_optimizer.h), and its seconds.
 struct LaneTime {
   Numel numel;
   double seconds = 0.0;

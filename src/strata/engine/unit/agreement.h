@@ -43,6 +43,23 @@ void agree_after(comm::Collectives& collectives, std::string_view what, Part&& p
   agree_on_outcome(collectives, what, mine);
 }
 
+// The same, but a rank whose part failed throws that error itself.
+template <typename Part>
+void run_and_agree(comm::Collectives& collectives, std::string_view what, Part&& part) {
+  std::exception_ptr mine;
+  try {
+    std::forward<Part>(part)();
+  } catch (...) {
+    mine = std::current_exception();
+  }
+  try {
+    agree_on_outcome(collectives, what, mine != nullptr ? failure_of(mine) : Failure());
+  } catch (...) {
+    if (mine == nullptr) throw;
+  }
+  if (mine != nullptr) std::rethrow_exception(mine);
+}
+
 // Collective. Compares every rank's `text` with rank 0's, line by line. If they differ, throws
 // ConfigError on every rank, with the first differing line, rank 0's text there, that of the first
 // other rank, and the ranks that differ. `what` names the thing ("model", "configuration").

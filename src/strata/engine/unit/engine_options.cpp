@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "strata/engine/config/offload_config.h"
+#include "strata/engine/unit/weight_shards.h"
 #include "strata/offload/staging_arena.h"
 #include "strata/offload/state_store.h"
 #include "strata/plan/flat_layout.h"
@@ -14,26 +15,30 @@ Bytes pages(Bytes bytes) {
   return align_up(bytes, offload::kPartAlignment);
 }
 
-Bytes master_pages(plan::MasterForm form, Numel numel) {
-  if (form != plan::MasterForm::kRemainder) return pages(plan::master_bytes(form, numel));
-  return pages(Bytes(2 * numel.value)) + pages(Bytes((numel.value + 7) / 8));
+// The blocks that hold something of each element of a unit's states.
+std::vector<StateBlock> blocks_of_states(const plan::UnitSpec& unit, plan::MasterForm form,
+                                         UpdateRule rule, DType number) {
+  std::vector<StateBlock> blocks;
+  if (form == plan::MasterForm::kFloat32) blocks.push_back({});
+  if (form == plan::MasterForm::kRemainder) blocks.insert(blocks.end(), {{-1, 16}, {-1, 1}});
+  // A user's optimizer has its own states there, too: as many as Adam, say.
+  const UpdateRule counted = rule == UpdateRule::kExternal ? UpdateRule::kAdam : rule;
+  for (std::size_t i = 0; i < plan::states_of(plan::rule_of(unit.rule, counted)).size(); ++i) {
+    if (unit.states == plan::StateForm::k8Bit)
+      blocks.insert(blocks.end(), {{-1, 8}, {-1, 32, plan::kBlock8}});
+    else
+      blocks.push_back({-1, static_cast<int>(size_of(number).value) * 8});
+  }
+  return blocks;
 }
 
-// A part of each of its blocks, all of them whole.
-Bytes lease_of(std::span<const int> bits, Numel shard) {
-  const std::int64_t step = offload::elements_at_once(bits, Bytes()).value;
-  std::int64_t all = 0;
-  for (const int of_one : bits) all += of_one;
-  return pages(Bytes((shard.value + step - 1) / step * step / 8 * all));
-}
-
-// The bits that each block of states holds for one element.
-std::vector<int> bits_of_states(plan::MasterForm form, DType moment) {
-  const auto bits = static_cast<int>(size_of(moment).value) * 8;
-  std::vector<int> all = {bits, bits};
-  if (form == plan::MasterForm::kFloat32) all.push_back(32);
-  if (form == plan::MasterForm::kRemainder) all.insert(all.end(), {16, 1});
-  return all;
+// A part of each of the blocks, all of them whole.
+Bytes lease_of(std::span<const StateBlock> blocks, Numel shard) {
+  const std::int64_t step = elements_at_once(blocks, Bytes()).value;
+  const Numel whole((shard.value + step - 1) / step * step);
+  Bytes all;
+  for (const StateBlock& block : blocks) all += block.bytes_of(whole);
+  return pages(all);
 }
 
 // The bytes that one section of the configuration puts on drives.
@@ -66,8 +71,10 @@ void cap_staging(EngineOptions& options, std::span<const plan::ParamSpec> params
     const plan::MasterForm form = plan::master_form(unit, masters);
     const bool narrow = form == plan::MasterForm::kRounded;
     const DType moment = narrow ? options.moment_dtype : DType::kFloat32;
-    states.add(master_pages(form, layout.shard()) + pages(bytes_of(layout.shard(), moment)) * 2,
-               lease_of(bits_of_states(form, moment), layout.shard()));
+    const std::vector<StateBlock> blocks = blocks_of_states(unit, form, rule, moment);
+    Bytes all;
+    for (const StateBlock& block : blocks) all += pages(block.bytes_of(layout.shard()));
+    states.add(all, lease_of(blocks, layout.shard()));
   }
   // Weights and states share one arena evenly: each gets what either needs.
   const bool both = states.all > Bytes() && weights.all > Bytes();

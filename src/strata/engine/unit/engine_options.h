@@ -56,12 +56,14 @@ struct EngineOptions {
   }
   UpdateLanes lanes;
   // In the backward pass that ends a step units are updated one by one, as soon as their gradients
-  // are complete. Only without clipping and check_finite, for Adam and AdamW.
+  // are complete. Only without clipping and check_finite, for the engine's own rules.
   bool update_in_backward = false;
   // bf16 weights are updated in fp32 and rounded at each step, without any kept master. Then their
   // moments may be bf16, too.
   bool rounds_masters = false;
   DType moment_dtype = DType::kFloat32;
+  // Second moments in 8 bits that are positive stay so (kernels/states8.h).
+  bool keeps_positive = true;
   // The bound on gathered weights; the units of one scope are gathered even if they exceed it.
   Bytes max_live = 2_GiB;
   // False: the next unit is prefetched while this one computes, even if they exceed the bound.
@@ -91,17 +93,17 @@ struct EngineOptions {
   int trace_steps = 3;  // that are in it
 };
 
-// The rule that updates the shards.
-enum class UpdateRule { kNone, kAdam, kAdamW, kExternal };
+using plan::UpdateRule;
 
 // The form of the masters that the rule needs. ConfigError for settings that do not fit it. A
-// user's optimizer sees fp32 masters; Adam and AdamW work on weights and remainders, or round.
+// user's optimizer sees fp32 masters; the engine's own work on weights and remainders, or round.
 inline plan::Masters masters_for(UpdateRule rule, const EngineOptions& options) {
-  if (rule == UpdateRule::kExternal && options.rounds_masters)
+  if (plan::is_external(rule) && options.rounds_masters)
     throw ConfigError(
-        "bf16.bf16_master_weights_and_grads: is for Adam and AdamW, which round what they compute "
+        "bf16.bf16_master_weights_and_grads: is for Adam, AdamW and Lion, which round what they "
+        "compute "
         "themselves; remove the key, or take one of these; found another optimizer");
-  if (rule == UpdateRule::kExternal) return plan::Masters::kFloat32;
+  if (plan::is_external(rule)) return plan::Masters::kFloat32;
   return options.rounds_masters ? plan::Masters::kRounded : plan::Masters::kRemainder;
 }
 

@@ -10,11 +10,6 @@
 namespace strata::engine {
 namespace {
 
-// Bits are whole bytes where a range ends, but for the last one of a shard.
-Bytes bytes_of_elements(const StateBlock& block, Numel numel) {
-  return Bytes((numel.value * block.bits + 7) / 8);
-}
-
 // An array of masters in a StateStore: its name, and its bits of an element.
 struct MasterArray {
   const char* suffix;
@@ -31,24 +26,32 @@ std::span<const MasterArray> arrays_of(plan::MasterForm form) {
 
 }  // namespace
 
+// In groups of as many elements as may share a value.
+Numel elements_at_once(std::span<const StateBlock> blocks, Bytes budget) {
+  constexpr int kGroup = 256;
+  std::vector<int> bits;
+  for (const StateBlock& block : blocks) bits.push_back(block.bits * kGroup / block.elements);
+  constexpr Bytes kEnough =
+      1_GiB * (std::int64_t{1} << 20);  // groups times elements must not overflow
+  return offload::elements_at_once(bits, std::min(budget, kEnough)) * kGroup;
+}
+
 void for_each_range(offload::StateStore& store, std::span<const StateBlock> blocks, Numel numel,
                     Numel begin, Numel end, offload::Access access,
                     const std::function<void(const StateRange&)>& work, Bytes limit) {
   STRATA_ASSERT(!blocks.empty() && begin <= end && end <= numel);
   if (begin == end) return;
-  std::vector<int> bits;
-  for (const StateBlock& block : blocks) bits.push_back(block.bits);
-  const Numel least = offload::elements_at_once(bits, Bytes());
+  const Numel least = elements_at_once(blocks, Bytes());
   const Bytes budget = store.lease_budget(blocks.front().id);
-  const Numel most = offload::elements_at_once(bits, std::min(budget, limit));
+  const Numel most = elements_at_once(blocks, std::min(budget, limit));
   const Numel last =
       std::min(numel, Numel((end.value + least.value - 1) / least.value * least.value));
   for (Numel first = Numel(begin.value / least.value * least.value); first < end;) {
     const Numel until = most < last - first ? first + most : last;
     std::vector<offload::Part> parts;
     for (const StateBlock& block : blocks) {
-      const Bytes from = bytes_of_elements(block, first);
-      const Bytes to = until == numel ? store.size_of(block.id) : bytes_of_elements(block, until);
+      const Bytes from = block.bytes_of(first);
+      const Bytes to = until == numel ? store.size_of(block.id) : block.bytes_of(until);
       parts.push_back({block.id, from, to});
     }
     const auto leases = store.fetch_all(parts, access);

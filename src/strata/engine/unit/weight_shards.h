@@ -28,8 +28,18 @@ namespace strata::engine {
 // ...).
 struct StateBlock {
   offload::BlockId id = -1;
-  int bits = 32;  // of each element: a power of two
+  int bits = 32;     // of each `elements`; both are powers of two
+  int elements = 1;  // up to 256
+
+  // The bytes of the first `numel` elements; `numel` of all, or a multiple of eight times the
+  // elements that share a value.
+  Bytes bytes_of(Numel numel) const {
+    return Bytes(((numel.value + elements - 1) / elements * bits + 7) / 8);
+  }
 };
+
+// offload::elements_at_once() for blocks.
+Numel elements_at_once(std::span<const StateBlock> blocks, Bytes budget);
 
 // Elements of a shard, and the lease of each block, in the blocks' order. Each lease begins at the
 // element `first`, a multiple of 8. Elements [low, high) of it were asked for.

@@ -16,7 +16,8 @@ bool keeps_channels_last(const ModelParameter& parameter) {
          is_channels_last(parameter.variable);
 }
 
-std::vector<plan::ParamSpec> param_specs(const ModelInput& input, const engine::Config& config) {
+std::vector<plan::ParamSpec> param_specs(const ModelInput& input, const engine::Config& config,
+                                         plan::UpdateRule rule) {
   std::vector<plan::ParamSpec> specs;
   for (const ModelParameter& parameter : input.parameters) {
     plan::ParamSpec spec;
@@ -31,9 +32,14 @@ std::vector<plan::ParamSpec> param_specs(const ModelInput& input, const engine::
           "(requires_grad=False), or convert it before initialize(); it is of {}",
           spec.name, name_of(spec.dtype));
     spec.group = parameter.group;
+    spec.rule = parameter.rule;
     spec.channels_last = keeps_channels_last(parameter);
     specs.push_back(std::move(spec));
   }
+  if (config.strata.states_8bit && plan::is_native(rule))
+    plan::take_8_bits(specs, input.tree, config.strata.min_8bit_size);
+  for (std::size_t i = 0; i < specs.size(); ++i)
+    specs[i].states = input.parameters[i].states.value_or(specs[i].states);
   engine::place_params(specs, config.offload);
   return specs;
 }
@@ -42,7 +48,7 @@ std::vector<plan::ParamSpec> param_specs(const ModelInput& input, const engine::
 
 PlannedModel plan_model(const ModelInput& input, const engine::Config& config,
                         const forecast::Trainers& trainers, const forecast::Room& room) {
-  std::vector<plan::ParamSpec> specs = param_specs(input, config);
+  std::vector<plan::ParamSpec> specs = param_specs(input, config, trainers.rule);
   forecast::place_automatically(specs, input.tree, config, trainers, room);
   plan::ModelPlan plan = plan::plan_units(specs, input.tree, engine::plan_options_from(config));
   return {std::move(specs), std::move(plan), input.tree};

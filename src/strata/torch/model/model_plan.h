@@ -65,7 +65,11 @@ struct ModelParameter {
   // taken over shard by shard; the owner retires when all its parameters are taken over.
   std::shared_ptr<ParameterOwner> owner;
   int owner_index = 0;
-  std::optional<plan::TileOf> tile;  // of a tile; the owner has the parameter that it is a part of
+  std::optional<plan::TileOf>
+      tile{};  // of a tile; the owner has the parameter that it is a part of
+  std::optional<plan::UpdateRule> rule{};  // absent: that of the job's optimizer
+  // Absent: as the configuration says of parameters like it.
+  std::optional<plan::StateForm> states{};
 
   // Not from files, and not from another model.
   bool has_own_values() const { return has_values && owner == nullptr; }

@@ -10,6 +10,7 @@
 #include "strata/format/manifest.h"
 #include "strata/torch/base/placement.h"
 #include "strata/torch/base/tensors.h"
+#include "strata/torch/sharded/host_codes.h"
 #include "strata/torch/start/adoption.h"
 #include "strata/torch/start/lending.h"
 #include "strata/torch/start/model_start.h"
@@ -255,11 +256,40 @@ std::optional<at::Tensor> StateValues::part(std::string_view kind) {
   }
   engine::ShardStates states(engine_);
   if (!has(states, unit_.id, kind_of(kind))) return std::nullopt;
+  const auto place = at::TensorOptions(at::kFloat).device(model_.place());
+  if (kind != kMaster && states.in_8_bits(unit_.id)) return decoded(states, kind).to(place);
   const auto dtype = to_scalar_type(states.dtype_of(unit_.id, kind_of(kind)));
   const at::Tensor copy = at::empty({count_of(mine_)}, dtype);
   states.enqueue_read(unit_.id, kind_of(kind), at_, Numel(count_of(mine_)), mutable_bytes(copy));
   states.settle();
-  return copy.to(at::TensorOptions(at::kFloat).device(model_.place()));
+  return copy.to(place);
+}
+
+at::Tensor StateValues::decoded(engine::ShardStates& states, std::string_view state) {
+  const std::int64_t numel = count_of(mine_);
+  const HostCodes kept(numel);
+  const std::string_view scales = engine::ShardStates::scales_of(state);
+  states.enqueue_read(unit_.id, state, at_, Numel(numel), mutable_bytes(kept.codes));
+  states.enqueue_read(unit_.id, scales, format::numel_of(scales, at_), Numel(kept.scales.numel()),
+                      mutable_bytes(kept.scales));
+  states.settle();
+  at::Tensor values = at::empty({numel}, at::kFloat);
+  kernels::decode8(map_of(state), kept.state(), floats_of(values));
+  return values;
+}
+
+void StateValues::encode(engine::ShardStates& states, std::string_view state,
+                         const at::Tensor& values) {
+  const HostCodes kept(count_of(mine_));
+  encode_again(map_of(state), floats_of(values.cpu().contiguous()), kept.state(),
+               state == plan::kExpAvgSq && engine_.options().keeps_positive);
+  const std::string_view scales = engine::ShardStates::scales_of(state);
+  states.enqueue_store(param_, state, mine_.first, Numel(kept.codes.numel()),
+                       mutable_bytes(kept.codes).data(), DType::kUInt8);
+  states.enqueue_store(param_, scales, format::numel_of(scales, mine_.first),
+                       Numel(kept.scales.numel()), mutable_bytes(kept.scales).data(),
+                       DType::kFloat32);
+  states.settle();
 }
 
 std::optional<at::Tensor> StateValues::whole(std::string_view kind) {
@@ -276,6 +306,22 @@ std::optional<at::Tensor> StateValues::joined(const std::optional<at::Tensor>& m
   if (missing > 0.0) return std::nullopt;
   const auto options = at::TensorOptions(at::kFloat).device(model_.place());
   return join(mine ? *mine : at::empty({0}, options));
+}
+
+std::optional<at::Tensor> StateValues::of_owner(const std::optional<at::Tensor>& mine) {
+  const std::int64_t numel = engine_.weights().slot_of(param_).numel.value;
+  if (mine) require_numel(*mine, numel, engine_.weights().param(param_).name);
+  finish_queued();
+  comm::Collectives& collectives = engine_.collectives();
+  double owner = mine ? collectives.rank() : collectives.world_size();
+  collectives.all_reduce({&owner, 1}, comm::ReduceOp::kMin);
+  if (owner == collectives.world_size()) return std::nullopt;
+  at::Tensor all = at::empty({numel}, at::TensorOptions(at::kFloat).device(model_.place()));
+  if (mine) all.copy_(*mine);
+  current_stream(model_.place()).synchronize();
+  collectives.broadcast(mutable_bytes(all), static_cast<int>(owner));
+  engine_.device().compute_stream().synchronize();
+  return all;
 }
 
 at::Tensor StateValues::join(const at::Tensor& mine) {
@@ -323,6 +369,10 @@ bool StateValues::set_part(std::string_view kind, const at::Tensor& values) {
   }
   engine::ShardStates states(engine_);
   if (!has(states, unit_.id, kind_of(kind))) return false;
+  if (states.in_8_bits(unit_.id)) {
+    encode(states, kind, values);
+    return true;
+  }
   states.enqueue_store(param_, kind_of(kind), mine_.first, Numel(count_of(mine_)),
                        mutable_bytes(values).data(), DType::kFloat32);
   states.settle();

@@ -18,6 +18,7 @@
 #include <utility>
 
 #include "strata/base/error.h"
+#include "strata/engine/checkpoint/shard_states.h"
 #include "strata/engine/optimize/external_optimizer.h"
 #include "strata/torch/model/training_passes.h"
 #include "strata/torch/model/value_access.h"
@@ -164,6 +165,9 @@ class StateValues {
   // Joins a state that the caller keeps: `mine` is this rank's part. Collective; nullopt if a rank
   // lacks its part.
   std::optional<at::Tensor> joined(const std::optional<at::Tensor>& mine);
+  // Gives every rank the whole state that one of them keeps, in fp32; the others pass nothing.
+  // Collective; nullopt if none has it.
+  std::optional<at::Tensor> of_owner(const std::optional<at::Tensor>& mine);
   // Collective for masters, because the weights are updated from them. Returns false and does
   // nothing if there is no such state.
   bool set_part(std::string_view kind, const at::Tensor& values);
@@ -171,6 +175,9 @@ class StateValues {
 
  private:
   at::Tensor join(const at::Tensor& mine);
+  // States that the engine keeps in 8 bits, as numbers on the host, and back.
+  at::Tensor decoded(engine::ShardStates& states, std::string_view state);
+  void encode(engine::ShardStates& states, std::string_view state, const at::Tensor& values);
   void set_masters(const at::Tensor& values);
   void finish_queued();
 

@@ -77,9 +77,7 @@ plan::OptimizerNeeds needs_of(engine::UpdateRule rule, const engine::EngineOptio
   needs.state_dtype = options.moment_dtype;
   needs.states_tier = options.states.tier;
   needs.weights_tier = options.weights.tier;
-  // An external optimizer keeps its states itself.
-  const bool adam = rule == engine::UpdateRule::kAdam || rule == engine::UpdateRule::kAdamW;
-  needs.states_per_master = adam ? 2 : 0;
+  needs.rule = rule;
   return needs;
 }
 
@@ -275,9 +273,11 @@ std::unique_ptr<engine::Engine> make_engine(const PlannedModel& model, const eng
       require_staging_room(options, ranks_of_host(collectives.world_size()));
     });
   }
-  auto engine = std::make_unique<engine::Engine>(
-      model.specs, model.plan, options, start.rule, config.digest(), runtime.collectives,
-      runtime.device, make_stores(options, runtime), parameters);
+  const std::string settings = config.digest() + fmt::format("the optimizer's update rule = {}\n",
+                                                             plan::traits_of(start.rule).name);
+  auto engine = std::make_unique<engine::Engine>(model.specs, model.plan, options, start.rule,
+                                                 settings, runtime.collectives, runtime.device,
+                                                 make_stores(options, runtime), parameters);
   engine::InitReport& report = engine->init_report();
   report.progress = std::move(start.progress);
   report.tier = name_of(choice.tier);

@@ -1,4 +1,4 @@
-// Kernels of the update: Adam over fp32 masters, over bf16 weights with the remainder of their
+// Kernels of the update: Adam and Lion over fp32 masters, over bf16 weights with the remainder of their
 // masters (kernels/master_remainder.h), over bf16 weights that are rounded at each step, and what
 // sets such remainders. Device code; included by cuda_kernels.cu alone.
 #pragma once
@@ -7,15 +7,15 @@
 
 namespace {
 
-// Those of kernels/adam_constants.h, and two more.
-struct AdamConstants {
+// Those of kernels/update_constants.h, and two more.
+struct UpdateConstants {
   float gradient_scale, decay, l2;
   bool lerp_from_gradient;
-  float lerp_weight, beta2, square_weight, correction2_root, eps, negative_step_size;
+  float lerp_weight, beta1, beta2, rest2, correction2_root, eps, negative_step_size;
   int follows_copies;       // a master whose copy was written is what was written
   const float* late_scale;  // null: gradient_scale is known
 };
-static_assert(sizeof(AdamConstants) == 56, "as the host passes it");
+static_assert(sizeof(UpdateConstants) == 56, "as the host passes it");
 
 template <typename Copy>
 __device__ float followed(float master, Copy copy) {
@@ -24,16 +24,38 @@ __device__ float followed(float master, Copy copy) {
   return widen(rounded) == widen(copy) ? master : widen(copy);
 }
 
-// One element: adam_scalar_loop() of kernels/adam.cpp, operation by operation.
-__device__ void adam_element(const AdamConstants& c, float& weight, float& m, float& v,
-                             float gradient) {
-  gradient = __fmul_rn(gradient, c.gradient_scale);
-  if (c.l2 != 0.0F) gradient = __fmaf_rn(c.l2, weight, gradient);
-  m = __fmaf_rn(c.lerp_weight, __fsub_rn(gradient, m), c.lerp_from_gradient ? gradient : m);
-  v = __fmaf_rn(__fmul_rn(c.square_weight, gradient), gradient, __fmul_rn(v, c.beta2));
-  const float denominator = __fadd_rn(__fdiv_rn(__fsqrt_rn(v), c.correction2_root), c.eps);
-  weight = __fadd_rn(__fmul_rn(weight, c.decay),
-                     __fdiv_rn(__fmul_rn(c.negative_step_size, m), denominator));
+// One element: update_scalar_loop() of kernels/update.cpp, operation by operation.
+struct Adam {
+  static constexpr bool kSecond = true;  // whether there is a second moment
+  __device__ static void update(const UpdateConstants& c, float& weight, float& m, float& v,
+                                float gradient) {
+    gradient = __fmul_rn(gradient, c.gradient_scale);
+    if (c.l2 != 0.0F) gradient = __fmaf_rn(c.l2, weight, gradient);
+    m = __fmaf_rn(c.lerp_weight, __fsub_rn(gradient, m), c.lerp_from_gradient ? gradient : m);
+    v = __fmaf_rn(__fmul_rn(c.rest2, gradient), gradient, __fmul_rn(v, c.beta2));
+    const float denominator = __fadd_rn(__fdiv_rn(__fsqrt_rn(v), c.correction2_root), c.eps);
+    weight = __fadd_rn(__fmul_rn(weight, c.decay),
+                       __fdiv_rn(__fmul_rn(c.negative_step_size, m), denominator));
+  }
+};
+
+struct Lion {
+  static constexpr bool kSecond = false;
+  __device__ static void update(const UpdateConstants& c, float& weight, float& m, float&,
+                                float gradient) {
+    gradient = __fmul_rn(gradient, c.gradient_scale);
+    const float direction = __fmaf_rn(gradient, c.lerp_weight, __fmul_rn(m, c.beta1));
+    const float along = signbit(direction) ? -c.negative_step_size : c.negative_step_size;
+    m = __fmaf_rn(gradient, c.rest2, __fmul_rn(m, c.beta2));
+    weight = __fadd_rn(__fmul_rn(weight, c.decay), direction == 0.0F ? 0.0F : along);
+  }
+};
+
+// False: the late scale is NaN, and the step changes nothing.
+__device__ bool takes_scale(UpdateConstants& c) {
+  if (c.late_scale == nullptr) return true;
+  c.gradient_scale = *c.late_scale;
+  return !isnan(c.gradient_scale);
 }
 
 // Gradients in fp32 or, if `narrow` is not null, in the 16 bits of the weights.
@@ -57,14 +79,11 @@ struct Gradients {
   }
 };
 
-template <typename Copy, bool kCopies>
-__device__ void adam(float* weights, float* exp_avgs, float* exp_avg_sqs,
+template <typename Formula, typename Copy, bool kCopies>
+__device__ void update(float* weights, float* exp_avgs, float* exp_avg_sqs,
                      Gradients<Copy> gradients, Copy* copies, std::int64_t numel,
-                     AdamConstants c) {
-  if (c.late_scale != nullptr) {
-    c.gradient_scale = *c.late_scale;
-    if (isnan(c.gradient_scale)) return;
-  }
+                     UpdateConstants c) {
+  if (!takes_scale(c)) return;
   const bool packs = packed(weights) && packed(exp_avgs) && packed(exp_avg_sqs) &&
                      gradients.aligned() && (!kCopies || packed(copies));
   for_elements(
@@ -72,63 +91,66 @@ __device__ void adam(float* weights, float* exp_avgs, float* exp_avg_sqs,
       [&](std::int64_t p) {
         Pack<float> w = reinterpret_cast<Pack<float>*>(weights)[p];
         Pack<float> m = reinterpret_cast<Pack<float>*>(exp_avgs)[p];
-        Pack<float> v = reinterpret_cast<Pack<float>*>(exp_avg_sqs)[p];
+        Pack<float> v{};
+        if (Formula::kSecond) v = reinterpret_cast<Pack<float>*>(exp_avg_sqs)[p];
         const Pack<float> g = gradients.template several<Pack>(p);
         Pack<Copy> copy;
         if (kCopies && c.follows_copies) copy = reinterpret_cast<Pack<Copy>*>(copies)[p];
         for (int k = 0; k < kPack; ++k) {
           if (kCopies && c.follows_copies) w.at[k] = followed(w.at[k], copy.at[k]);
-          adam_element(c, w.at[k], m.at[k], v.at[k], g.at[k]);
+          Formula::update(c, w.at[k], m.at[k], v.at[k], g.at[k]);
           if (kCopies) narrow(w.at[k], copy.at[k]);
         }
         reinterpret_cast<Pack<float>*>(weights)[p] = w;
         reinterpret_cast<Pack<float>*>(exp_avgs)[p] = m;
-        reinterpret_cast<Pack<float>*>(exp_avg_sqs)[p] = v;
+        if (Formula::kSecond) reinterpret_cast<Pack<float>*>(exp_avg_sqs)[p] = v;
         if (kCopies) reinterpret_cast<Pack<Copy>*>(copies)[p] = copy;
       },
       [&](std::int64_t i) {
         if (kCopies && c.follows_copies) weights[i] = followed(weights[i], copies[i]);
-        adam_element(c, weights[i], exp_avgs[i], exp_avg_sqs[i], gradients.at(i));
+        float none = 0.0F;
+        Formula::update(c, weights[i], exp_avgs[i], Formula::kSecond ? exp_avg_sqs[i] : none,
+                        gradients.at(i));
         if (kCopies) narrow(weights[i], copies[i]);
       });
 }
 
-template <typename Moment>
-__device__ void adam_rounded_element(const AdamConstants& c, BFloat16& weight, Moment& first,
-                                     Moment& second, float gradient) {
+template <typename Formula, typename State>
+__device__ void rounded_element(const UpdateConstants& c, BFloat16& weight, State& first,
+                                State& second, float gradient) {
   float master = widen(weight);
   float m = widen(first);
-  float v = widen(second);
-  adam_element(c, master, m, v, gradient);
+  float v = Formula::kSecond ? widen(second) : 0.0F;
+  Formula::update(c, master, m, v, gradient);
   narrow(m, first);
-  narrow(v, second);
+  if (Formula::kSecond) narrow(v, second);
   narrow(master, weight);
 }
 
-template <typename Moment>
-__device__ void adam_rounded(BFloat16* weights, Moment* exp_avgs, Moment* exp_avg_sqs,
-                             Gradients<BFloat16> gradients, std::int64_t numel, AdamConstants c) {
-  if (c.late_scale != nullptr) {
-    c.gradient_scale = *c.late_scale;
-    if (isnan(c.gradient_scale)) return;
-  }
+template <typename Formula, typename State>
+__device__ void update_rounded(BFloat16* weights, State* exp_avgs, State* exp_avg_sqs,
+                             Gradients<BFloat16> gradients, std::int64_t numel, UpdateConstants c) {
+  if (!takes_scale(c)) return;
   const bool packs =
       packed(weights) && packed(exp_avgs) && packed(exp_avg_sqs) && gradients.aligned();
   for_elements(
       numel, packs,
       [&](std::int64_t p) {
         Pack<BFloat16> w = reinterpret_cast<Pack<BFloat16>*>(weights)[p];
-        Pack<Moment> m = reinterpret_cast<Pack<Moment>*>(exp_avgs)[p];
-        Pack<Moment> v = reinterpret_cast<Pack<Moment>*>(exp_avg_sqs)[p];
+        Pack<State> m = reinterpret_cast<Pack<State>*>(exp_avgs)[p];
+        Pack<State> v{};
+        if (Formula::kSecond) v = reinterpret_cast<Pack<State>*>(exp_avg_sqs)[p];
         const Pack<float> g = gradients.template several<Pack>(p);
         for (int k = 0; k < kPack; ++k)
-          adam_rounded_element(c, w.at[k], m.at[k], v.at[k], g.at[k]);
+          rounded_element<Formula>(c, w.at[k], m.at[k], v.at[k], g.at[k]);
         reinterpret_cast<Pack<BFloat16>*>(weights)[p] = w;
-        reinterpret_cast<Pack<Moment>*>(exp_avgs)[p] = m;
-        reinterpret_cast<Pack<Moment>*>(exp_avg_sqs)[p] = v;
+        reinterpret_cast<Pack<State>*>(exp_avgs)[p] = m;
+        if (Formula::kSecond) reinterpret_cast<Pack<State>*>(exp_avg_sqs)[p] = v;
       },
       [&](std::int64_t i) {
-        adam_rounded_element(c, weights[i], exp_avgs[i], exp_avg_sqs[i], gradients.at(i));
+        State none{};
+        rounded_element<Formula>(c, weights[i], exp_avgs[i],
+                                 Formula::kSecond ? exp_avg_sqs[i] : none, gradients.at(i));
       });
 }
 
@@ -159,13 +181,11 @@ __device__ bool split(float master, BFloat16& weight, std::uint16_t& low) {
   return (bits & 0x1FFFFU) == 0x18000U;
 }
 
-__device__ void adam_with_remainder(BFloat16* weights, const Remainder& remainder, float* exp_avgs,
+template <typename Formula>
+__device__ void update_with_remainder(BFloat16* weights, const Remainder& remainder, float* exp_avgs,
                                     float* exp_avg_sqs, Gradients<BFloat16> gradients,
-                                    std::int64_t numel, AdamConstants c) {
-  if (c.late_scale != nullptr) {
-    c.gradient_scale = *c.late_scale;
-    if (isnan(c.gradient_scale)) return;
-  }
+                                    std::int64_t numel, UpdateConstants c) {
+  if (!takes_scale(c)) return;
   const auto aligned = [](const void* at) { return reinterpret_cast<std::uintptr_t>(at) % 16 == 0; };
   const bool eights = aligned(weights) && aligned(remainder.low) && aligned(exp_avgs) &&
                       aligned(exp_avg_sqs) && gradients.aligned();
@@ -178,25 +198,28 @@ __device__ void adam_with_remainder(BFloat16* weights, const Remainder& remainde
       Eight<BFloat16> w = reinterpret_cast<Eight<BFloat16>*>(weights)[p];
       Eight<std::uint16_t> low = reinterpret_cast<Eight<std::uint16_t>*>(remainder.low)[p];
       Eight<float> m = reinterpret_cast<Eight<float>*>(exp_avgs)[p];
-      Eight<float> v = reinterpret_cast<Eight<float>*>(exp_avg_sqs)[p];
+      Eight<float> v{};
+      if (Formula::kSecond) v = reinterpret_cast<Eight<float>*>(exp_avg_sqs)[p];
       const Eight<float> g = gradients.several<Eight>(p);
 #pragma unroll
       for (int k = 0; k < kByte; ++k) {
         float master = join(w.at[k], low.at[k], (before >> k & 1U) != 0);
-        adam_element(c, master, m.at[k], v.at[k], g.at[k]);
+        Formula::update(c, master, m.at[k], v.at[k], g.at[k]);
         if (split(master, w.at[k], low.at[k])) after |= 1U << k;
       }
       reinterpret_cast<Eight<BFloat16>*>(weights)[p] = w;
       reinterpret_cast<Eight<std::uint16_t>*>(remainder.low)[p] = low;
       reinterpret_cast<Eight<float>*>(exp_avgs)[p] = m;
-      reinterpret_cast<Eight<float>*>(exp_avg_sqs)[p] = v;
+      if (Formula::kSecond) reinterpret_cast<Eight<float>*>(exp_avg_sqs)[p] = v;
     } else {
       const int here = static_cast<int>(min(static_cast<std::int64_t>(kByte), left));
       after = before & ~((1U << here) - 1U);  // bits of elements that are not ours
       for (int k = 0; k < here; ++k) {
         const std::int64_t i = p * kByte + k;
         float master = join(weights[i], remainder.low[i], (before >> k & 1U) != 0);
-        adam_element(c, master, exp_avgs[i], exp_avg_sqs[i], gradients.at(i));
+        float none = 0.0F;
+        Formula::update(c, master, exp_avgs[i], Formula::kSecond ? exp_avg_sqs[i] : none,
+                        gradients.at(i));
         if (split(master, weights[i], remainder.low[i])) after |= 1U << k;
       }
     }
@@ -250,23 +273,34 @@ __device__ void adopt_written(float* masters, const From* weights, std::int64_t 
 
 extern "C" {
 
-#define STRATA_ADAM(name, Copy, copies_too)                                                      \
-  __global__ void strata_adam_##name(float* weights, float* exp_avgs, float* exp_avg_sqs,        \
-                                     Gradients<Copy> gradients, void* copies,                    \
-                                     std::int64_t numel, AdamConstants constants) {              \
-    adam<Copy, copies_too>(weights, exp_avgs, exp_avg_sqs, gradients, static_cast<Copy*>(copies), \
-                           numel, constants);                                                    \
+#define STRATA_UPDATE(name, Formula, Copy, copies_too)                                            \
+  __global__ void strata_##name(float* weights, float* exp_avgs, float* exp_avg_sqs,              \
+                                Gradients<Copy> gradients, void* copies, std::int64_t numel,      \
+                                UpdateConstants constants) {                                      \
+    update<Formula, Copy, copies_too>(weights, exp_avgs, exp_avg_sqs, gradients,                  \
+                                      static_cast<Copy*>(copies), numel, constants);              \
   }
-STRATA_ADAM(f32, float, false)
-STRATA_ADAM(f16, Float16, true)
-STRATA_ADAM(bf16, BFloat16, true)
-
-__global__ void strata_adam_remainder(void* weights, Remainder remainder, float* exp_avgs,
-                                      float* exp_avg_sqs, Gradients<BFloat16> gradients,
-                                      std::int64_t numel, AdamConstants constants) {
-  adam_with_remainder(static_cast<BFloat16*>(weights), remainder, exp_avgs, exp_avg_sqs, gradients,
-                      numel, constants);
-}
+#define STRATA_UPDATE_ROUNDED(name, Formula, State)                                               \
+  __global__ void strata_##name(void* weights, void* exp_avgs, void* exp_avg_sqs,                 \
+                                Gradients<BFloat16> gradients, std::int64_t numel,                \
+                                UpdateConstants constants) {                                      \
+    update_rounded<Formula>(static_cast<BFloat16*>(weights), static_cast<State*>(exp_avgs),       \
+                            static_cast<State*>(exp_avg_sqs), gradients, numel, constants);       \
+  }
+#define STRATA_FORMULA(name, Formula)                                                             \
+  STRATA_UPDATE(name##_f32, Formula, float, false)                                                \
+  STRATA_UPDATE(name##_f16, Formula, Float16, true)                                               \
+  STRATA_UPDATE(name##_bf16, Formula, BFloat16, true)                                             \
+  STRATA_UPDATE_ROUNDED(name##_rounded_f32, Formula, float)                                       \
+  STRATA_UPDATE_ROUNDED(name##_rounded_bf16, Formula, BFloat16)                                   \
+  __global__ void strata_##name##_remainder(void* weights, Remainder remainder, float* exp_avgs,  \
+                                            float* exp_avg_sqs, Gradients<BFloat16> gradients,    \
+                                            std::int64_t numel, UpdateConstants constants) {      \
+    update_with_remainder<Formula>(static_cast<BFloat16*>(weights), remainder, exp_avgs,          \
+                                   exp_avg_sqs, gradients, numel, constants);                     \
+  }
+STRATA_FORMULA(adam, Adam)
+STRATA_FORMULA(lion, Lion)
 
 __global__ void strata_join_masters(float* masters, const void* weights, Remainder remainder,
                                     std::int64_t first, std::int64_t numel) {
@@ -276,15 +310,6 @@ __global__ void strata_join_masters(float* masters, const void* weights, Remaind
                       (remainder.halves_up[at / kByte] >> (at % kByte) & 1U) != 0);
   }
 }
-#define STRATA_ADAM_ROUNDED(name, Moment)                                                         \
-  __global__ void strata_adam_rounded_##name(void* weights, void* exp_avgs, void* exp_avg_sqs,   \
-                                             Gradients<BFloat16> gradients, std::int64_t numel,  \
-                                             AdamConstants constants) {                          \
-    adam_rounded(static_cast<BFloat16*>(weights), static_cast<Moment*>(exp_avgs),                \
-                 static_cast<Moment*>(exp_avg_sqs), gradients, numel, constants);                \
-  }
-STRATA_ADAM_ROUNDED(f32, float)
-STRATA_ADAM_ROUNDED(bf16, BFloat16)
 
 #define STRATA_REMAINDER(name, From)                                                            \
   __global__ void strata_remainder_##name(Remainder target, std::int64_t first,                 \

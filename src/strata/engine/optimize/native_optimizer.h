@@ -1,8 +1,8 @@
-// Adam and AdamW over this rank's shards: one pass for each run of parameters whose update has the
-// same scalars; it also writes the 16-bit weight. States are in the StateStore. On a device that
-// runs ahead, values that rest in host memory are updated in two lanes, in streams of their own:
-// kernels of the device reach them over the link, and the processors of the host update other parts
-// of them (host_lane.h). As in torch, each parameter counts the steps in which it took part.
+// The engine's own rules of update over this rank's shards: one pass for each run of parameters
+// whose update has the same scalars; it also writes the 16-bit weight. States are in the
+// StateStore. On a device that runs ahead, values that rest in host memory are updated in two
+// lanes, each in a stream: by the device, over the link, and by the host (host_lane.h). As in
+// torch, each parameter counts the steps in which it took part. MuonUpdate updates matrices.
 // Threads: one thread at a time. Errors: those of the StateStore; a step that fails half-way leaves
 // later units at their old values, so the caller must not go on. throw_failure() throws those of
 // the host's lane.
@@ -14,26 +14,30 @@
 #include <vector>
 
 #include "strata/device/device.h"
-#include "strata/engine/optimize/adam_states.h"
 #include "strata/engine/optimize/host_lane.h"
+#include "strata/engine/optimize/muon_update.h"
+#include "strata/engine/optimize/native_states.h"
 #include "strata/engine/optimize/sharded_optimizer.h"
 #include "strata/engine/optimize/state_cache.h"
 #include "strata/offload/state_store.h"
 
 namespace strata::engine {
 
-class AdamOptimizer final : public ShardedOptimizer {
+class NativeOptimizer final : public ShardedOptimizer {
  public:
-  // `decoupled`: AdamW; else Adam with L2 added to the gradient. `options` has the type of moments,
-  // fp32 or bf16, in units whose masters are rounded; others have fp32 moments. The optimizer
+  // `rule`: a native one, of units that have none of their own. `options` has the type of states,
+  // fp32 or bf16, in units whose masters are rounded; others have fp32 states. The optimizer
   // notifies `watch` of its copies.
-  AdamOptimizer(OptimizerShards& shards, device::Device& device, offload::StateStore& states,
-                bool decoupled, const EngineOptions& options, offload::LinkWatch& watch);
-  ~AdamOptimizer() override;
+  NativeOptimizer(OptimizerShards& shards, device::Device& device, offload::StateStore& states,
+                  UpdateRule rule, const EngineOptions& options, offload::LinkWatch& watch);
+  ~NativeOptimizer() override;
+  void set_muon(std::unique_ptr<MuonUpdate> muon) { muon_ = std::move(muon); }  // before all else
+  MuonUpdate* muon() { return muon_.get(); }  // null: no unit has the rule kMuon
 
   void prepare() override {
     if (states_.prepared()) return;
     states_.prepare();
+    if (muon_ != nullptr) muon_->prepare();
     make_lanes();
   }
   void add(int unit, bool is_new) override;
@@ -49,17 +53,17 @@ class AdamOptimizer final : public ShardedOptimizer {
   device::Stream& stream() override {
     return update_ != nullptr ? *update_ : device_.compute_stream();
   }
-  // Not with fp64 weights, which are rounded from their masters by a pass that knows no scale.
-  bool takes_late_scale() const override { return !has_wide_weights_; }
+  // Not with fp64 weights, which a pass rounds that knows no scale, and not with Muon.
+  bool takes_late_scale() const override { return !has_wide_weights_ && muon_ == nullptr; }
   void forget_step() override { states_.forget_step(); }
   std::int64_t steps() const override { return states_.steps(); }
   void offload_states(bool /*masters*/) override { drop_lanes(); }
   void reload_states() override {
     if (states_.prepared() && update_ == nullptr) make_lanes();
   }
-  // For checkpoints. Writing moments counts.
-  AdamStates& states() { return states_; }
-  const AdamStates& states() const { return states_; }
+  // For checkpoints. Writing states counts.
+  NativeStates& states() { return states_; }
+  const NativeStates& states() const { return states_; }
 
  private:
   // The parts of a unit that kernels of the device reach over the link.
@@ -71,6 +75,7 @@ class AdamOptimizer final : public ShardedOptimizer {
   };
   Far far_of(const Unit& unit) const;
   bool host_can_update(const Unit& unit) const;
+  bool is_muon(int unit) const { return states_.rule(unit) == UpdateRule::kMuon; }
   void begin_step();
   void make_lanes();
   void drop_lanes();
@@ -93,8 +98,9 @@ class AdamOptimizer final : public ShardedOptimizer {
   offload::StateStore& store_;
   offload::LinkWatch& watch_;
   UpdateLanes lanes_;
-  AdamStates states_;
+  NativeStates states_;
   StateCache cache_;
+  std::unique_ptr<MuonUpdate> muon_;
   bool has_wide_weights_ = false;
   std::unique_ptr<device::Stream> update_;  // the device's lane; null: the compute stream
   std::unique_ptr<HostLane> host_;          // null: there is nothing for it

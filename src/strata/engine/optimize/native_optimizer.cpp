@@ -1,4 +1,4 @@
-#include "strata/engine/optimize/adam_optimizer.h"
+#include "strata/engine/optimize/native_optimizer.h"
 
 #include <algorithm>
 #include <chrono>
@@ -8,15 +8,15 @@
 #include "strata/base/error.h"
 
 namespace strata::engine {
-AdamOptimizer::AdamOptimizer(OptimizerShards& shards, device::Device& device,
-                             offload::StateStore& states, bool decoupled,
-                             const EngineOptions& options, offload::LinkWatch& watch)
+NativeOptimizer::NativeOptimizer(OptimizerShards& shards, device::Device& device,
+                                 offload::StateStore& states, UpdateRule rule,
+                                 const EngineOptions& options, offload::LinkWatch& watch)
     : shards_(shards),
       device_(device),
       store_(states),
       watch_(watch),
       lanes_(options.lanes),
-      states_(shards, states, decoupled, options.moment_dtype),
+      states_(shards, states, rule, options),
       cache_(shards, states_, states, device, options.lanes.cache),
       dealer_(options.lanes) {
   for (const OptimizerShards::UnitShard& shard : shards.units()) {
@@ -25,7 +25,7 @@ AdamOptimizer::AdamOptimizer(OptimizerShards& shards, device::Device& device,
   }
 }
 
-AdamOptimizer::~AdamOptimizer() {
+NativeOptimizer::~NativeOptimizer() {
   FirstError lost;       // a failed device runs nothing, and a destructor cannot report it
   lost.attempt([this] {  // what is cached need not go back
     if (update_ != nullptr) update_->synchronize();
@@ -33,7 +33,7 @@ AdamOptimizer::~AdamOptimizer() {
   });
 }
 
-void AdamOptimizer::add(int unit, bool is_new) {
+void NativeOptimizer::add(int unit, bool is_new) {
   if (!is_new) return;  // its states are there, and each step has left its parameter out
   const Unit& of = nth(shards_.weights().units(), unit);
   if (of.layout.dtype() == DType::kFloat64) has_wide_weights_ = true;
@@ -43,7 +43,7 @@ void AdamOptimizer::add(int unit, bool is_new) {
   make_lanes();
 }
 
-AdamOptimizer::Far AdamOptimizer::far_of(const Unit& unit) const {
+NativeOptimizer::Far NativeOptimizer::far_of(const Unit& unit) const {
   if (!device_.runs_ahead()) return {};
   const memory::Tier tier = unit.spec.place.states.value_or(store_.tier());
   return {.states = tier != memory::Tier::kDevice && !cache_.has(unit.id),
@@ -51,16 +51,16 @@ AdamOptimizer::Far AdamOptimizer::far_of(const Unit& unit) const {
           .weights = unit.offloaded && !cache_.has(unit.id)};
 }
 
-bool AdamOptimizer::host_can_update(const Unit& unit) const {
+bool NativeOptimizer::host_can_update(const Unit& unit) const {
   const bool on_drive =
       unit.offloaded && shards_.weights().shards().tier_of(unit) != memory::Tier::kHost;
-  return lanes_.threads > 0 && lanes_.which != UpdateWhere::kDevice && !on_drive &&
-         shards_.states_on_host(unit) && shards_.gradients().on_host(unit.id) &&
+  return lanes_.threads > 0 && !is_muon(unit.id) && lanes_.which != UpdateWhere::kDevice &&
+         !on_drive && shards_.states_on_host(unit) && shards_.gradients().on_host(unit.id) &&
          unit.layout.dtype() != DType::kFloat64 && !unit.spec.tile() && !cache_.has(unit.id);
 }
 
 // A device that does not run ahead works on the host's memory as on its own.
-void AdamOptimizer::make_lanes() {
+void NativeOptimizer::make_lanes() {
   if (!device_.runs_ahead()) return;
   cache_.note_start();
   bool far = false;
@@ -81,16 +81,17 @@ void AdamOptimizer::make_lanes() {
   if (helps) host_ = std::make_unique<HostLane>(device_, watch_, lanes_, weights);
 }
 
-void AdamOptimizer::drop_lanes() {
+void NativeOptimizer::drop_lanes() {
   cache_.drop();
   if (update_ != nullptr) update_->synchronize();
   device_.compute_stream().synchronize();
   host_.reset();
   update_.reset();
+  if (muon_ != nullptr) muon_->free();
 }
 
-void AdamOptimizer::step(std::span<const GroupScalars> groups, const GradientScale& scale,
-                         std::span<const int> first, const Updated& updated) {
+void NativeOptimizer::step(std::span<const GroupScalars> groups, const GradientScale& scale,
+                           std::span<const int> first, const Updated& updated) {
   prepare();
   begin_step();
   states_.leave_out();
@@ -100,7 +101,8 @@ void AdamOptimizer::step(std::span<const GroupScalars> groups, const GradientSca
     update_->wait_for(*device_.compute_stream().record());
     if (host_ != nullptr && !early_.empty()) update_->wait_for(*host_->stream().record());
     const auto may = [this](const Unit& unit) {
-      return shards_.states_on_host(unit) && shards_.gradients().filled(unit.id);
+      return shards_.states_on_host(unit) && shards_.gradients().filled(unit.id) &&
+             !is_muon(unit.id);
     };
     cache_.begin_step(units, may, *update_, watch_);
   }
@@ -110,13 +112,14 @@ void AdamOptimizer::step(std::span<const GroupScalars> groups, const GradientSca
     const float known = scale.value;
     host_->begin(scale.on_host ? scale.on_host : [known] { return known; });
   }
+  if (muon_ != nullptr) muon_->run(groups, scale.value);
   for (const int unit : units) {
     if (const auto early = early_.find(unit); early != early_.end()) {
       updated(unit, std::move(early->second));
       continue;
     }
     const OptimizerShards::UnitShard& shard = shards_.units()[shards_.index_of(unit)];
-    if (shards_.gradients().filled(unit)) {
+    if (shards_.gradients().filled(unit) && !is_muon(unit)) {
       for (const Part& part : deal(shard)) update(part, groups, scale);
       round_wide_weights(shard);
     }
@@ -127,7 +130,7 @@ void AdamOptimizer::step(std::span<const GroupScalars> groups, const GradientSca
   store_.advance();  // writes what was updated last
 }
 
-void AdamOptimizer::begin_step() {
+void NativeOptimizer::begin_step() {
   if (!early_.empty()) return;
   states_.count_step();
   dealer_.begin_step();
@@ -135,13 +138,14 @@ void AdamOptimizer::begin_step() {
 }
 
 // Not with states on drives, whose memory for staging the pass's gathers use.
-bool AdamOptimizer::update_early(int unit, std::span<const GroupScalars> groups) {
+bool NativeOptimizer::update_early(int unit, std::span<const GroupScalars> groups) {
   const OptimizerShards::UnitShard& shard = shards_.units()[shards_.index_of(unit)];
   const Unit& of = nth(shards_.weights().units(), unit);
   const bool on_drive =
       shards_.states_on_drive(of) ||
       (of.offloaded && shards_.weights().shards().tier_of(of) == memory::Tier::kNvme);
-  if (on_drive || !of.frozen.empty() || of.layout.dtype() == DType::kFloat64) return false;
+  if (on_drive || is_muon(unit) || !of.frozen.empty() || of.layout.dtype() == DType::kFloat64)
+    return false;
   prepare();
   begin_step();
   const std::scoped_lock lock(cache_);
@@ -158,14 +162,14 @@ bool AdamOptimizer::update_early(int unit, std::span<const GroupScalars> groups)
   return true;
 }
 
-void AdamOptimizer::forget_early() {  // other values will be written where these updates write
+void NativeOptimizer::forget_early() {  // other values will be written where these updates write
   FirstError lost;
   for (const auto& [unit, events] : std::exchange(early_, {}))
     for (const auto& event : events) lost.attempt([&] { event->wait(); });
 }
 
 // The ends of the work that was queued so far in other streams than the compute stream.
-AdamOptimizer::Events AdamOptimizer::ended() {
+NativeOptimizer::Events NativeOptimizer::ended() {
   Events events;
   if (update_ != nullptr) events.push_back(update_->record());
   if (host_ != nullptr) events.push_back(host_->stream().record());
@@ -173,9 +177,9 @@ AdamOptimizer::Events AdamOptimizer::ended() {
 }
 
 // In parts that begin where those of other steps do, so that lanes share no page.
-std::vector<AdamOptimizer::Part> AdamOptimizer::deal(const OptimizerShards::UnitShard& shard) {
+std::vector<NativeOptimizer::Part> NativeOptimizer::deal(const OptimizerShards::UnitShard& shard) {
   std::vector<Part> parts;
-  const std::vector<AdamStates::Run> runs = states_.runs_of(shard);
+  const std::vector<NativeStates::Run> runs = states_.runs_of(shard);
   if (runs.empty()) return parts;
   const Numel last = runs.back().end;
   const bool both = host_ != nullptr && host_can_update(nth(shards_.weights().units(), shard.unit));
@@ -189,7 +193,7 @@ std::vector<AdamOptimizer::Part> AdamOptimizer::deal(const OptimizerShards::Unit
   return parts;
 }
 
-void AdamOptimizer::throw_failure(bool waits) {
+void NativeOptimizer::throw_failure(bool waits) {
   if (host_ == nullptr) return;
   host_->throw_failure(waits);
   if (!waits || ended_ == nullptr) return;
@@ -201,17 +205,17 @@ void AdamOptimizer::throw_failure(bool waits) {
 }
 
 // The kernel writes 16-bit weights beside their masters, but no fp64 ones.
-void AdamOptimizer::round_wide_weights(const OptimizerShards::UnitShard& shard) {
+void NativeOptimizer::round_wide_weights(const OptimizerShards::UnitShard& shard) {
   Weights& weights = shards_.weights();
   const Unit& unit = nth(weights.units(), shard.unit);
   if (unit.layout.dtype() != DType::kFloat64) return;
-  for (const AdamStates::Run& run : states_.runs_of(shard))
+  for (const NativeStates::Run& run : states_.runs_of(shard))
     weights.masters().round(shard.unit, run.begin, run.end);
 }
 
 // As it rests, where the kernels know the dtype. Otherwise the compute stream widens it, unit by
 // unit in the same memory.
-GradientShards::Resting AdamOptimizer::gradient_of(const Unit& unit, bool on_host) {
+GradientShards::Resting NativeOptimizer::gradient_of(const Unit& unit, bool on_host) {
   const GradientShards::Resting resting = shards_.gradients().resting(unit.id);
   const bool known = resting.dtype == DType::kFloat32 || resting.dtype == unit.layout.dtype();
   if (on_host || known) return resting;
@@ -221,10 +225,10 @@ GradientShards::Resting AdamOptimizer::gradient_of(const Unit& unit, bool on_hos
   return {std::as_bytes(wide)};
 }
 
-void AdamOptimizer::update(const Part& part, std::span<const GroupScalars> groups,
-                           const GradientScale& scale) {
+void NativeOptimizer::update(const Part& part, std::span<const GroupScalars> groups,
+                             const GradientScale& scale) {
   const Unit& unit = nth(shards_.weights().units(), part.shard.unit);
-  const std::vector<AdamStates::Run> runs = states_.runs_of(part.shard);
+  const std::vector<NativeStates::Run> runs = states_.runs_of(part.shard);
   const GradientShards::Resting gradient = gradient_of(unit, part.on_host);
   const Far far = far_of(unit);
   const bool adopts = unit.whole && unit.layout.dtype() == DType::kFloat64;
@@ -242,7 +246,7 @@ void AdamOptimizer::update(const Part& part, std::span<const GroupScalars> group
     const std::byte* const from =
         gradient.values.data() + bytes_of(piece.begin, gradient.dtype).size();
     states_.for_each_run(unit, runs, {range, here, from, gradient.dtype}, groups,
-                         [&](kernels::AdamSpans spans, kernels::AdamScalars scalars) {
+                         [&](kernels::UpdateSpans spans, kernels::UpdateScalars scalars) {
                            if (part.on_host) {
                              on_host.push_back({spans, scalars});
                              return;
@@ -250,7 +254,7 @@ void AdamOptimizer::update(const Part& part, std::span<const GroupScalars> group
                            spans.far = far.any();
                            scalars.gradient_scale = scale.value;
                            scalars.late_scale = scale.late;
-                           device_.adam_step(spans, scalars, stream);
+                           device_.update_step(spans, scalars, stream);
                          });
     if (part.on_host) host_->update(std::move(on_host));
     if (piece.lease != nullptr) piece.lease->used_in(stream);

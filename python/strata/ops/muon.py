@@ -1,0 +1,125 @@
+"""Muon: the momentum of matrices, orthogonalized by Newton-Schulz; AdamW for other parameters. Idea: K. Jordan 2024."""
+
+import math
+
+import torch
+
+SIMPLE = (3.4445, -4.7750, 2.0315)
+_TOGETHER = 1 << 25  # elements of equal matrices that are multiplied in one call
+
+
+def newton_schulz(matrices, coefficients=SIMPLE, steps=5, eps=1e-7):
+    """Tensor in bf16: ``matrices`` [..., rows, columns], each with its singular values brought near 1. The operations
+    are those of ``torch.optim.Muon``. ``coefficients``: three numbers, or three for each step."""
+    by_step = [coefficients] * steps if not isinstance(coefficients[0], (tuple, list)) else coefficients
+    x = matrices.to(torch.bfloat16, copy=True)
+    is_tall = x.size(-2) > x.size(-1)
+    x = x.mT if is_tall else x
+    if x.dim() == 2:
+        x.div_(x.norm().clamp(min=eps))
+        for a, b, c in by_step:
+            gram = x @ x.mT
+            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    else:
+        x.div_(x.norm(dim=(-2, -1), keepdim=True).clamp(min=eps))
+        for a, b, c in by_step:
+            gram = x @ x.mT
+            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
+
+
+def factor_of(rows, columns, adjust_lr_fn=None):
+    """float: the factor of the update of a matrix. ``adjust_lr_fn``: as torch's; None is "original"."""
+    if adjust_lr_fn in (None, "original"):
+        return math.sqrt(max(1, rows / columns))
+    if adjust_lr_fn == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    raise ValueError(f'adjust_lr_fn must be None, "original" or "match_rms_adamw"; found {adjust_lr_fn!r}')
+
+
+class Matrices:
+    """How one parameter consists of matrices. ``shape``: the parameter's. More than two dimensions: experts, each a
+    matrix, or, where ``is_convolution``, one matrix of a row for each output. ``cuts``: numbers of rows of the matrices
+    that lie in one; None: one. ``heads``: rows of each head, which then is a matrix; None: they are not apart."""
+
+    def __init__(self, shape, is_convolution=False, cuts=None, heads=None):
+        self.shape = [shape[0], math.prod(shape[1:])] if is_convolution else list(shape)
+        self.cuts = cuts or [self.shape[-2]]
+        self.heads = heads
+
+    def _forms(self):
+        return [(self.heads or rows, self.shape[-1]) for rows in self.cuts]
+
+    def factor(self, adjust_lr_fn):
+        """float: the largest factor of a matrix; ``orthogonalize`` has what others lack."""
+        return max(factor_of(*form, adjust_lr_fn) for form in self._forms())
+
+    def orthogonalize(self, values, group):
+        """Replaces ``values``, flat and in bf16, by the update: Newton-Schulz's result of each matrix."""
+        whole, begin, largest = values.view(self.shape), 0, self.factor(group["adjust_lr_fn"])
+        for rows, form in zip(self.cuts, self._forms(), strict=True):
+            part = whole.narrow(-2, begin, rows)
+            begin += rows
+            apart = part.unflatten(-2, (-1, self.heads)) if self.heads else part
+            share = factor_of(*form, group["adjust_lr_fn"]) / largest
+            settings = group["ns_coefficients"], group["ns_steps"], group["eps"]
+            if apart.dim() == 2:
+                results = [newton_schulz(apart, *settings)]
+            else:
+                batch = apart.reshape(-1, *form)
+                at_once = max(1, _TOGETHER // math.prod(form))
+                results = [newton_schulz(some, *settings) for some in batch.split(at_once)]
+            result = results[0] if len(results) == 1 else torch.cat(results)
+            part.copy_((result if share == 1.0 else result.float() * share).reshape(part.shape))
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for the param groups with ``use_muon``, AdamW for the others. ``strata.initialize`` runs it in the engine;
+    it also runs by itself, with the same bits on CPUs. ``torch.optim.Muon`` may differ in the last bit of an update,
+    since it adds without rounding the product. ``state`` has of a matrix ``momentum_buffer`` in fp32, of others
+    ``step``, ``exp_avg`` and ``exp_avg_sq``.
+
+    Args:
+        params: dicts of param groups, or parameters, which all get Muon.
+        lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as ``torch.optim.Muon``'s.
+        A group without ``use_muon`` has ``betas``; its ``lr`` and ``eps`` are AdamW's.
+    """
+
+    def __init__(self, params, lr=0.02, weight_decay=0.0, momentum=0.95, nesterov=True, ns_coefficients=SIMPLE,
+                 eps=1e-7, ns_steps=5, adjust_lr_fn=None):
+        factor_of(1, 1, adjust_lr_fn)
+        settings = {"use_muon": True, "lr": lr, "weight_decay": weight_decay, "momentum": momentum,
+                    "nesterov": nesterov, "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps,
+                    "adjust_lr_fn": adjust_lr_fn}  # fmt: skip
+        super().__init__(params, settings)
+        self.matrices = {}  # {id(parameter): Matrices}; others are one, or one for each of their first dimensions
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            members = [p for p in group["params"] if p.grad is not None]
+            if not group["use_muon"]:
+                self._adamw(group, members)
+                continue
+            for p in members:
+                buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p, dtype=torch.float32))
+                gradient = p.grad.float()
+                buffer.lerp_(gradient, 1 - group["momentum"])
+                x = torch.lerp(gradient, buffer, group["momentum"]) if group["nesterov"] else buffer
+                matrices = self.matrices.get(id(p)) or Matrices(p.shape)
+                update = x.to(torch.bfloat16, copy=True).contiguous().view(-1)
+                matrices.orthogonalize(update, group)
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_(update.view(p.shape).float() * (-group["lr"] * matrices.factor(group["adjust_lr_fn"])))
+
+    def _adamw(self, group, members):
+        from torch.optim.adamw import adamw  # torch's compiler comes with it
+
+        for p in members:
+            if not self.state[p]:
+                self.state[p].update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(p),
+                                     exp_avg_sq=torch.zeros_like(p))
+        states = [[self.state[p][key] for p in members] for key in ("exp_avg", "exp_avg_sq", "step")]
+        adamw(members, [p.grad for p in members], *states[:2], [], states[2], foreach=False, amsgrad=False,
+              beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"], weight_decay=group["weight_decay"],
+              eps=group["eps"], maximize=False)

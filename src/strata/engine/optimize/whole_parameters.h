@@ -1,0 +1,114 @@
+// Whole parameters for an optimizer whose update of an element needs others: rows, norms, the
+// matrix. Each trained parameter has one owner among the ranks of a shard group, which has its fp32
+// values and its gradient in memory of its own. Masters stay in the shards: a step brings them and
+// the gradients to the owners, and sends the new values back. Nothing is rounded on the way, so
+// owners see the same bits at every stage and world size.
+//
+// Owners are a function of the plan, the same on every rank: the largest parameter first, each to
+// the rank that owns the fewest elements. Parameters that train later keep the owners of others.
+//
+// The exchange goes unit by unit, in windows of a bounded size, by gathers to the owners and
+// reductions of values and zeroes from them. Ranks of other shard groups repeat the work.
+//
+// Threads: one thread at a time; bring() and send() are collective within the shard group, in one
+// order of units. Ownership: borrows the shards, the collectives and the device. Errors: CommError;
+// OutOfMemoryError from prepare(); ConfigError on every rank where ranks plan other owners, or hold
+// shards in parts (ShardPosition::parts).
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "strata/base/interface.h"
+#include "strata/comm/collectives.h"
+#include "strata/device/device.h"
+#include "strata/engine/optimize/sharded_optimizer.h"
+
+namespace strata::engine {
+
+class WholeParameters : NonCopyable {
+ public:
+  struct Options {
+    std::string name;               // of memory that ranks share
+    DType dtype = DType::kFloat32;  // of what owners have: fp32, weights and gradients; or bf16,
+                                    // one kind of values, on the device
+    bool together = false;          // the first rank of each group owns all
+    std::function<bool(const Unit&)> takes = nullptr;  // the units; null: all that train
+  };
+  // Collective.
+  WholeParameters(OptimizerShards& shards, comm::Collectives& collectives, device::Device& device,
+                  Options options);
+
+  // A parameter that this rank owns. Both are as long as it, on the host if its states are.
+  struct Owned {
+    std::unique_ptr<device::Memory> memory;
+    std::unique_ptr<device::Memory> gradient_memory;  // null for bf16
+    std::span<std::byte> values;                      // its weights, or the one kind
+    std::span<std::byte> gradients;
+    std::span<float> weight() const { return floats_of(values); }
+    std::span<float> gradient() const { return floats_of(gradients); }
+    static std::span<float> floats_of(std::span<std::byte> bytes) {
+      return {reinterpret_cast<float*>(bytes.data()), bytes.size() / sizeof(float)};
+    }
+  };
+  // By parameter. Spans are valid until free().
+  const std::map<int, Owned>& owned() const { return owned_; }
+
+  // Finds owners for parameters that train since the last call, and takes the memory.
+  void prepare();
+  // Frees the memory of owned(), which prepare() takes again.
+  void free() { owned_.clear(); }
+
+  enum class Values { kWeights, kGradients };
+  // `mine`: the values of this rank's shard, which kernels can read.
+  void bring(const Unit& unit, std::span<const std::byte> mine, Values values);
+  // The owners' values go to the shards: calls `take` with those of some elements of this rank's
+  // shard that belong to one parameter, the first of which is `begin` of the shard. Work that it
+  // queues on the compute stream may read them.
+  using Take = std::function<void(int param, Numel begin, std::span<const float> values)>;
+  void send(const Unit& unit, const Take& take);
+
+ private:
+  // Elements [begin, end) of every shard of a unit; in the buffer they are a slice each.
+  struct Window {
+    Numel begin;
+    Numel end;
+    Numel numel() const { return end - begin; }
+  };
+  void plan_owners();
+  void take_buffer();
+  void for_each_window(const Unit& unit, const std::function<void(const Window&)>& work) const;
+  // Calls `work` with the elements of owned parameters that lie in the window: the parameter, its
+  // first element, where it is in the buffer, and how many.
+  void for_each_owned(
+      const Unit& unit, const Window& window,
+      const std::function<void(Owned& owned, Numel first, Numel at, Numel numel)>& work);
+  bool takes(const Unit& unit) const { return options_.takes == nullptr || options_.takes(unit); }
+  std::span<std::byte> part(std::span<std::byte> all, Numel begin, Numel numel) const {
+    return all.subspan(bytes_of(begin, options_.dtype).size(),
+                       bytes_of(numel, options_.dtype).size());
+  }
+  void copy(std::span<std::byte> target, std::span<const std::byte> source) {
+    device_.copy(target, source, device_.compute_stream());
+  }
+
+  OptimizerShards& shards_;
+  comm::Collectives& collectives_;
+  device::Device& device_;
+  comm::ShardPosition place_;
+  Options options_;
+  std::map<int, int> owner_;         // by parameter: a position in the shard group
+  std::vector<std::int64_t> loads_;  // by position: elements that it owns
+  std::map<int, Owned> owned_;
+  Numel window_;                                // elements of a shard that go at once
+  int buffers_ = 0;                             // made so far
+  memory::Charge charge_;                       // of what the collectives allocate
+  std::unique_ptr<comm::SharedBuffer> buffer_;  // a slice for each rank; null: none yet
+  std::unique_ptr<device::Memory> slice_;       // the sum of a reduction
+};
+
+}  // namespace strata::engine
