@@ -173,7 +173,7 @@ class SegmentStates:
 
     def range(self, index):
         """(first element, last) of the parameter: those of which this rank keeps the states."""
-        return self._ranges[index]
+        return self._ranges.get(index) or _C.state_range(self._core(), index)
 
     def joined(self, index, part):
         """The whole of a state, flat, where each rank passes its ``part``; None where there is none. Collective."""

@@ -80,7 +80,7 @@ TEST_F(Check, WritesAFileThatIsAccepted) {
 }
 
 TEST_F(Check, WritesNothingThatItWouldHaveToInvent) {
-  const std::string config = file("ds.json", R"({"optimizer": {"type": "Muon"}})");
+  const std::string config = file("ds.json", R"({"optimizer": {"type": "OneBitAdam"}})");
   const CommandRun result = run({"check", config, "--fix", path("out.json"), "--json"});
   EXPECT_EQ(result.code, kFoundWrong);
   EXPECT_FALSE(std::filesystem::exists(path("out.json")));

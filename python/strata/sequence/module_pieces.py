@@ -78,7 +78,9 @@ class NormPieces(ModulePieces):
         norms = (module for module in modules if type(module).__name__.endswith("RMSNorm")
                  and type(module).__module__.startswith(_LIBRARIES[:2]) and "forward" not in vars(module)
                  and list(module._parameters) == ["weight"] and not module._modules)  # fmt: skip
-        super().__init__((norm for norm in norms if tiles_of(norm.weight) is None), tokens, share=1 / 32)
+        # Parameters in general: to read norm.weight would gather it, in a model of zero.Init.
+        whole = (norm for norm in norms if all(tiles_of(p) is None for p in norm.parameters(recurse=False)))
+        super().__init__(whole, tokens, share=1 / 32)
 
     def takes(self, module, x):
         return not torch.compiler.is_compiling() and x.is_contiguous() and super().takes(module, x)
