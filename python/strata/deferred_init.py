@@ -9,7 +9,9 @@ import torch
 from . import _C
 from .model.constructors import ShardedConstruction, discard_failed, is_alone
 from .model.model_input import describe_modules, describe_parameters, find_device, make_current
-from .model.parameter import clear_owner, is_managed, mark_managed, owner_of, take_ownership, unmark_managed
+from .model.parameter import (
+    clear_owner, is_managed, mark_managed, owner_of, parameter_at, take_ownership, unmark_managed,
+)  # fmt: skip
 from .model.recording import write_pieces
 from .ranks.departure import watch
 from .ranks.runtime import make_collectives, rank_and_world_size, notifying_ranks, agree_after
@@ -77,7 +79,7 @@ class DeferredInit:
             self.shard_all(module)
             return
         self._postponed.append(module)
-        own = [p for name in module._parameters if self._has_values(p := _at(module, name))]
+        own = [p for name in module._parameters if self._has_values(p := parameter_at(module, name))]
         self._postponed_numel += sum(p.numel() for p in own)
         if self._postponed_numel > _POSTPONED:
             modules, self._postponed, self._postponed_numel = self._postponed, [], 0
@@ -86,7 +88,7 @@ class DeferredInit:
     def shard_unused(self, homes):
         """Shards the parameters at ``homes`` that have values and no other reference on any rank. Returns whether these
         were all that have values."""
-        homes = [(m, name) for m, name in homes if self._has_values(_at(m, name))]
+        homes = [(m, name) for m, name in homes if self._has_values(parameter_at(m, name))]
         self._connect(homes)
         unused = self.of_all([is_alone(m._parameters, name) for m, name in homes])
         self._shard([home for home, is_unused in zip(homes, unused) if is_unused])
@@ -109,13 +111,13 @@ class DeferredInit:
         others, self.waiting = [m for m in self.waiting if id(m) not in known], []
         dropped = self.of_all([is_alone(others, place) for place in range(len(others))])
         modules += [m for m, is_dropped in zip(others, dropped) if not is_dropped]
-        each = [[(m, name) for name in m._parameters if self._is_deferred(_at(m, name))] for m in modules]
+        each = [[(m, name) for name in m._parameters if self._is_deferred(parameter_at(m, name))] for m in modules]
         groups = list(_joined(each))
         recipes = self._agreed_recipes([home for group in groups for home in group])
         replayed = []  # (parameter, its DeferredTensor)
         try:
             for group in groups:
-                self._replay([home for home in group if self._is_deferred(_at(*home))], recipes, replayed)
+                self._replay([home for home in group if self._is_deferred(parameter_at(*home))], recipes, replayed)
         except BaseException:  # every rank has one: makes the parameters deferred again, and frees their shards
             for parameter, _ in replayed:
                 self._reads.drop(owner_of(parameter)[0])
@@ -129,7 +131,7 @@ class DeferredInit:
 
     def _agreed_recipes(self, homes):
         """{id(parameter): rank 0's recipe}."""
-        parameters = list({id(_at(*home)): _at(*home) for home in homes}.values())
+        parameters = list({id(parameter_at(*home)): parameter_at(*home) for home in homes}.values())
         deferred = [self._recording.deferred(p) for p in parameters]
         self._connect(homes)
         if self._collectives is None or not parameters:
@@ -162,7 +164,7 @@ class DeferredInit:
         if built and len(built) < len(homes):
             self._shard([(m, name) for m, name in homes if id(m) not in self._numbers])
             homes = built
-        homes = [(m, name) for m, name in homes if self._has_values(_at(m, name))]
+        homes = [(m, name) for m, name in homes if self._has_values(parameter_at(m, name))]
         if not homes:
             return
         self._connect(homes)
@@ -236,7 +238,7 @@ class _Flat:
         root, by_module, seen = types.SimpleNamespace(_parameters={}, _modules={}), {}, set()
         self.parameters = []
         for module, name in homes:
-            if id(parameter := _at(module, name)) not in seen:
+            if id(parameter := parameter_at(module, name)) not in seen:
                 seen.add(id(parameter))
                 self.parameters.append((f"{type(module).__name__}/{name}/{len(self.parameters)}", parameter))
                 by_module.setdefault(id(module), {})[name] = parameter
@@ -244,15 +246,11 @@ class _Flat:
         self.modules = [("", root, None), *((str(number), leaf, root) for number, leaf in enumerate(leaves))]
 
 
-def _at(module, name):
-    return dict.__getitem__(module._parameters, name)
-
-
 def _joined(groups):
     """Lists of homes, joined while they have at most ``_MOST_AT_ONCE`` elements; a larger one stays alone."""
     joined, numel = [], 0
     for group in groups:
-        own = sum(_at(*home).numel() for home in group)
+        own = sum(parameter_at(*home).numel() for home in group)
         if joined and numel + own > _MOST_AT_ONCE:
             yield joined
             joined, numel = [], 0

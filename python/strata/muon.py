@@ -5,7 +5,7 @@ The engine keeps the momentum on its shards, brings each matrix to the rank that
 import torch
 
 from . import _C
-from .model.parameter import flattened, full_shape, shaped
+from .model.parameter import flattened, full_shape, parameter_at, shaped
 from .ops.muon import SIMPLE, Matrices, Muon
 from .rank_logging import logger
 
@@ -19,11 +19,12 @@ _MUON = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0, "nesterov": True, "n
 def find_matrices(tree, per_head=False):
     """{id(parameter): Matrices} of the parameters that Muon updates in a ``ModelTree``: hidden matrices, but not
     embeddings, output layers, and what is tied to them. A parameter's attribute ``use_muon`` counts before that."""
-    outputs = {id(module.weight) for _, module, _ in tree.modules if isinstance(module, torch.nn.Embedding)}
+    embeddings = (module for _, module, _ in tree.modules if isinstance(module, torch.nn.Embedding))
+    outputs = {id(parameter_at(module, "weight")) for module in embeddings}
     find = getattr(tree.model, "get_output_embeddings", None)
     layer = find() if callable(find) else None
-    if layer is not None and getattr(layer, "weight", None) is not None:
-        outputs.add(id(layer.weight))
+    if layer is not None:
+        outputs.add(id(parameter_at(layer, "weight")))
     found, by_head = {}, 0
     for path, owner, parent in tree.modules:
         for name, parameter in dict.items(owner._parameters):
@@ -59,8 +60,11 @@ def _cuts(name, path, owner, parent, shape):
     """Rows of the matrices that lie in one: gate and up, or query, key and value; None: it is one."""
     last = path.rsplit(".", 1)[-1] if name == "weight" else name
     if last == "gate_up_proj":
-        down = getattr(owner if name == last else parent, "down_proj", None)
-        down = getattr(down, "weight", down)
+        if name == last:  # fused experts
+            down = parameter_at(owner, "down_proj")
+        else:
+            layer = getattr(parent, "down_proj", None)
+            down = None if layer is None else parameter_at(layer, "weight")
         if down is not None and 2 * list(full_shape(down))[-1] == shape[-2]:
             return [shape[-2] // 2] * 2
     if last == "in_proj_weight":

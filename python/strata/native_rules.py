@@ -8,7 +8,7 @@ import sys
 import torch
 
 from . import _C
-from .model.parameter import full_shape
+from .model.parameter import full_shape, parameter_at
 from .ops.adam import DeepSpeedCPUAdam, adam_mode
 from .ops.elementwise import ElementwiseOptimizer
 from .rank_logging import logger
@@ -115,7 +115,7 @@ def _overrides():
     manager = manager.get_instance()
     found = {key: dict(values) for key, values in getattr(manager, "pid2config", {}).items()}
     for module, name, values in getattr(manager, "module_weight_config_triple", ()):
-        parameter = getattr(module, name, None)
+        parameter = parameter_at(module, name)
         if parameter is not None:
             found.setdefault(id(parameter), {}).update(values)
     return found

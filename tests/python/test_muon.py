@@ -161,7 +161,7 @@ def test_a_skipped_step_changes_no_state():
     run_ranks(2, _skipped)
 
 
-def _one_list():
+def _one_list(folder):
     """zero.Init, a live model and the engine's groups agree on the matrices."""
     wanted = {name for name, p in make_model().named_parameters() if p.dim() == 2 and "embedding" not in name}
     assert len(wanted) == 7
@@ -172,10 +172,12 @@ def _one_list():
     names = {id(p): name for name, p in model.named_parameters()}
     assert {names[key] for key in engine.optimizer.rules} == wanted
     assert {"momentum_buffer", "exp_avg", "exp_avg_sq"} == set(strata._C.state_names(engine.core))
+    engine.save_checkpoint(folder)
+    engine.load_checkpoint(folder)  # which writes to weights: none is in use since it was looked at
 
 
-def test_one_list_of_matrices_for_every_way_to_build_a_model():
-    run_ranks(2, _one_list)
+def test_one_list_of_matrices_for_every_way_to_build_a_model(tmp_path):
+    run_ranks(2, _one_list, str(tmp_path))
 
 
 def _saved(folder):

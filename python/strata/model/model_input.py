@@ -8,7 +8,7 @@ import torch
 from .. import _C
 from .compiling import WRAPPED, is_one_graph, unwrapped
 from .leaves import z3_leaf_module
-from .parameter import owner_of
+from .parameter import owner_of, parameter_at
 from .tiles import known_as, tile_of, tiles_of
 
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, torch.nn.ParameterDict)
@@ -106,7 +106,7 @@ def _only_looks_up(module):
     """Whether the backward of ``module`` does not read its weight."""
     if type(module) is not torch.nn.Embedding or module.max_norm is not None:
         return False
-    return "forward" not in module.__dict__ or tiles_of(dict.get(module._parameters, "weight")) is not None
+    return "forward" not in module.__dict__ or tiles_of(parameter_at(module, "weight")) is not None
 
 
 def make_current(device):

@@ -36,6 +36,12 @@ def owner_of(parameter):
     return core, parameter._strata_index
 
 
+def parameter_at(module, name):
+    """The Parameter of a module itself, or None: to read ``module.weight`` would gather its values, where the engine
+    has them."""
+    return dict.get(module._parameters, name)
+
+
 def full_shape(parameter):
     """[int]: the shape of the whole parameter, gathered or not, or in tiles."""
     tiles, (core, index) = tiles_of(parameter), owner_of(parameter)

@@ -6,6 +6,7 @@ import functools
 import torch
 
 from ..model.free_memory import MemoryChoice
+from ..model.parameter import parameter_at
 from ..model.tiles import tiles_of
 from .pieces import in_pieces
 
@@ -19,7 +20,10 @@ _TENSORS = 8  # of [tokens, inner width] in forward and backward
 
 class ModulePieces:
     """Has modules compute pieces of their input in training. ``tokens``: of a piece; None: pieces where all would take
-    more than a ``share`` of a GPU's free memory, but not in compiled code. ``undo()`` ends this."""
+    more than a ``share`` of a GPU's free memory, but not in compiled code. ``undo()`` ends this.
+
+    Subclasses have ``need(module, x)``, the bytes that pieces of ``x`` would spare, and ``compute(function, module,
+    x)``, which is ``function(x)`` in pieces."""
 
     def __init__(self, modules, tokens, share):
         self._tokens, self._choice, self._modules = tokens, MemoryChoice(share), list(modules)
@@ -38,14 +42,6 @@ class ModulePieces:
         if not torch.is_grad_enabled():
             return False
         return self._tokens is not None or self._choice.spares(self.need(module, x), x.device)
-
-    def need(self, module, x):
-        """The bytes that pieces would spare."""
-        raise NotImplementedError
-
-    def compute(self, function, module, x):
-        """``function(x)``, in pieces."""
-        raise NotImplementedError
 
 
 class MlpPieces(ModulePieces):
@@ -78,8 +74,7 @@ class NormPieces(ModulePieces):
         norms = (module for module in modules if type(module).__name__.endswith("RMSNorm")
                  and type(module).__module__.startswith(_LIBRARIES[:2]) and "forward" not in vars(module)
                  and list(module._parameters) == ["weight"] and not module._modules)  # fmt: skip
-        # Parameters in general: to read norm.weight would gather it, in a model of zero.Init.
-        whole = (norm for norm in norms if all(tiles_of(p) is None for p in norm.parameters(recurse=False)))
+        whole = (norm for norm in norms if tiles_of(parameter_at(norm, "weight")) is None)
         super().__init__(whole, tokens, share=1 / 32)
 
     def takes(self, module, x):

@@ -18,6 +18,7 @@ from .. import _C
 from ..model.compiling import outside_graphs
 from ..model.free_memory import MemoryChoice
 from ..model.interception import replaced
+from ..model.parameter import parameter_at
 from ..model.tiles import Destination, ProductSum, tiles_of, write_product
 from .whole_loss import DTYPES, whole_loss
 
@@ -51,7 +52,7 @@ def linear_cross_entropy(hidden, weight, labels, bias=None, ignore_index=-100, r
         softcap: float or None: scaled logits become ``softcap * tanh(logits / softcap)``, as in Gemma's models.
     """
     if isinstance(weight, torch.nn.Module):
-        weight, bias = dict.__getitem__(weight._parameters, "weight"), weight.bias if bias is None else bias
+        weight, bias = parameter_at(weight, "weight"), weight.bias if bias is None else bias
     tiles = tiles_of(weight) if isinstance(weight, torch.nn.Parameter) else None
     shape = weight.shape if tiles is None else tiles.shape
     if labels.shape != hidden.shape[:-1] or hidden.shape[-1] != shape[1]:

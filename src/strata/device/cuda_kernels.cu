@@ -1,5 +1,5 @@
-// The kernels of the CUDA device, compiled to a fat binary that the library carries along. They
-// give the same bits as the host's kernels: conversions as strata/kernels/float16.h defines them,
+// The kernels of the CUDA device, compiled to a fat binary that the library carries along. All but
+// the losses (cuda_loss.cuh) give the same bits as the host's kernels: conversions as strata/kernels/float16.h defines them,
 // every operation rounded by itself, sums in the order of strata/kernels/grad_stats.cpp. All are
 // bound by memory: 16-byte accesses wherever the arrays allow them.
 #include "cuda_update8.cuh"

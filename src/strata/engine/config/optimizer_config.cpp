@@ -111,6 +111,23 @@ constexpr std::array<std::string_view, 12> kMuonKeys{"lr",
                                                      "fp32_optimizer_states",
                                                      "per_head_muon"};
 
+struct OwnUpdate {
+  bool decoupled = false;  // decay apart from the gradient
+  bool in_kernel = false;  // of the engine, in place of the class
+};
+
+OptimizerConfig of_torch(std::string type, std::string torch_class, const json& arguments,
+                         const OwnUpdate& own, Settings* settings) {
+  settings->set("optimizer.torch_class", torch_class);
+  settings->at("optimizer.torch_class");
+  return {.type = std::move(type),
+          .kind = OptimizerKind::kTorch,
+          .adam = {.decoupled = own.decoupled},
+          .torch_class = std::move(torch_class),
+          .torch_params = canonical_text(arguments),
+          .in_own_kernel = own.in_kernel};
+}
+
 // DeepSpeed's keys. AdamW updates what is no matrix, with decoupled decay and fp32 states.
 OptimizerConfig muon_optimizer(std::string type, json params, Settings* settings,
                                ConfigFindings* remarks) {
@@ -142,15 +159,7 @@ OptimizerConfig muon_optimizer(std::string type, json params, Settings* settings
   require(
       "fp32_optimizer_states", [](const json& v) { return flag_in(v) == true; }, "true");
   const json arguments = torch_arguments(std::string(kMuon), params, remarks);
-  OptimizerConfig config{.type = std::move(type),
-                         .kind = OptimizerKind::kTorch,
-                         .adam = {.decoupled = true},
-                         .torch_class = std::string(kMuon),
-                         .torch_params = canonical_text(arguments),
-                         .in_own_kernel = true};
-  settings->set("optimizer.torch_class", config.torch_class);
-  settings->at("optimizer.torch_class");
-  return config;
+  return of_torch(std::move(type), std::string(kMuon), arguments, {true, true}, settings);
 }
 
 OptimizerConfig torch_optimizer(std::string type, std::string torch_class, const json& params,
@@ -163,15 +172,7 @@ OptimizerConfig torch_optimizer(std::string type, std::string torch_class, const
   const bool special = is_set("amsgrad") || is_set("maximize") || is_set("capturable");
   const bool own = (adam && !special) || torch_class == kLion;
   const bool decoupled = torch_class == "AdamW" || is_set("decoupled_weight_decay");
-  OptimizerConfig config{.type = std::move(type),
-                         .kind = OptimizerKind::kTorch,
-                         .adam = {.decoupled = decoupled},
-                         .torch_class = std::move(torch_class),
-                         .torch_params = canonical_text(arguments),
-                         .in_own_kernel = own};
-  settings->set("optimizer.torch_class", config.torch_class);
-  settings->at("optimizer.torch_class");
-  return config;
+  return of_torch(std::move(type), std::move(torch_class), arguments, {decoupled, own}, settings);
 }
 
 bool flag_or(const json& params, const char* name, bool fallback) {
