@@ -36,13 +36,14 @@ def import_deepspeed(checkpoint, out, tag=None):
     return write_checkpoint(read_deepspeed(checkpoint, tag), os.fspath(out))
 
 
-def read_deepspeed(checkpoint, tag=None):
-    """The WholeCheckpoint that a folder of DeepSpeed holds; arguments and errors as of ``import_deepspeed``."""
+def read_deepspeed(checkpoint, tag=None, values_only=False):
+    """The WholeCheckpoint that a folder of DeepSpeed holds; arguments and errors as of ``import_deepspeed``.
+    ``values_only``: without the optimizer's states, of whatever kind they are."""
     files = find_deepspeed_files(checkpoint, tag)
     try:
         model = ModelFiles(files.model)
         states = FlatStates(files.optimizer, model) if files.universal is None else UniversalStates(files.universal)
-        return _assemble(files, model, states)
+        return _assemble(files, model, states, values_only)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise _C.FormatError(f"'{files.folder}' is not as DeepSpeed 0.19 writes it: {type(error).__name__}: "
                              f"{error}") from error
@@ -51,16 +52,17 @@ def read_deepspeed(checkpoint, tag=None):
 # --- the whole checkpoint ---
 
 
-def _assemble(files, model, states):
+def _assemble(files, model, states, values_only):
     aliases = model.aliases()
     tensors, steps, scalars = [], {}, {}
     counted = max((group.get("step", 0) for group in states.param_groups or []), default=0)  # there by FusedAdam
+    counted = counted or int(model.first.get("global_steps") or 0) - int(model.first.get("skipped_steps") or 0)
     for group in model.shapes:
         for name, shape in group.items():
-            kinds = states.kinds_of(name, shape)
+            kinds = states.kinds_of(name, shape, values_only)
             dtype = model.first["module"].get(name, kinds[VALUE]).dtype  # in which the model computes
             tensors.append(WholeTensor(name, shape, dtype, kinds, trainable=True, aliases=aliases.get(name, [])))
-            scalars[name] = states.scalars_of(name)
+            scalars[name] = {} if values_only else states.scalars_of(name)
             steps[name] = int(scalars[name].get("step", counted))
     frozen = model.frozen()
     tensors += [WholeTensor(n, shape, s.dtype, {VALUE: s}, aliases=aliases.get(n, [])) for n, shape, s in frozen]
