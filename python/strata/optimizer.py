@@ -10,7 +10,7 @@ import torch
 
 from . import _C
 from .model.tiles import known_as
-from .native_rules import native_rule
+from .native_rules import native_rule, refuse_other_muon
 from .ops.adam import DeepSpeedCPUAdam, FusedAdam
 from .ops.elementwise import add_group_without_compiler
 from .optimizer_names import EngineStates, Inside, LossScale
@@ -366,6 +366,7 @@ def wrap_torch_optimizer(inner):
     """(ShardedOptimizer, rule) for a torch.optim optimizer of the user. The engine's own kernels compute those that
     ``native_rule`` knows, with the hyper-parameters of the optimizer's param groups. Any other optimizer runs itself:
     on the fp32 shards where it works element by element, else on whole parameters."""
+    refuse_other_muon(inner)
     if any(float(state.get("step", 1)) > 0 for state in inner.state.values()):
         raise _C.UsageError(f"the {type(inner).__name__} has taken steps already, and its state cannot be sharded; "
                             "give initialize() a new one")

@@ -446,3 +446,27 @@ def _beside_8_bits():
 
 def test_the_momentum_is_not_in_8_bits():
     run_ranks(2, _beside_8_bits)
+
+
+class _Other(torch.optim.Optimizer):
+    """With the param groups and states of Moonlight's class, or of dion's."""
+
+    def __init__(self, parameters, of_dion):
+        parameters = [p for p in parameters if p.numel()]
+        settings = {"lr": 1e-3, "momentum": 0.95, "nesterov": True, "ns_steps": 5}
+        settings |= {"algorithm": "muon", "mu": 0.95} if of_dion else {"wd": 0.1, "adamw_betas": (0.9, 0.95)}
+        super().__init__(parameters, settings)
+        for p in () if of_dion else parameters:
+            self.state[p]["use_muon"] = p.dim() == 2
+
+
+def _other_classes():
+    texts = {False: "is Moonlight's Muon, which has one param group", True: "is dion's, which exchanges"}
+    for of_dion, text in texts.items():
+        model = make_model()
+        with pytest.raises(strata.UsageError, match=f"{text}.*strata.ops.muon.Muon"):
+            make_engine(model, config_of(2, optimizer=False), optimizer=_Other(model.parameters(), of_dion))
+
+
+def test_muons_of_other_groups_are_refused_with_the_class_to_take():
+    run_ranks(1, _other_classes)
