@@ -6,6 +6,7 @@ parameter's shape. Parameters are numbered as torch numbers them, group by group
 
 import copy
 import math
+import types
 
 import torch
 
@@ -151,6 +152,11 @@ def load_state_dict(optimizer, engine, saved):
     core.require_no_state_away("optimizer.load_state_dict()")
     members = _members(optimizer, engine)
     groups = saved["param_groups"]
+    if optimizer.halves:
+        from .muon import split_groups  # only where there are some
+
+        of_script = types.SimpleNamespace(param_groups=[dict(group) for group in groups], state=saved["state"])
+        groups, _ = split_groups(of_script)
     if len(groups) != len(members):
         raise ValueError(f"the optimizer has {len(members)} param groups; found {len(groups)} in the state")
     for i, (group, of_group) in enumerate(zip(groups, members, strict=True)):

@@ -43,22 +43,17 @@ def native_rule(optimizer):
     return rules[0], {id(p): (rule, None, 0) for group, rule in others for p in group["params"]}
 
 
-def refuse_other_muon(optimizer):
-    """UsageError for the Muon of Moonlight and for the optimizers of dion; it says which class to take. The first has
-    matrices and others in one param group; the second exchange gradients in their own ``step()``."""
+def refuse_dion(optimizer):
+    """UsageError for the optimizers of dion, which exchange gradients in their own ``step()``; it says which class to
+    take."""
     keys = {key for group in optimizer.param_groups for key in group}
-    called = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
-    if {"wd", "adamw_betas", "ns_steps"} <= keys:
-        factor, why = "'match_rms_adamw'", "is Moonlight's Muon, which has one param group for matrices and others"
-    elif type(optimizer).__module__.partition(".")[0] == "dion" or {"algorithm", "mu"} <= keys:
-        factor, why = "'original' or 'match_rms_adamw', nesterov=False", "is dion's, which exchanges gradients itself"
-    else:
+    if type(optimizer).__module__.partition(".")[0] != "dion" and not {"algorithm", "mu"} <= keys:
         return
     raise _C.UsageError(
-        f"the {called} {why}; give initialize() a strata.ops.muon.Muon([{{'params': matrices}}, {{'params': others, "
-        "'use_muon': False, 'lr': ..., 'betas': ...}], lr=..., momentum=..., weight_decay=..., "
-        f"adjust_lr_fn={factor}), or " 'write "optimizer": {"type": "Muon"}. Its load_state_dict() takes the states of '
-        "that optimizer")
+        f"{type(optimizer).__module__}.{type(optimizer).__name__} exchanges gradients itself, and the engine does so; "
+        "give initialize() a strata.ops.muon.Muon([{'params': matrices}, {'params': others, 'use_muon': False, "
+        "'lr': ..., 'betas': ...}], lr=..., momentum=mu, weight_decay=..., nesterov=False, adjust_lr_fn=...), with "
+        "\"match_rms_adamw\" for dion's \"rms_norm\". Its load_state_dict() takes the states of dion's Muon")
 
 
 def _is_lion(optimizer):
