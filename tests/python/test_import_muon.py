@@ -14,6 +14,7 @@ from deepspeed_muon import (
 )
 from devices import ON_GPU
 from ranks import run_ranks
+from strata.checkpoint.library_states import map8
 from strata.exporting.deepspeed import export_deepspeed
 from strata.importing.deepspeed import import_deepspeed
 from strata.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -155,6 +156,37 @@ def _states_in(folder, rank):
     content = torch.load(next(Path(folder).glob(f"*rank_{rank}_mp_rank_00_optim*")), weights_only=False)
     content = content["optimizer_state_dict"]
     return content.get("base_optimizer_state", content.get("optimizer_state_dict"))["state"]
+
+
+# --- bitsandbytes' optimizers under DeepSpeed, whose blocks count in the flat tensors ---
+
+
+def test_codes_in_flat_tensors_become_numbers(saved, tmp_path):
+    folder = shutil.copytree(saved[0] / "1-fp32", tmp_path / "coded")
+    signed, unsigned = map8(True), map8(False)
+    written = []
+
+    def encode(content):
+        generator = torch.Generator().manual_seed(len(written))
+        of_adam = content["base_optimizer_state"]["state"][1]
+        size = of_adam["exp_avg"].numel()
+        codes = [torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator) for _ in range(2)]
+        content["base_optimizer_state"]["state"][1] = {"step": STEPS, "__bnb_optimizer_quant_state__": {
+            "state1": codes[0], "qmap1": signed, "absmax1": torch.tensor([0.5]),
+            "state2": codes[1], "qmap2": unsigned, "absmax2": torch.tensor([2.0])}}
+        written.append((signed[codes[0].int()] * 0.5, unsigned[codes[1].int()] * 2.0))
+
+    for rank in range(WORLD):
+        _change(folder, rank, encode)
+    found = strata._C.TrainingCheckpoint(import_deepspeed(folder, tmp_path / "out"))
+    plain = strata._C.TrainingCheckpoint(import_deepspeed(saved[0] / "1-fp32", tmp_path / "plain"))
+    model = torch.load(folder / f"global_step{STEPS}" / "mp_rank_00_model_states.pt", weights_only=False)
+    for kind, parts in zip(("exp_avg", "exp_avg_sq"), zip(*written)):
+        flat, at = torch.cat(parts), 0
+        for name, shape in model["param_shapes"][1].items():
+            assert torch.equal(found.read("parameter", name, kind).flatten(), flat[at : at + shape.numel()]), name
+            at += shape.numel()
+    assert json.loads(found.training)["optimizer_steps"] == json.loads(plain.training)["optimizer_steps"]
 
 
 # --- universal checkpoints, as DeepSpeed will write them: its converter of 0.19 fails for Muon ---
