@@ -4,6 +4,7 @@ A part holds the elements of a parameter that this rank owns, in one dimension; 
 parameter's shape. Parameters are numbered as torch numbers them, group by group. Beside torch's two keys there is
 "strata": the ranges of the parts, the number of steps, and, where weights are in 16 bits, the fp32 masters."""
 
+import collections
 import copy
 import math
 import types
@@ -15,6 +16,7 @@ from .checkpoint.library_states import BLOCK8, Numbers, engine_states, map8
 from .checkpoint.training import log_conversion
 from .model.parameter import flattened, shaped
 from .ops.elementwise import place_of, set_values
+from .rank_logging import logger
 
 _OF_ALL_ELEMENTS = ("step", "eta", "mu", "mu_product")  # states of torch's optimizers that a parameter has once
 
@@ -174,6 +176,9 @@ def load_state_dict(optimizer, engine, saved):
         if engine.global_rank == 0 and any(kept for _, kept, *_ in pairs):
             found = (value for _, kept, *_ in pairs for value in kept.values())
             log_conversion(core, any(isinstance(value, Numbers) and value.is_coded for value in found))
+            if not about:  # another optimizer's
+                kinds = collections.Counter(name for _, kept, *_ in pairs for name in kept if name != "step")
+                logger.info("load_state_dict took %s", ", ".join(f"{name} of {n}" for name, n in kinds.items()))
         _load_native(core, pairs, about)
     else:
         _load_client(optimizer, core, pairs)

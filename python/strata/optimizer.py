@@ -185,9 +185,10 @@ class ShardedOptimizer(_WithoutCompiler):
 
     def state_dict(self):
         """This rank's part of the optimizer's state, in torch's form, and the param groups. By the parameter's number
-        it has ``step`` and this rank's part of ``exp_avg`` and ``exp_avg_sq``, or the states of the user's optimizer.
-        On one rank the parts are whole, in the parameter's shape. States of the engine's own Adam are copied to the
-        host. ``load_state_dict()`` takes the result on the same rank of a job with the same number of ranks.
+        it has ``step`` and this rank's part of ``exp_avg`` and ``exp_avg_sq``, of ``momentum_buffer``, or of the states
+        of the user's optimizer. States in 8 bits have bitsandbytes' names, and are its codes and scales.
+        On one rank the parts are whole, in the parameter's shape. The engine's own states are copied to the host.
+        ``load_state_dict()`` takes the result on the same rank of a job with the same number of ranks.
         ``engine.save_checkpoint()`` saves for any number of ranks, with the weights."""
         if not self.trains():
             return super().state_dict()
@@ -197,9 +198,11 @@ class ShardedOptimizer(_WithoutCompiler):
 
     def load_state_dict(self, state_dict):
         """Loads a result of ``state_dict()`` from this rank of a job with the same number of ranks, or whole states, of
-        a torch optimizer or of one rank. The weights do not change. Where weights in 16 bits equal the state's rounded
+        a torch optimizer or of one rank; of bitsandbytes' and torchao's in 8 bits, and of the Muon of Keller Jordan, of
+        Moonlight and of dion. The weights do not change. Where weights in 16 bits equal the state's rounded
         masters before the next step, the engine's fp32 masters get the state's exact values. UsageError for parts of
-        another rank, or of another number of ranks; ValueError for other param groups."""
+        another rank, or of another number of ranks, and for states that the engine's rule does not have or lacks;
+        ValueError for other param groups."""
         if not self.trains():
             super().load_state_dict(state_dict)
             return
