@@ -158,6 +158,21 @@ def _states_in(folder, rank):
     return content.get("base_optimizer_state", content.get("optimizer_state_dict"))["state"]
 
 
+def test_lion_has_one_state_and_counts_no_steps(saved, tmp_path):
+    def change(content):
+        states = content["base_optimizer_state"]["state"]
+        states[1] = {"exp_avg": states[1]["exp_avg"]}
+
+    folder = shutil.copytree(saved[0] / "1-fp32", tmp_path / "lion")
+    for rank in range(WORLD):
+        _change(folder, rank, change)
+    found = strata._C.TrainingCheckpoint(import_deepspeed(folder, tmp_path / "out"))
+    expected = saved[1][0][1, "fp32", False][0]["exp_avg", "norm.bias"]
+    assert numpy.array_equal(found.read("parameter", "norm.bias", "exp_avg").numpy(), expected)
+    assert "exp_avg_sq" not in found.kinds
+    assert json.loads(found.training)["optimizer_steps"] == {"all": STEPS, "missed": {}}
+
+
 # --- bitsandbytes' optimizers under DeepSpeed, whose blocks count in the flat tensors ---
 
 

@@ -49,6 +49,8 @@ def export_deepspeed(checkpoint, out, tag=None, world_size=None, stage=None, sub
         raise _C.IoError(f"there is no training checkpoint of Strata in '{os.fspath(checkpoint)}'"
                          + (f" with the tag '{tag}'" if tag is not None else ""))
     whole = read_own(source)
+    if any(kind.endswith(".scales") for kind in _C.TrainingCheckpoint(source).kinds):
+        logger.info("optimizer states in 8 bits are written as numbers: DeepSpeed's files have no place for codes")
     stage = whole.stage if stage is None else stage
     world_size = whole.world_size if world_size is None else world_size
     if stage not in (1, 2, 3):
