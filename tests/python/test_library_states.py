@@ -8,9 +8,13 @@ import strata
 import torch
 from ranks import run_ranks
 from strata.checkpoint.library_states import Numbers, engine_states, map8
+from strata.exporting.deepspeed import export_deepspeed
 from strata.importing.dcp import import_dcp
 from strata.importing.whole_tensors import load_tensors
-from strata.utils import safe_get_full_optimizer_state
+from strata.utils import safe_get_full_optimizer_state, safe_set_full_optimizer_state
+from strata.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from test_command_line import report
+from test_whole_parameters import Lamb
 from tiny_models import config_of, full_parameters, make_engine, rank_and_world, train_step
 
 HERE = Path(__file__).parent / "library_states"  # with files that the libraries themselves have written
@@ -137,6 +141,30 @@ def test_folders_of_dcp_with_states_of_8_bits_are_imported(name, tmp_path):
     run_ranks(2, _of_dcp, str(tmp_path), expected)
 
 
+def _two_checkpoints(folder):
+    engine = _engine("AdamW8bit")
+    for step in range(2):
+        _step(engine, step)
+        engine.save_checkpoint(folder, tag=f"after {step + 1}")
+    engine.destroy()
+
+
+def test_checkpoints_with_states_of_8_bits_are_compared(tmp_path):
+    run_ranks(2, _two_checkpoints, str(tmp_path))
+    one, other = (str(tmp_path / f"after {n}") for n in (1, 2))
+    same = report("diff", one, one, "--kinds")
+    assert same["equal"] and same["tensors"] == 8
+    assert get_fp32_state_dict_from_zero_checkpoint(one)["weight"].shape == (MADE["ROWS"], MADE["COLUMNS"])
+    path = export_deepspeed(one, tmp_path / "out", world_size=1, stage=2)  # as numbers
+    exported = torch.load(f"{path}/zero_pp_rank_0_mp_rank_00_optim_states.pt", weights_only=False)
+    moment = exported["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["exp_avg"]
+    expected = strata._C.TrainingCheckpoint(one).read("parameter", "weight", "exp_avg")
+    assert torch.equal(moment[: expected.numel()].view_as(expected), expected) and expected.any()
+    told = report("diff", one, other, "--kinds", "--top", "8", code=1)
+    found = {(entry["name"], entry["kind"]): entry for entry in told["largest"]}
+    assert found["weight", "exp_avg_sq.scales"]["elements"] == 17 and ("weight", "exp_avg") in found
+
+
 # --- Muon: the average is kept, and some libraries keep the sum ---
 
 MUON = {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1}
@@ -199,6 +227,66 @@ def _momentum_taken():
 @pytest.mark.parametrize("world", [1, 2])
 def test_momentum_of_other_libraries_becomes_the_average(world):
     run_ranks(world, _momentum_taken)
+
+
+def _of_dcp_muon(folder, momentum, of_adam):
+    engine = _muon_engine(2)
+    engine.load_checkpoint(folder)
+    assert torch.equal(safe_get_full_optimizer_state(engine.module.weight, "momentum_buffer"), momentum)
+    assert torch.equal(safe_get_full_optimizer_state(engine.module.bias, "exp_avg_sq"), of_adam["exp_avg_sq"])
+    assert [group["lr"] for group in engine.optimizer.param_groups] == [MUON["lr"], 1e-3]
+    engine.destroy()
+
+
+@pytest.mark.parametrize("flattened", [False, True])
+def test_folders_of_dcp_with_torchs_muon_are_imported(flattened, tmp_path):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+    model = Model()
+    optimizers = [torch.optim.Muon([model.weight], **MUON),
+                  torch.optim.AdamW([model.bias], lr=1e-3, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0)]
+    for step in range(2):
+        model.weight.grad, model.bias.grad = MADE["gradients_of"](step)
+        for optimizer in optimizers:
+            optimizer.step()
+    options = StateDictOptions(flatten_optimizer_state_dict=flattened)
+    of_model, of_optimizer = get_state_dict(model, optimizers, options=options)
+    dcp.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=tmp_path / "muon", no_dist=True)
+    import_dcp(tmp_path / "muon", tmp_path / "out")
+    momentum = optimizers[0].state[model.weight]["momentum_buffer"]
+    run_ranks(2, _of_dcp_muon, str(tmp_path / "out"), momentum, optimizers[1].state[model.bias])
+
+
+# --- reading and setting by name ---
+
+
+def _set_by_name(which):
+    if which == "Muon":
+        engine, states = _muon_engine(), {"weight": ["momentum_buffer"], "bias": ["exp_avg", "exp_avg_sq"]}
+    elif which == "whole":
+        model = Model()
+        engine = make_engine(model, config_of(2, optimizer=False), optimizer=Lamb(model.parameters()))
+        states = dict.fromkeys(("weight", "bias"), ["exp_avg", "exp_avg_sq"])
+        assert engine.optimizer.takes_whole
+    else:
+        engine, states = _engine(which), dict.fromkeys(("weight", "bias"), ["exp_avg"])
+    _step(engine, 0)
+    for name, parameter in engine.module.named_parameters():
+        for state in states[name]:
+            found = safe_get_full_optimizer_state(parameter, state)
+            value = torch.full_like(found, 0.25)  # which 8 bits hold exactly
+            safe_set_full_optimizer_state(parameter, value, state)
+            assert torch.equal(safe_get_full_optimizer_state(parameter, state), value), (which, name, state)
+    before = full_parameters(engine.module)
+    _step(engine, 1)
+    assert not torch.equal(full_parameters(engine.module)["weight"], before["weight"])
+    engine.destroy()
+
+
+@pytest.mark.parametrize("which", ["Muon", "whole", "Lion", "Lion8bit", "AdamW8bit"])
+def test_states_are_read_and_set_by_their_names(which):
+    run_ranks(2, _set_by_name, which)
 
 
 # --- refusals ---

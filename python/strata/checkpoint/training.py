@@ -174,7 +174,7 @@ def _require_same_states(engine, checkpoint):
     unlike = []
     for index in range(len(engine._described)):
         name, wanted = engine.core.known_name(index), _C.state_names(engine.core, index)
-        found = [kind for kind in checkpoint.kinds[1:] if checkpoint.has(name, kind)]
+        found = [k for k in checkpoint.kinds[1:] if not k.endswith(".scales") and checkpoint.has(name, k)]
         trains = engine._described[index][1].requires_grad
         if trains and found and any(kind not in found and kind in checkpoint.kinds for kind in wanted):
             unlike.append((name, found, wanted))
