@@ -95,6 +95,22 @@ def train_with_deepspeed(folder):
     return told
 
 
+def go_on_with_deepspeed(folder, cases):
+    """By case: losses of this rank after the checkpoints that DeepSpeed loads."""
+    warnings.simplefilter("ignore")
+    deepspeed = deepspeed_over_gloo()
+    deepspeed.init_distributed(dist_backend="gloo")
+    rank, _ = rank_and_world()
+    told = {}
+    for case in cases:
+        engine = make_engine(deepspeed, case, seed=7)
+        path, _ = engine.load_checkpoint(f"{folder}/{name_of(case)}")
+        assert path is not None
+        told[case] = [train_step(engine, step, [rank])[0] for step in range(STEPS, STEPS + 2)]
+        engine.destroy()
+    return told
+
+
 def _states(engine):
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 

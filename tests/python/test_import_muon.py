@@ -10,8 +10,9 @@ import pytest
 import strata
 import torch
 from deepspeed_muon import (
-    CASES, ENV, PARAMS, STEPS, WORLD, Model, batch_of, make_engine, name_of, train_step, train_with_deepspeed,
-)
+    CASES, ENV, PARAMS, STEPS, WORLD, Model, batch_of, go_on_with_deepspeed, make_engine, name_of, train_step,
+    train_with_deepspeed,
+)  # fmt: skip
 from devices import ON_GPU
 from ranks import run_ranks
 from strata.checkpoint.library_states import map8
@@ -145,11 +146,39 @@ def test_what_was_imported_is_exported_as_deepspeed_wrote_it(saved, imported, tm
             for flat, states in theirs.items():
                 assert ours[flat].keys() == states.keys(), (case, rank, flat)
                 for kind, value in states.items():
-                    found = torch.as_tensor(ours[flat][kind])
+                    found = torch.as_tensor(ours[flat][kind]).to(value.dtype)
                     if kind == "momentum_buffer":
                         assert found.shape == value.shape, (case, rank)
                     size = min(found.numel(), value.numel())  # one of its classes strips the padding
                     assert torch.equal(found.flatten()[:size], value.flatten()[:size]), (case, rank, kind)
+
+
+EXPORTED = CASES[::2]
+
+
+def _train_with_strata(folder):
+    rank, _ = rank_and_world()
+    told = {}
+    for case in EXPORTED:
+        engine = make_engine(strata, case)
+        for step in range(STEPS):
+            train_step(engine, step, [rank])
+        engine.save_checkpoint(f"{folder}/{name_of(case)}")
+        told[case] = [train_step(engine, step, [rank])[0] for step in range(STEPS, STEPS + 2)]
+        engine.destroy()
+    return told
+
+
+def test_deepspeed_goes_on_from_an_export(tmp_path):
+    """Its Newton-Schulz has other roundings than torch's."""
+    ours = run_ranks(WORLD, _train_with_strata, str(tmp_path / "ours"))
+    for case in EXPORTED:
+        export_deepspeed(tmp_path / "ours" / name_of(case), tmp_path / "out" / name_of(case), sub_group_size=60)
+    theirs = run_ranks(WORLD, go_on_with_deepspeed, str(tmp_path / "out"), EXPORTED, timeout=300.0, env=ENV)
+    for rank in range(WORLD):
+        for case in EXPORTED:
+            assert theirs[rank][case][0] == pytest.approx(ours[rank][case][0], rel=1e-6), case
+            assert theirs[rank][case][1] == pytest.approx(ours[rank][case][1], rel=2e-3), case
 
 
 def _states_in(folder, rank):

@@ -258,6 +258,40 @@ def test_folders_of_dcp_with_torchs_muon_are_imported(flattened, tmp_path):
     run_ranks(2, _of_dcp_muon, str(tmp_path / "out"), momentum, optimizers[1].state[model.bias])
 
 
+def _of_dcp_whole(folder, expected):
+    model = Model()
+    engine = make_engine(model, config_of(2, optimizer=False), optimizer=torch.optim.Adafactor(model.parameters()))
+    engine.load_checkpoint(folder)
+    states = {engine.core.known_name(index): values for index, _, values in engine.core.segment_states.entries()}
+    for name, values in states.items():  # of the parameters that this rank owns
+        assert values.keys() == expected[name].keys()
+        for key, value in expected[name].items():
+            assert torch.equal(torch.as_tensor(values[key]), value), (name, key)
+    _step(engine, 2)
+    found = full_parameters(engine.module)
+    engine.destroy()
+    return len(states), found
+
+
+def test_folders_of_dcp_with_states_of_other_shapes_are_imported(tmp_path):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    model = Model()
+    optimizer = torch.optim.Adafactor(model.parameters())
+    for step in range(2):
+        MADE["take_step"](model, optimizer, step)
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    dcp.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=tmp_path / "adafactor", no_dist=True)
+    import_dcp(tmp_path / "adafactor", tmp_path / "out")
+    expected = {name: {k: v.clone() for k, v in optimizer.state[p].items()} for name, p in model.named_parameters()}
+    MADE["take_step"](model, optimizer, 2)
+    told = run_ranks(2, _of_dcp_whole, str(tmp_path / "out"), expected)
+    assert sum(count for count, _ in told) == 2
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(told[0][1][name], p.detach(), rtol=1e-5, atol=1e-6)
+
+
 # --- reading and setting by name ---
 
 

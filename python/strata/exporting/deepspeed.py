@@ -19,7 +19,7 @@ from tqdm import tqdm
 from .. import _C
 from ..checkpoint.plain_values import from_plain
 from ..importing.deepspeed_states import FlatLayout
-from ..importing.whole_tensors import VALUE, find_own, read_own
+from ..importing.whole_tensors import VALUE, find_own, number_of, read_own
 from ..views import logger
 
 
@@ -207,7 +207,11 @@ class Files:
         self._scheduler = from_plain((whole.training.get("scheduler") or {}).get("state"), read)
         self._param_groups = optimizer["param_groups"]
         by_name = {t.name: t for t in whole.tensors if t.role == "parameter"}
-        groups = _groups(optimizer, by_name)
+        groups = [_in_order_of_muon(group) if settings.get("use_muon") else group
+                  for settings, group in zip(self._param_groups, _groups(optimizer, by_name))]
+        if stage == 3 and any(settings.get("use_muon") for settings in self._param_groups):
+            logger.warning("DeepSpeed's Muon orders its matrices by shape, and so do these files; where zero.Init "
+                           "builds the model, it cannot see shapes and would mix up matrices: build it without")
         self._layout = Layout(groups, world_size, stage, sub_group_size)
         self._of_muon = {flat for group, own in zip(self._param_groups, self._layout.group_flats)
                          if group.get("use_muon") for flat in own}
@@ -382,6 +386,8 @@ class Files:
             values = dict(self._scalars[first])  # torch's optimizers accept a step that is an int, too
             if flat in self._of_muon:
                 values.pop("step", None)  # which it does not count
+            elif self._of_muon and "step" in values:  # any class may update the other half: torch's needs a tensor
+                values["step"] = torch.tensor(int(values["step"]))
             values.update((kind, flats[kind][rank][flat]) for kind in kinds if kind != VALUE)
             if len(values) > 1 or "step" not in values:
                 state[flat] = values
@@ -392,7 +398,7 @@ class Files:
                 logger.warning("DeepSpeed's Muon has nesterov=True and the \"original\" factor; the checkpoint has "
                                "nesterov=%s, adjust_lr_fn=%s", *made)
             groups.append({**group, "params": own})
-            step = state.get(own[0], {}).get("step")
+            step = number_of(state.get(own[0], {}).get("step"))
             if isinstance(step, int):
                 groups[-1]["step"] = step  # FusedAdam of older versions counts here
         return {"state": state, "param_groups": groups}
@@ -411,6 +417,11 @@ class Files:
             cur_hysteresis=int(saved.get("hysteresis_left", hysteresis)),
             consecutive_hysteresis=self._config.get("fp16", {}).get("consecutive_hysteresis") is True,
             raise_error_at_min_scale=True, dtype=torch.half)
+
+
+def _in_order_of_muon(group):
+    """{name: shape} as DeepSpeed's class for Muon orders it: the largest first dimension first, then the next."""
+    return dict(sorted(group.items(), key=lambda entry: list(entry[1]), reverse=True))
 
 
 def _groups(optimizer, by_name):
