@@ -187,6 +187,14 @@ def _states_in(folder, rank):
     return content.get("base_optimizer_state", content.get("optimizer_state_dict"))["state"]
 
 
+def test_a_momentum_that_is_not_there_is_missed(saved, tmp_path):
+    folder = shutil.copytree(saved[0] / "1-fp32", tmp_path / "none")
+    for rank in range(WORLD):
+        _change(folder, rank, lambda content: content["base_optimizer_state"]["state"].pop(0))
+    with pytest.raises(strata.FormatError, match="no momentum_buffer of 'layers.1.weight', which has taken 3 steps"):
+        import_deepspeed(folder, tmp_path / "out")
+
+
 def test_lion_has_one_state_and_counts_no_steps(saved, tmp_path):
     def change(content):
         states = content["base_optimizer_state"]["state"]

@@ -64,6 +64,8 @@ def _assemble(files, model, states, values_only):
             tensors.append(WholeTensor(name, shape, dtype, kinds, trainable=True, aliases=aliases.get(name, [])))
             scalars[name] = {} if values_only else states.scalars_of(name)
             steps[name] = int(scalars[name].get("step", counted))
+    if not values_only:
+        _require_muon(files, states, model, {tensor.name: tensor.kinds for tensor in tensors}, steps)
     frozen = model.frozen()
     tensors += [WholeTensor(n, shape, s.dtype, {VALUE: s}, aliases=aliases.get(n, [])) for n, shape, s in frozen]
     tensors += model.buffers()
@@ -72,6 +74,18 @@ def _assemble(files, model, states, values_only):
     training["without_frozen"] = not frozen
     world = len(files.optimizer) or int(model.first.get("dp_world_size") or 1)
     return WholeCheckpoint(files.tag, tensors + client_tensors(beside), training, world, states.stage)
+
+
+def _require_muon(files, states, model, kinds, steps):
+    """FormatError where a group of DeepSpeed's Muon has taken steps, and the files lack its states."""
+    groups = [group for group in states.param_groups or [] if "use_muon" in group]
+    for group, names in zip(states.param_groups or [], _members(states.param_groups or [], model.shapes) or []):
+        wanted = "momentum_buffer" if group.get("use_muon") else "exp_avg"
+        lacking = [name for name in names if groups and steps[name] > 0 and wanted not in kinds[name]]
+        if lacking:
+            raise _C.FormatError(f"'{files.folder}' has no {wanted} of '{lacking[0]}', which has taken "
+                                 f"{steps[lacking[0]]} steps, and of {len(lacking) - 1} more: where states rest on a "
+                                 "drive, save with DeepSpeed's save_muon_momentum_buffer_in_memory")
 
 
 def _training_of(model, states, beside, steps, scalars):
