@@ -10,6 +10,7 @@
 #include "strata/engine/optimize/native_optimizer.h"
 #include "strata/engine/unit/agreement.h"
 #include "strata/kernels/adam.h"
+#include "strata/kernels/states8.h"
 #include "strata/offload/state_store.h"
 #include "strata/torch/base/placement.h"
 #include "strata/torch/base/tensors.h"
@@ -341,6 +342,18 @@ void bind_states(py::module_& module) {
   module.def("state_names", &state_names, py::arg("model"), py::arg("param") = py::none());
   module.def("read_state", &read_state, unlocked);
   module.def("write_state", &write_state, unlocked);
+  // (codes, scales) of this rank's part of a state in 8 bits, on the host; None: there is none.
+  module.def(
+      "read_codes",
+      [](ShardedModel& model, int param, const std::string& name) {
+        const auto kept = StateValues(model, param).codes(name);
+        return kept ? std::optional(std::pair(kept->codes, kept->scales)) : std::nullopt;
+      },
+      unlocked);
+  // The value of each code in the map of the first or of the second moment.
+  module.def("map8", [](bool is_signed) {
+    return (is_signed ? kernels::signed_map8() : kernels::unsigned_map8()).values;
+  });
   // Joins a state that Python keeps from all ranks' parts; None if a rank lacks its part.
   module.def(
       "join_state",
