@@ -8,7 +8,6 @@ import strata
 import torch
 from plain_torch import PlainTrainer, exact_square_roots
 from ranks import run_ranks
-from soak import ALL
 from strata.model.model_input import ModelTree
 from strata.muon import find_matrices
 from strata.ops import muon
@@ -102,12 +101,6 @@ def test_training_has_the_bits_of_plain_torch(world):
     """At every stage; the raw gradient is clipped, before the momentum, and its norm is the reported one."""
     dtype, clipping = {1: ("fp16", 0.5), 2: ("fp32", 0.1), 3: ("bf16", 0.0)}[world]
     run_ranks(world, _trained, (0, 1, 2, 3), dtype, clipping)
-
-
-@pytest.mark.parametrize("device", ["cpu", "nvme"])
-def test_states_may_rest_on_the_host_or_a_drive(device, tmp_path):
-    section = {"device": device, **({"nvme_path": str(tmp_path)} if device == "nvme" else {})}
-    run_ranks(2, _trained, (2, 3) if ALL else (3,), "bf16", 0.5, {"zero_optimization": {"offload_optimizer": section}})
 
 
 def test_every_shard_group_does_the_same():
