@@ -253,6 +253,37 @@ def test_the_number_of_ranks_changes_no_bit(tmp_path):
                 name: [] for name in names}, world
 
 
+def _beside_torch(clipping):
+    """One rank beside torch's own classes, with the norm clipped before ``step()``. The norm is a sum in another order,
+    and Newton-Schulz makes of a last bit up to a hundredth of an update."""
+    setup = ("fp32", 1, 8, clipping)
+    plain = _build("qwen3")
+    found = find_matrices(ModelTree(plain))
+    matrices, others = ([p for p in plain.parameters() if (id(p) in found) == wanted] for wanted in (True, False))
+    both = [torch.optim.Muon(matrices, lr=0.02, weight_decay=0.1, momentum=0.95),
+            torch.optim.AdamW(others, lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-10, foreach=False)]
+    engine = make_engine(_build("qwen3"), _config("Muon", "stage 3", setup, None))
+    engine.train()
+    for step in range(STEPS):
+        _step(engine, step, setup, False)
+        ids = _rows(step, 0, 0, setup)
+        plain(input_ids=ids, labels=ids).loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), clipping or math.inf).item()
+        assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-5 if step == 0 else 1e-2)
+        for optimizer in both:
+            optimizer.step()
+            optimizer.zero_grad()
+        bound = 1e-3 if step or clipping else 1e-6
+        for name, value in full_parameters(engine.module).items():
+            torch.testing.assert_close(value, plain.get_parameter(name).detach(), rtol=bound, atol=bound,
+                                       msg=lambda m, name=name, step=step: f"{name} after step {step}: {m}")
+
+
+@pytest.mark.parametrize("clipping", [0.0, 0.5])
+def test_one_rank_is_torchs_muon_and_adamw(clipping):
+    run_ranks(1, _beside_torch, clipping)
+
+
 ROWS = 24  # of a step, over all ranks and micro-steps
 
 
