@@ -145,7 +145,7 @@ FRAMEWORKS := build/frameworks$(patsubst .venv%,%,$(notdir $(VENV)))
 soak: export STRATA_FRAMEWORKS = $(abspath $(FRAMEWORKS))
 soak: export STRATA_SOAK = 1
 # Whose tests without the mark have more cases then.
-soak: MORE_IN_SOAK = $(addprefix tests/,python/test_offload.py python/test_sequence_parallel.py python/test_sizing_page.py bench/test_step.py)
+soak: MORE_IN_SOAK = $(addprefix tests/,python/test_offload.py python/test_optimizer_bits.py python/test_sequence_parallel.py python/test_sizing_page.py bench/test_step.py)
 soak: build $(VENV)/.strata-tests  ## Long versions: a hundred architectures, disks that fail, ranks that are killed
 	STRATA_FAULT_SEEDS=10000 $(BUILD)/tests/engine/checkpoint/engine_checkpoint_tests --gtest_filter='*FailingDisk.*'
 	STRATA_ADAM_BITS=31250000 $(BUILD)/tests/device/device_tests --gtest_filter='Cuda/*AnyBits'

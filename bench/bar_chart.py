@@ -74,7 +74,7 @@ def _style():
     )
 
 
-def _text(x, y, text, classes="ink", anchor="start"):
+def text_at(x, y, text, classes="ink", anchor="start"):
     return f'<text x="{x:.1f}" y="{y:.1f}" class="{classes}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
@@ -85,7 +85,7 @@ def _rectangle(x, y, width, height, colour, radius=2):
 def _legend(chart, y):
     parts, x = [], float(MARGIN)
     for colour, text in chart.legend.items():
-        parts += [_rectangle(x, y - 10, 12, 12, colour), _text(x + 18, y, text, "faint small")]
+        parts += [_rectangle(x, y - 10, 12, 12, colour), text_at(x + 18, y, text, "faint small")]
         x += 18 + CHARACTER * len(text) + 14
     return parts
 
@@ -95,7 +95,7 @@ def _axis(ticks, left, scale, top, bottom):
     for tick in ticks:
         x = left + tick * scale
         parts.append(f'<line x1="{x:.1f}" y1="{top}" x2="{x:.1f}" y2="{bottom}" class="rule" stroke-width="1"/>')
-        parts.append(_text(x, bottom + 16, f"{tick:,.10g}", "faint small", "middle"))
+        parts.append(text_at(x, bottom + 16, f"{tick:,.10g}", "faint small", "middle"))
     return parts
 
 
@@ -110,15 +110,15 @@ def render(chart):
     lines = [line for paragraph in chart.caption for line in wrap(paragraph, CAPTION_CHARACTERS)]
     height = bottom + 50 + 17 * len(lines) + 6
 
-    parts = [_text(MARGIN, 34, chart.title, "ink title"), _text(MARGIN, 55, chart.unit, "faint")]
+    parts = [text_at(MARGIN, 34, chart.title, "ink title"), text_at(MARGIN, 55, chart.unit, "faint")]
     parts += _legend(chart, 79) + _axis(nice_ticks(most), left, scale, top, bottom)
     for number, bar in enumerate(chart.bars):
         y = top + GAP // 2 + number * (BAR + GAP) + 2
         strong = " strong" if bar.colour == "strata" else ""
-        parts.append(_text(left - 10, y + 16, bar.label, "ink" + strong, "end"))
+        parts.append(text_at(left - 10, y + 16, bar.label, "ink" + strong, "end"))
         parts.append(_rectangle(left, y, max(bar.value * scale, 1.0), BAR, bar.colour))
-        parts.append(_text(left + bar.value * scale + 8, y + 16, bar.text, "ink value" + strong))
-    parts += [_text(MARGIN, bottom + 48 + 17 * i, line, "faint small") for i, line in enumerate(lines)]
+        parts.append(text_at(left + bar.value * scale + 8, y + 16, bar.text, "ink value" + strong))
+    parts += [text_at(MARGIN, bottom + 48 + 17 * i, line, "faint small") for i, line in enumerate(lines)]
 
     spoken = f"{chart.unit}. " + "; ".join(f"{bar.label}: {bar.text}" for bar in chart.bars)
     head = [

@@ -38,10 +38,9 @@ import strata
 SAMPLE_PROMPT = b"def "
 
 
-def write_initial_checkpoint(folder, dtype):
-    """A Qwen3 of 6.4 M parameters with random weights, as config.json and safetensors."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
+def model_config():
+    """A Qwen3 of 6.4 M parameters."""
+    return Qwen3Config(
         vocab_size=256,  # a token is a byte
         hidden_size=384,
         intermediate_size=1024,
@@ -54,7 +53,12 @@ def write_initial_checkpoint(folder, dtype):
         bos_token_id=None,
         eos_token_id=None,
     )
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def write_initial_checkpoint(folder, dtype):
+    """The model with random weights, as config.json and safetensors; returns the number of its parameters."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(model_config(), dtype=dtype)
     model.save_pretrained(folder)
     return sum(p.numel() for p in model.parameters())
 

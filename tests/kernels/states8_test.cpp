@@ -44,22 +44,33 @@ void update8_reference(UpdateSpans spans, const UpdateScalars& scalars) {
     encode8(unsigned_map8(), second, states.exp_avg_sq, scalars.keeps_positive);
 }
 
+// The middle of part k - n of the n = 2^e into which a decade is divided, where e is that of k.
+float middle(int k, int decades_before) {
+  int exponent = 0;
+  while ((2 << exponent) <= k) ++exponent;
+  const double n = std::pow(2.0, exponent);
+  const double in_decade = 0.1 + 0.9 * (k - n + 0.5) / n;
+  return static_cast<float>(std::pow(10.0, exponent - decades_before - 6) * in_decade);
+}
+
 TEST(States8, TheMapsAreDynamic) {
   const Map8& with_sign = signed_map8();
-  EXPECT_FLOAT_EQ(with_sign.values[0], -0.99296875F);
-  EXPECT_FLOAT_EQ(with_sign.values[126], -5.5e-7F);
-  EXPECT_EQ(with_sign.values[127], 0.0F);
-  EXPECT_FLOAT_EQ(with_sign.values[128], 5.5e-7F);
-  EXPECT_FLOAT_EQ(with_sign.values[129], 3.25e-6F);
-  EXPECT_EQ(with_sign.values[255], 1.0F);
   const Map8& without = unsigned_map8();
+  for (std::size_t k = 1; k < 128; ++k) {
+    EXPECT_FLOAT_EQ(with_sign.values[127 + k], middle(static_cast<int>(k), 0));
+    EXPECT_EQ(with_sign.values[127 - k], -with_sign.values[127 + k]);
+  }
+  for (std::size_t code = 1; code < 255; ++code)
+    EXPECT_FLOAT_EQ(without.values[code], middle(static_cast<int>(code) + 1, 1));
+  EXPECT_EQ(with_sign.values[127], 0.0F);
   EXPECT_EQ(without.values[0], 0.0F);
+  EXPECT_FLOAT_EQ(with_sign.values[0], -0.99296875F);
+  EXPECT_FLOAT_EQ(with_sign.values[128], 5.5e-7F);
   EXPECT_FLOAT_EQ(without.values[1], 3.25e-7F);
-  EXPECT_FLOAT_EQ(without.values[2], 7.75e-7F);
-  EXPECT_FLOAT_EQ(without.values[254], 0.1F + 0.9F * 127.5F / 128.0F);
-  EXPECT_EQ(without.values[255], 1.0F);
-  for (const Map8* map : {&with_sign, &without})
+  for (const Map8* map : {&with_sign, &without}) {
+    EXPECT_EQ(map->values[255], 1.0F);
     EXPECT_TRUE(std::ranges::is_sorted(map->values, std::less_equal<>()));
+  }
 }
 
 TEST(States8, ACodeIsThatOfTheNearestValue) {

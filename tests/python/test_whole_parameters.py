@@ -83,7 +83,7 @@ def _in_groups(rule):
 RULES = {
     "torch's Adafactor": lambda p: torch.optim.Adafactor(_filled(p), lr=1e-2, weight_decay=0.1),
     "transformers' Adafactor": lambda p: _transformers_adafactor(_filled(p)),
-    "Lamb": lambda p: Lamb(_filled(p)),
+    "Lamb": Lamb,  # has the parameter without elements, too
     "Lamb in groups": _in_groups(Lamb),
     "Shampoo": lambda p: Shampoo(_filled(p)),
 }
@@ -116,11 +116,6 @@ def _trained(rules, stages, dtype, clipping, more=None):
 def test_training_has_the_bits_of_plain_torch(world):
     dtype, clipping = {1: ("fp16", 0.5), 2: ("fp32", 0.5), 3: ("bf16", 0.0)}[world]
     run_ranks(world, _trained, list(RULES), (0, 1, 2, 3), dtype, clipping)
-
-
-def test_states_may_rest_on_the_host():
-    offloaded = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
-    run_ranks(2, _trained, ["torch's Adafactor", "Lamb"], (2, 3), "bf16", 0.5, offloaded)
 
 
 def test_every_shard_group_does_the_same():
@@ -323,9 +318,9 @@ def _unlike():
     """Ranks that bring optimizers of different kinds."""
     rank, _ = rank_and_world()
     model = make_model()
-    rule = RULES["Lamb"] if rank == 1 else lambda p: torch.optim.AdamW(_filled(p))
+    rule = Lamb if rank == 1 else torch.optim.AdamW
     with pytest.raises(strata.ConfigError, match="update rule = (adamw|whole)"):
-        make_engine(model, config_of(2, optimizer=False), optimizer=rule(model.parameters()))
+        make_engine(model, config_of(2, optimizer=False), optimizer=rule(_filled(model.parameters())))
 
 
 def test_ranks_with_different_rules_are_refused():

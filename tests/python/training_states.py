@@ -22,6 +22,19 @@ def snapshot(engine):
     return bits
 
 
+def states_by_name(engine):
+    """{"state parameter": whole value} of all optimizer states that the engine keeps."""
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        for state in strata._C.state_names(engine.core):
+            try:
+                found[f"{state} {name}"] = strata.utils.safe_get_full_optimizer_state(parameter, state)
+            except strata.UsageError as error:  # of a parameter with another update rule
+                if "found are" not in str(error):
+                    raise
+    return {name: value for name, value in found.items() if value is not None}
+
+
 def told_by(function, *args, **kwargs):
     with pytest.raises(strata.Error) as error:
         function(*args, **kwargs)

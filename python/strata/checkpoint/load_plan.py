@@ -180,12 +180,14 @@ def build_model(model_class, config, dtype, model_arguments):
 
 
 def make_flat(model):
-    """Makes every meta parameter empty on the CPU, the same object as before. Returns {id(parameter): full shape}."""
+    """Makes every meta parameter empty on the CPU, the same object as before, with its full shape as ``ds_shape``.
+    Returns {id(parameter): full shape}."""
     shapes = {}
     for parameter in model.parameters():
         shapes[id(parameter)] = torch.Size(parameter.shape)
         empty = torch.nn.Parameter(torch.empty(0, dtype=parameter.dtype), parameter.requires_grad)
         _swap(parameter, empty)
+        parameter.ds_shape = shapes[id(parameter)]  # optimizers are chosen by it before the engine owns the parameter
     return shapes
 
 

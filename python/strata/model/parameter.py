@@ -43,11 +43,11 @@ def parameter_at(module, name):
 
 
 def full_shape(parameter):
-    """[int]: the shape of the whole parameter, gathered or not, or in tiles."""
+    """[int]: the shape of the whole parameter, gathered or not, in tiles, or to be loaded from files."""
     tiles, (core, index) = tiles_of(parameter), owner_of(parameter)
     if tiles is not None:
         return list(tiles.shape)
-    return list(parameter.shape if core is None else core.full_shape(index))
+    return list(getattr(parameter, "ds_shape", parameter.shape) if core is None else core.full_shape(index))
 
 
 def shaped(core, index, flat):

@@ -4,6 +4,7 @@
 
 #include "strata/base/error.h"
 #include "strata/kernels/master_remainder.h"
+#include "strata/kernels/states8.h"
 
 namespace strata::engine {
 namespace {
@@ -184,6 +185,23 @@ void ShardStates::enqueue_store(int param, std::string_view kind, Numel begin, N
                    write(found.bytes.data(), dtype,
                          first + bytes_of(found.begin - Numel(at / each), source_dtype).size(),
                          source_dtype, found.end - found.begin);
+                 });
+  if (dtype == DType::kUInt8 && kind == kExpAvg && high == owned_end)
+    fill_last_block(unit, block, at + (high - low));
+}
+
+// Kernels update the rest of a parameter's last block with the parameter, and zeroes have to stay
+// zeroes there: code 0 of the signed map is nearly minus the block's scale.
+void ShardStates::fill_last_block(const Unit& unit, const StateBlock& block, Numel end) {
+  static const std::vector<std::byte> zeroes(kernels::kBlock8,
+                                             static_cast<std::byte>(kernels::signed_map8().zero));
+  const Numel shard = unit.layout.shard();
+  for_each_range(engine_.weights().states(), {&block, 1}, shard, end,
+                 std::min(align_up(end, Numel(plan::kBlock8)), shard), offload::Access::kReadWrite,
+                 [&](const StateRange& range) {
+                   const std::span<std::byte> rest = range.wanted(DType::kUInt8);
+                   engine_.device().copy(rest, std::span(zeroes).first(rest.size()),
+                                         engine_.device().compute_stream());
                  });
 }
 

@@ -67,6 +67,7 @@ class ShardStates {
   void through_scratch(
       Numel numel, DType dtype,
       const std::function<void(Numel done, Numel part, std::span<std::byte> scratch)>& queue);
+  void fill_last_block(const Unit& unit, const StateBlock& block, Numel end);
   void read_masters(const Unit& unit, Numel first, Numel numel, std::span<std::byte> target);
   void write(std::byte* target, DType dtype, const std::byte* source, DType source_dtype,
              Numel count);
