@@ -232,8 +232,8 @@ void set_outside_states(ShardedModel& model, py::function offload_states,
   model.engine().state_offload().set_outside(std::move(outside));
 }
 
-// `params`: {parameter: (factor of its update, Nesterov's momentum)}. `orthogonalize` gets a
-// parameter and its bf16 values [numel], which it replaces.
+// `params`: {parameter: (factor of its update, Nesterov's momentum)}. `orthogonalize` gets
+// [(parameter, first element, bf16 values)], whole matrices, and replaces the values.
 void set_muon(ShardedModel& model, const std::map<int, std::pair<double, bool>>& params,
               py::function orthogonalize) {
   auto* native = dynamic_cast<engine::NativeOptimizer*>(model.engine().optimizer());
@@ -242,14 +242,19 @@ void set_muon(ShardedModel& model, const std::map<int, std::pair<double, bool>>&
   std::vector<engine::MuonParam> by_param(model.specs().size());
   for (const auto& [param, settings] : params)
     engine::nth(by_param, param) = {settings.first, settings.second};
-  native->muon()->set(std::move(by_param), [shared = held(std::move(orthogonalize)),
-                                            place = model.place()](int param,
-                                                                   std::span<std::byte> values) {
+  const auto call = [shared = held(std::move(orthogonalize)),
+                     place = model.place()](std::span<const engine::OwnedMatrices> matrices) {
     const py::gil_scoped_acquire acquire;
     const at::NoGradGuard no_graph;
-    (*shared)(param, torch::tensor_over(values.data(), static_cast<std::int64_t>(values.size() / 2),
-                                        at::kBFloat16, place));
-  });
+    py::list all;
+    for (const auto& [param, begin, values] : matrices)
+      all.append(py::make_tuple(
+          param, begin.value,
+          torch::tensor_over(values.data(), static_cast<std::int64_t>(values.size() / 2),
+                             at::kBFloat16, place)));
+    (*shared)(all);
+  };
+  native->muon()->set(std::move(by_param), call);
 }
 
 // `told` gets the formerly frozen parameters that become trained.

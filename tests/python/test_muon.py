@@ -402,8 +402,22 @@ def _experts():
         engine.destroy()
 
 
-def test_fused_experts_are_trained_as_matrices_of_their_own():
-    run_ranks(2, _experts)
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_fused_experts_are_trained_as_matrices_of_their_own(world):
+    """With the same bits wherever they lie: in place, in batches of one size, or at an owner."""
+    run_ranks(world, _experts)
+
+
+def test_a_matrix_has_the_same_bits_in_any_company():
+    values = torch.randn(7, 24, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    experts = Matrices([7, 24, 8], cuts=[12, 12])
+    together, apart = values.clone(), values.clone()
+    muon.orthogonalize([(experts, together.view(-1), SETTINGS)])
+    for some in (apart[2:3], apart[:2], apart[3:]):
+        muon.orthogonalize([(experts, some.view(-1), SETTINGS)])
+    twice = [values.clone(), values.clone()]
+    muon.orthogonalize([(experts, some.view(-1), SETTINGS) for some in twice])
+    assert all(same_bits(together, other) for other in (apart, *twice))
 
 
 def _beside_other_settings():

@@ -16,6 +16,14 @@ constexpr Numel kWindow{std::int64_t{16} << 20};  // elements of all slices toge
 
 }  // namespace
 
+void require_undivided_shards(const comm::ShardPosition& place) {
+  if (place.parts > 1)
+    throw ConfigError(
+        "zero_optimization.zero_hpz_partition_size: an optimizer that needs whole parameters does "
+        "not work with secondary shards; remove the key, or take an optimizer that updates element "
+        "by element, such as AdamW");
+}
+
 WholeParameters::WholeParameters(OptimizerShards& shards, comm::Collectives& collectives,
                                  device::Device& device, Options options)
     : shards_(shards),
@@ -25,11 +33,7 @@ WholeParameters::WholeParameters(OptimizerShards& shards, comm::Collectives& col
       options_(std::move(options)),
       loads_(static_cast<std::size_t>(place_.count)),
       charge_(device.ledger(), memory::Tier::kDevice, memory::Kind::kStaging, Bytes()) {
-  if (place_.parts > 1)
-    throw ConfigError(
-        "zero_optimization.zero_hpz_partition_size: an optimizer that needs whole parameters does "
-        "not work with secondary shards; remove the key, or take an optimizer that updates element "
-        "by element, such as AdamW");
+  require_undivided_shards(place_);
   plan_owners();
   std::string text;
   for (const auto& [param, owner] : owner_)
@@ -43,8 +47,7 @@ void WholeParameters::plan_owners() {
     const Unit& unit = nth(shards_.weights().units(), shard.unit);
     for (const plan::Slot& slot : unit.layout.slots()) {
       const bool is_member = shards_.weights().param(slot.param).group >= 0;
-      if (takes(unit) && unit.expects(slot) && is_member && !owner_.contains(slot.param))
-        added.push_back(slot);
+      if (unit.expects(slot) && is_member && !owner_.contains(slot.param)) added.push_back(slot);
     }
   }
   std::ranges::sort(added, [](const plan::Slot& one, const plan::Slot& other) {
@@ -63,19 +66,16 @@ void WholeParameters::prepare() {
     if (owner != place_.index || owned_.contains(param)) continue;
     const Unit& unit = shards_.weights().unit_of(param);
     const Numel numel = shards_.weights().slot_of(param).numel;
-    const Bytes bytes = bytes_of(numel, options_.dtype);
-    const bool wide = options_.dtype == DType::kFloat32;
+    const Bytes bytes = bytes_of(numel, DType::kFloat32);
     const auto take = [&](memory::Kind kind) -> std::unique_ptr<device::Memory> {
-      if (wide && shards_.states_on_host(unit)) return offload::pinned_memory(device_, bytes, kind);
+      if (shards_.states_on_host(unit)) return offload::pinned_memory(device_, bytes, kind);
       return device_.allocate(bytes, kind);
     };
     Owned owned;
-    owned.memory = take(wide ? memory::Kind::kMasterWeights : memory::Kind::kStaging);
+    owned.memory = take(memory::Kind::kMasterWeights);
     owned.values = owned.memory->bytes().first(bytes.size());
-    if (wide) {
-      owned.gradient_memory = take(memory::Kind::kGradientShards);
-      owned.gradients = owned.gradient_memory->bytes().first(bytes.size());
-    }
+    owned.gradient_memory = take(memory::Kind::kGradientShards);
+    owned.gradients = owned.gradient_memory->bytes().first(bytes.size());
     device_.fill_zero(owned.values, device_.compute_stream());
     owned_.emplace(param, std::move(owned));
   }
@@ -86,13 +86,13 @@ void WholeParameters::take_buffer() {
   Numel largest;
   for (const OptimizerShards::UnitShard& shard : shards_.units()) {
     const Unit& unit = nth(shards_.weights().units(), shard.unit);
-    if (takes(unit)) largest = std::max(largest, unit.layout.shard());
+    largest = std::max(largest, unit.layout.shard());
   }
   // Slices of shards begin at multiples of 8 elements, as the remainders of masters do.
   const Numel window = std::min(largest, kWindow / place_.count / 8 * 8);
   if (window <= window_) return;
   window_ = window;
-  const Bytes slice = bytes_of(window, options_.dtype);
+  const Bytes slice = bytes_of(window, DType::kFloat32);
   buffer_ = collectives_.allocate(fmt::format("{}.whole.{}", options_.name, ++buffers_),
                                   slice * place_.count);
   slice_ = device_.allocate(bytes_of(window, DType::kFloat32), memory::Kind::kStaging);
@@ -126,9 +126,9 @@ void WholeParameters::for_each_owned(
 void WholeParameters::bring(const Unit& unit, std::span<const std::byte> mine, Values values) {
   for_each_window(unit, [&](const Window& window) {
     const std::span<std::byte> all = buffer_->local();
-    const Bytes slice = bytes_of(window.numel(), options_.dtype);
+    const Bytes slice = bytes_of(window.numel(), DType::kFloat32);
     copy(part(all, window.numel() * place_.index, window.numel()),
-         mine.subspan(bytes_of(window.begin, options_.dtype).size(), slice.size()));
+         mine.subspan(bytes_of(window.begin, DType::kFloat32).size(), slice.size()));
     collectives_.group_barrier();  // every rank's slice is written before any rank reads it
     collectives_
         .all_gather({buffer_.get(), Bytes(), slice, slice},
@@ -143,25 +143,22 @@ void WholeParameters::bring(const Unit& unit, std::span<const std::byte> mine, V
   });
 }
 
-// A sum with zeroes keeps the other number; of fp32 every bit, since the zeroes are -0.
+// A sum with zeroes keeps every bit of the other number, since the zeroes are -0.
 void WholeParameters::send(const Unit& unit, const Take& take) {
   const std::vector<plan::ShardRange> mine = unit.layout.pieces(place_.index);
   device::Stream& stream = device_.compute_stream();
   for_each_window(unit, [&](const Window& window) {
     const std::span<std::byte> all = part(buffer_->local(), Numel(), window.numel() * place_.count);
     device_.fill_zero(all, stream);
-    if (options_.dtype == DType::kFloat32) {
-      const std::byte* const zeroes[] = {all.data()};
-      device_.sum_in_order(Owned::floats_of(all), zeroes, DType::kFloat32, -1.0F,
-                           /*accumulate=*/false, stream);
-    }
+    const std::byte* const zeroes[] = {all.data()};
+    device_.sum_in_order(Owned::floats_of(all), zeroes, DType::kFloat32, -1.0F,
+                         /*accumulate=*/false, stream);
     for_each_owned(unit, window, [&](Owned& owned, Numel first, Numel at, Numel numel) {
       copy(part(all, at, numel), part(owned.values, first, numel));
     });
     const std::span<float> sum = Owned::floats_of(slice_->bytes()).first(window.numel().size());
     comm::Reduction reduction;
     reduction.source = buffer_.get();
-    reduction.dtype = options_.dtype;
     reduction.result = sum;
     if (place_.groups > 1) reduction.replicas = comm::Replicas::kLater;  // of this group alone
     collectives_.reduce_scatter(reduction, unit.name())->wait();

@@ -30,14 +30,14 @@
 
 namespace strata::engine {
 
+// ConfigError where ranks hold shards in parts.
+void require_undivided_shards(const comm::ShardPosition& place);
+
 class WholeParameters : NonCopyable {
  public:
   struct Options {
-    std::string name;               // of memory that ranks share
-    DType dtype = DType::kFloat32;  // of what owners have: fp32, weights and gradients; or bf16,
-                                    // one kind of values, on the device
-    bool together = false;          // the first rank of each group owns all
-    std::function<bool(const Unit&)> takes = nullptr;  // the units; null: all that train
+    std::string name;       // of memory that ranks share
+    bool together = false;  // the first rank of each group owns all
   };
   // Collective.
   WholeParameters(OptimizerShards& shards, comm::Collectives& collectives, device::Device& device,
@@ -46,8 +46,8 @@ class WholeParameters : NonCopyable {
   // A parameter that this rank owns. Both are as long as it, on the host if its states are.
   struct Owned {
     std::unique_ptr<device::Memory> memory;
-    std::unique_ptr<device::Memory> gradient_memory;  // null for bf16
-    std::span<std::byte> values;                      // its weights, or the one kind
+    std::unique_ptr<device::Memory> gradient_memory;
+    std::span<std::byte> values;
     std::span<std::byte> gradients;
     std::span<float> weight() const { return floats_of(values); }
     std::span<float> gradient() const { return floats_of(gradients); }
@@ -87,10 +87,9 @@ class WholeParameters : NonCopyable {
   void for_each_owned(
       const Unit& unit, const Window& window,
       const std::function<void(Owned& owned, Numel first, Numel at, Numel numel)>& work);
-  bool takes(const Unit& unit) const { return options_.takes == nullptr || options_.takes(unit); }
-  std::span<std::byte> part(std::span<std::byte> all, Numel begin, Numel numel) const {
-    return all.subspan(bytes_of(begin, options_.dtype).size(),
-                       bytes_of(numel, options_.dtype).size());
+  static std::span<std::byte> part(std::span<std::byte> all, Numel begin, Numel numel) {
+    return all.subspan(bytes_of(begin, DType::kFloat32).size(),
+                       bytes_of(numel, DType::kFloat32).size());
   }
   void copy(std::span<std::byte> target, std::span<const std::byte> source) {
     device_.copy(target, source, device_.compute_stream());
