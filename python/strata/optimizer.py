@@ -377,7 +377,7 @@ def wrap_torch_optimizer(inner):
             matrices = complete_groups(inner)
             sharded = _sharded(inner, None)
             sharded.matrices = matrices
-            sharded.rules = {id(p): ("muon", 32, 0, matrices[id(p)].are_apart)
+            sharded.rules = {id(p): ("muon", 32, 0, matrices[id(p)].are_apart, matrices[id(p)].cost)
                              for g in inner.param_groups if g["use_muon"] for p in g["params"]}  # fmt: skip
             return sharded, "adamw"
     native = native_rule(inner)

@@ -5,8 +5,8 @@ import math
 import torch
 
 SIMPLE = (3.4445, -4.7750, 2.0315)
-_TOGETHER = 1 << 23  # elements of equal matrices that are multiplied in one call
-_MOST = 64  # matrices of them
+_TOGETHER = 1 << 24  # elements of equal matrices that are multiplied in one call
+_MOST = 16  # matrices of them
 
 
 def newton_schulz(matrices, coefficients=SIMPLE, steps=5, eps=1e-7):
@@ -51,6 +51,13 @@ class Matrices:
     def _forms(self):
         return [(self.heads or rows, self.shape[-1]) for rows in self.cuts]
 
+    @property
+    def cost(self):
+        """float: the products of Newton-Schulz for all matrices, s^2 (2l + s) for each of sides s <= l."""
+        costs = (rows // form[0] * min(form) ** 2 * (2 * max(form) + min(form))
+                 for rows, form in zip(self.cuts, self._forms()))  # fmt: skip
+        return float(math.prod(self.shape[:-2]) * sum(costs))
+
     def factor(self, adjust_lr_fn):
         """float: the largest factor of a matrix; ``orthogonalize`` has what others lack."""
         return max(factor_of(*form, adjust_lr_fn) for form in self._forms())
@@ -93,6 +100,7 @@ def orthogonalize(matrices):
             batches.setdefault(key, (settings, []))[1].append((flat, share))
     for (form, _), (settings, parts) in batches.items():
         at_once = max(1, min(_MOST, _TOGETHER // math.prod(form)))
+        at_once = 1 << at_once.bit_length() - 1  # as numbers of experts and heads are: few batches are not full
         for some in _filled(parts, at_once):
             batch = torch.cat([part for part, _ in some])
             lacking = at_once - len(batch)

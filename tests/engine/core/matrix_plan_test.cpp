@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <map>
 #include <numeric>
 #include <vector>
@@ -145,6 +146,26 @@ TEST(MatrixPlan, LeavesMatricesInPlaceThatLieWithOneRank) {
     }
     EXPECT_EQ(in_place + exchanged, 3 * (64 * 64 + 15 * 32 * 64 + 15 * 32 * 32));
   }
+}
+
+TEST(MatrixPlan, GivesDenseMatricesToTheRankWithFewerInPlace) {
+  // The dense one fills half of the first rank's slices.
+  const std::vector<Side> block{{64, 128}, {32, 64, 12}};
+  const std::vector<MatrixParam> params = params_of({6, block}, 2);
+  expect_complete(params, 2);
+  std::vector<double> loads(2);
+  const auto add = [&](const MatrixWindow& window) {
+    for (const MatrixRun& run : window.runs) {
+      const MatrixParam& param = params[static_cast<std::size_t>(run.param)];
+      const double part =
+          static_cast<double>(run.numel.value) / static_cast<double>(param.numel.value);
+      loads[static_cast<std::size_t>(run.owner)] += part * param.cost;
+    }
+  };
+  for (int rank = 0; rank < 2; ++rank)
+    std::ranges::for_each(plan_matrices(params, 2, rank).in_place, add);
+  std::ranges::for_each(plan_matrices(params, 2, 0).exchanged, add);
+  EXPECT_LE(std::abs(loads[0] - loads[1]), params[0].cost);
 }
 
 TEST(MatrixPlan, WindowsHaveABound) {

@@ -10,7 +10,10 @@
 namespace strata::engine {
 namespace {
 
-constexpr Numel kMost{std::int64_t{32} << 20};  // elements of a window for each owner
+// Elements of a window for each owner. Matrices in place need memory once, and make better use of a
+// device in larger batches.
+constexpr Numel kMost{std::int64_t{32} << 20};
+constexpr Numel kMostInPlace{std::int64_t{64} << 20};
 constexpr Numel kLine{64};  // elements: pieces begin where kernels read and write at their best
 
 struct Item {
@@ -26,12 +29,13 @@ using UnitItems = std::vector<Item>;
 // Fills windows, one behind the other.
 class Windows {
  public:
-  explicit Windows(int ranks) : ranks_(ranks), owned_(static_cast<std::size_t>(ranks)) {}
+  Windows(int ranks, Numel most)
+      : ranks_(ranks), most_(most), owned_(static_cast<std::size_t>(ranks)) {}
 
   // Whether an item for this owner would begin another window.
   bool full_for(int owner, Numel numel) const {
     const Numel owned = owned_[static_cast<std::size_t>(owner)];
-    return owned > Numel() && owned + numel > kMost;
+    return owned > Numel() && owned + numel > most_;
   }
   void add(const Item& item, int owner) {
     Numel& owned = owned_[static_cast<std::size_t>(owner)];
@@ -79,21 +83,28 @@ class Windows {
   }
 
   int ranks_;
+  Numel most_;
   std::vector<Numel> owned_;  // by owner, of the window
   MatrixWindow window_;
   std::vector<const MatrixParam*> params_;  // of its runs
   std::vector<MatrixWindow> done_;
 };
 
+// The matrices that stay in place, by rank, and what they cost there.
+struct InPlace {
+  std::vector<Windows> windows;
+  std::vector<double> loads;
+};
+
 // Those in place go to the windows of their rank, and the others to `items`.
-void place_apart(const MatrixParam& param, std::vector<Windows>& in_place, UnitItems& items) {
+void place_apart(const MatrixParam& param, InPlace& in_place, UnitItems& items) {
   const Numel each(param.numel.value / param.apart);
   const double cost = param.cost / static_cast<double>(param.apart);
   Item run;  // of neighbours that lie with one rank
   int holder = 0;
   const auto end_run = [&] {
     if (run.numel > Numel()) {
-      Windows& own = in_place[static_cast<std::size_t>(holder)];
+      Windows& own = in_place.windows[static_cast<std::size_t>(holder)];
       if (own.full_for(holder, run.numel)) own.close();
       own.add(run, holder);
     }
@@ -109,10 +120,11 @@ void place_apart(const MatrixParam& param, std::vector<Windows>& in_place, UnitI
       items.push_back(item);
       continue;
     }
-    if (run.numel > Numel() && (holder != first || run.numel + each > kMost)) end_run();
+    if (run.numel > Numel() && (holder != first || run.numel + each > kMostInPlace)) end_run();
     if (run.numel == Numel()) run = {&param, item.begin, Numel(), 0.0};
     holder = first;
     run.numel += each;
+    in_place.loads[static_cast<std::size_t>(first)] += cost;
   }
   end_run();
 }
@@ -126,13 +138,12 @@ void take_turns(std::span<const UnitItems* const> units, Windows& windows) {
   }
 }
 
-void deal_by_cost(UnitItems items, Windows& windows, int ranks) {
+void deal_by_cost(UnitItems items, Windows& windows, std::vector<double> loads) {
   windows.close();
   const auto order = [](const Item& item) {
     return std::tuple(-item.cost, item.param->param, item.begin);
   };
   std::ranges::sort(items, {}, order);
-  std::vector<double> loads(static_cast<std::size_t>(ranks));
   for (const Item& item : items) {
     const auto least = std::ranges::min_element(loads);
     const auto owner = static_cast<int>(least - loads.begin());
@@ -145,7 +156,9 @@ void deal_by_cost(UnitItems items, Windows& windows, int ranks) {
 }  // namespace
 
 MatrixPlan plan_matrices(std::span<const MatrixParam> params, int ranks, int position) {
-  std::vector<Windows> in_place(static_cast<std::size_t>(ranks), Windows(ranks));
+  const auto count = static_cast<std::size_t>(ranks);
+  InPlace in_place{std::vector<Windows>(count, Windows(ranks, kMostInPlace)),
+                   std::vector<double>(count)};
   std::map<int, UnitItems> units;
   for (const MatrixParam& param : params) {
     const Numel each(param.numel.value / param.apart);
@@ -154,16 +167,18 @@ MatrixPlan plan_matrices(std::span<const MatrixParam> params, int ranks, int pos
     else
       units[param.unit].push_back({&param, Numel(), param.numel, param.cost});
   }
+  // Turns give all ranks as much, and what stays in place does not.
+  const bool has_in_place = std::ranges::any_of(in_place.loads, [](double l) { return l > 0.0; });
   // Units are alike whose matrices are.
   std::map<std::vector<std::pair<std::int64_t, double>>, std::vector<const UnitItems*>> alike;
-  Windows windows(ranks);
+  Windows windows(ranks, kMost);
   for (const auto& [unit, items] : units) {
     if (items.empty()) continue;
     std::vector<std::pair<std::int64_t, double>> kinds;
     for (const Item& item : items) kinds.emplace_back(item.numel.value, item.cost);
     std::vector<const UnitItems*>& waiting = alike[kinds];
     waiting.push_back(&items);
-    if (waiting.size() < static_cast<std::size_t>(ranks)) continue;
+    if (has_in_place || waiting.size() < count) continue;
     take_turns(waiting, windows);
     waiting.clear();
   }
@@ -172,7 +187,7 @@ MatrixPlan plan_matrices(std::span<const MatrixParam> params, int ranks, int pos
     for (const UnitItems* const items : waiting)
       rest.insert(rest.end(), items->begin(), items->end());
   }
-  deal_by_cost(std::move(rest), windows, ranks);
+  deal_by_cost(std::move(rest), windows, in_place.loads);
 
   MatrixPlan plan;
   plan.exchanged = windows.take();
@@ -184,7 +199,7 @@ MatrixPlan plan_matrices(std::span<const MatrixParam> params, int ranks, int pos
     }
   }
   for (int rank = 0; rank < ranks; ++rank) {
-    std::vector<MatrixWindow> own = in_place[static_cast<std::size_t>(rank)].take();
+    std::vector<MatrixWindow> own = in_place.windows[static_cast<std::size_t>(rank)].take();
     for (const MatrixWindow& window : own)
       plan.workspace = std::max(plan.workspace, window.workspace);
     if (rank == position) plan.in_place = std::move(own);

@@ -4,12 +4,12 @@
 //
 //   in place   matrices of a parameter that are apart, as experts are, and lie whole in one rank's
 //              slices stay there
-//   in turn    of as many units as there are ranks, all alike, each rank owns one unit's matrices:
-//              of every kind one
-//   the rest   by cost, s^2 (2l + s) for sides s <= l: the dearest first, each to the rank that has
-//              the least
+//   in turn    where none stays in place: of as many units as there are ranks, all alike, each rank
+//              owns one unit's matrices
+//   the rest   by cost: the dearest first, each to the rank that has the least, in place or owned
 //
-// A window has about kMost elements for each owner, so that memory is bounded.
+// A window has at most 32 million elements for each owner, 64 in place, or one matrix: so memory is
+// bounded.
 #pragma once
 
 #include <cstdint>

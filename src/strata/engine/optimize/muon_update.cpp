@@ -14,16 +14,6 @@ namespace {
 constexpr Numel kPiece{std::int64_t{4} << 20};
 constexpr int kScratches = 4;
 
-// `apart`: matrices of the first dimension.
-double cost_of(const plan::ParamSpec& spec, std::int64_t apart) {
-  const std::size_t rows_at = apart > 1 ? spec.shape.size() - 2 : 0;
-  std::int64_t rows = spec.shape[rows_at];
-  std::int64_t columns = std::max<std::int64_t>(1, spec.numel().value / apart / rows);
-  if (rows > columns) std::swap(rows, columns);
-  const auto small = static_cast<double>(rows);
-  return static_cast<double>(apart) * small * small * (2.0 * static_cast<double>(columns) + small);
-}
-
 }  // namespace
 
 MuonUpdate::MuonUpdate(OptimizerShards& shards, const NativeStates& states,
@@ -51,8 +41,10 @@ void MuonUpdate::plan() {
       if (!unit.expects(slot) || spec.group < 0) continue;
       const bool apart = spec.matrices_apart && !spec.reordered() && spec.shape.size() > 2;
       const std::int64_t count = apart ? spec.shape.front() : 1;
-      matrices.push_back({unit.id, slot.param, slot.offset, slot.numel, unit.layout.shard(), count,
-                          cost_of(spec, count)});
+      const double cost =
+          spec.matrix_cost > 0.0 ? spec.matrix_cost : static_cast<double>(slot.numel.value);
+      matrices.push_back(
+          {unit.id, slot.param, slot.offset, slot.numel, unit.layout.shard(), count, cost});
       params.push_back(slot.param);
     }
   }
