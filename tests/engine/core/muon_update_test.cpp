@@ -2,6 +2,8 @@
 // bytes than the owners need.
 #include "strata/engine/optimize/muon_update.h"
 
+#include <algorithm>
+#include <map>
 #include <numeric>
 
 #include "engine/core/external_cases.h"
@@ -77,11 +79,14 @@ INSTANTIATE_TEST_SUITE_P(Collectives, MuonUpdateTest,
                          ::testing::Values(Over::kThreads, Over::kPeers, Over::kPeersGather,
                                            Over::kPeersReduce, Over::kLatePeers, Over::kJoint));
 
-// Counts the bytes that exchanges bring from this rank to others.
-class CountsExchanges final : public comm::Collectives {
+// Tells of exchanges as they start: the tag, and the bytes that go from this rank to others.
+class WatchedExchanges final : public comm::Collectives {
  public:
-  CountsExchanges(std::shared_ptr<comm::Collectives> ranks, std::int64_t& sent)
-      : Collectives(ranks->rank(), ranks->traits()), ranks_(std::move(ranks)), sent_(sent) {}
+  using Started = std::function<void(std::string_view tag, Bytes sent)>;
+  WatchedExchanges(std::shared_ptr<comm::Collectives> ranks, Started started)
+      : Collectives(ranks->rank(), ranks->traits()),
+        ranks_(std::move(ranks)),
+        started_(std::move(started)) {}
 
   std::string_view name() const override { return ranks_->name(); }
   std::unique_ptr<comm::SharedBuffer> allocate(std::string name, Bytes bytes) override {
@@ -98,7 +103,7 @@ class CountsExchanges final : public comm::Collectives {
   }
   std::unique_ptr<comm::Work> exchange(const comm::Exchange& exchange,
                                        std::string_view tag) override {
-    sent_ += (exchange.parcels->sent(rank()) - exchange.parcels->at(rank(), rank())).value;
+    started_(tag, exchange.parcels->sent(rank()) - exchange.parcels->at(rank(), rank()));
     return ranks_->exchange(exchange, tag);
   }
   void all_reduce(std::span<double> values, comm::ReduceOp op) override {
@@ -116,7 +121,7 @@ class CountsExchanges final : public comm::Collectives {
 
  private:
   std::shared_ptr<comm::Collectives> ranks_;
-  std::int64_t& sent_;
+  Started started_;
 };
 
 // A rank's part in two steps of a model: bytes that it has sent to others, and the matrices and
@@ -134,8 +139,9 @@ std::vector<Share> shares_of(const FakeModel& model, int world, int failing = -1
     RankOptions options;
     options.rule = UpdateRule::kAdamW;
     options.engine.stage = 3;
+    const auto count = [&](std::string_view, Bytes sent) { share.sent += sent.value; };
     FakeRank rank(model, options,
-                  std::make_shared<CountsExchanges>(std::move(collectives), share.sent));
+                  std::make_shared<WatchedExchanges>(std::move(collectives), count));
     auto& optimizer = dynamic_cast<NativeOptimizer&>(*rank.engine().optimizer());
     optimizer.muon()->set({}, [&](std::span<const OwnedMatrices> owned) {
       if (r == failing) throw UsageError("the products of rank {} fail", r);
@@ -190,6 +196,144 @@ TEST(MuonUpdate, SendsEachSliceToItsOwnerAndBack) {
 
 TEST(MuonUpdate, AnErrorOfOneRankIsThatOfAll) {
   shares_of(equal_blocks(5, DType::kFloat32), 3, 1);
+}
+
+// Blocks of matrices of which each is a window of an exchange; `experts` of two blocks are apart.
+std::vector<MatrixParam> many_matrices(int ranks, std::int64_t experts) {
+  std::vector<MatrixParam> params;
+  for (int unit = 0; unit < 7; ++unit) {
+    const std::int64_t apart = unit < 2 ? experts : 1;
+    const Numel all(768 + 1536 + 768 * apart);
+    const Numel shard = align_up(Numel((all.value + ranks - 1) / ranks), Numel(128));
+    Numel offset;
+    for (const std::int64_t numel : {std::int64_t{768}, std::int64_t{1536}, 768 * apart}) {
+      const bool is_apart = numel == 768 * apart && apart > 1;
+      params.push_back({unit, static_cast<int>(params.size()), offset, Numel(numel), shard,
+                        is_apart ? apart : 1, static_cast<double>(numel)});
+      offset += Numel(numel);
+    }
+  }
+  return params;
+}
+
+std::uint16_t value_of(int param, std::int64_t element, int step) {
+  return static_cast<std::uint16_t>(step == 0 ? param * 4099 + element * 7
+                                              : value_of(param, element, step - 1) * 3 + element);
+}
+
+// One rank's slices of all units, on a device that may run late.
+class Slices {
+ public:
+  Slices(const std::vector<MatrixParam>& params, int rank, device::CpuDevice& device)
+      : params_(params), rank_(rank), device_(device) {
+    for (const MatrixParam& param : params) {
+      auto& slice = slices_[param.unit];
+      slice.resize(param.shard.size());
+      for_each(param, [&](std::int64_t element, std::size_t at) {
+        slice[at] = value_of(param.param, element, 0);
+      });
+    }
+  }
+  std::span<std::byte> part(const MatrixRun& run, const MatrixPiece& piece) {
+    return std::as_writable_bytes(std::span(slices_.at(run.unit)))
+        .subspan(bytes_of(piece.at, DType::kBFloat16).size(),
+                 bytes_of(piece.numel, DType::kBFloat16).size());
+  }
+  void expect_step(int step) {
+    device_.compute_stream().synchronize();
+    for (const MatrixParam& param : params_) {
+      int wrong = 0;
+      for_each(param, [&](std::int64_t element, std::size_t at) {
+        wrong += slices_.at(param.unit)[at] == value_of(param.param, element, step) ? 0 : 1;
+      });
+      EXPECT_EQ(wrong, 0) << "parameter " << param.param << ", step " << step;
+    }
+  }
+
+ private:
+  template <typename Work>
+  void for_each(const MatrixParam& param, const Work& work) const {
+    const Numel begin = param.shard * rank_;
+    for (std::int64_t e = 0; e < param.numel.value; ++e) {
+      const Numel at = param.offset + Numel(e);
+      if (at >= begin && at < begin + param.shard) work(e, (at - begin).size());
+    }
+  }
+
+  const std::vector<MatrixParam>& params_;
+  int rank_;
+  device::CpuDevice& device_;
+  std::map<int, std::vector<std::uint16_t>> slices_;  // by unit
+};
+
+// The exchanges and products in the order in which a rank has started them.
+std::vector<std::string> events_of(Over over, std::int64_t experts) {
+  constexpr int kRanks = 3;
+  std::vector<std::string> of_first;
+  expect_no_errors(run_ranks(kRanks, [&](int r, std::shared_ptr<comm::Collectives> threads) {
+    const auto late = over == Over::kLatePeers ? comm::conformance::late_device(r) : nullptr;
+    const std::shared_ptr<device::CpuDevice> device =
+        late != nullptr ? late : std::make_shared<device::CpuDevice>();
+    std::vector<std::string> events;
+    WatchedExchanges collectives(joined(std::move(threads), over, device),
+                                 [&](std::string_view tag, Bytes) { events.emplace_back(tag); });
+    const std::vector<MatrixParam> params = many_matrices(kRanks, experts);
+    Slices slices(params, r, *device);
+    MatrixExchange exchange(collectives, *device, "test");
+    exchange.set(plan_matrices(params, kRanks, r, {Numel(1000), Numel(2000)}));
+    MatrixExchange::Steps steps;
+    steps.counts = [](const MatrixRun&) { return true; };
+    steps.make = [&](const MatrixRun& run, const MatrixPiece& piece, std::span<std::byte> values) {
+      device->copy(values, slices.part(run, piece), device->compute_stream());
+    };
+    steps.apply = [&](const MatrixRun& run, const MatrixPiece& piece,
+                      std::span<const std::byte> values) {
+      device->copy(slices.part(run, piece), values, device->compute_stream());
+    };
+    steps.orthogonalize = [&](std::span<const OwnedMatrices> owned) {
+      events.emplace_back("products");
+      for (const OwnedMatrices& matrix : owned) {
+        const auto compute = [matrix] {
+          auto* const all = reinterpret_cast<std::uint16_t*>(matrix.values.data());
+          for (std::size_t i = 0; i < matrix.values.size() / 2; ++i)
+            all[i] = static_cast<std::uint16_t>(all[i] * 3 + matrix.begin.value +
+                                                static_cast<std::int64_t>(i));
+        };
+        if (late != nullptr)
+          late->enqueue(late->compute_stream(), compute);
+        else
+          compute();
+      }
+    };
+    for (int step = 1; step <= 3; ++step) {
+      events.clear();
+      exchange.run(steps);
+      slices.expect_step(step);
+    }
+    collectives.barrier();
+    if (r == 0) of_first = events;
+  }));
+  return of_first;
+}
+
+TEST(MatrixExchange, TheNextMatricesTravelWhileOwnersCompute) {
+  std::vector<std::string> wanted{"matrices"};
+  constexpr int kWindows = 7;  // two turns of three kinds, and the block that is left over
+  for (int window = 0; window < kWindows; ++window) {
+    if (window + 1 < kWindows) wanted.emplace_back("matrices");
+    wanted.emplace_back("products");
+    wanted.emplace_back("results");
+  }
+  for (const Over over : {Over::kThreads, Over::kPeers, Over::kLatePeers})
+    EXPECT_EQ(events_of(over, 1), wanted);
+}
+
+TEST(MatrixExchange, MatricesInPlaceAreComputedBetweenWindows) {
+  for (const Over over : {Over::kThreads, Over::kLatePeers}) {
+    const std::vector<std::string> events = events_of(over, 12);
+    EXPECT_EQ(events[0], "matrices");
+    EXPECT_GT(std::ranges::count(events, "products"), std::ranges::count(events, "results"));
+  }
 }
 
 }  // namespace

@@ -11,8 +11,6 @@
 namespace strata::engine {
 namespace {
 
-constexpr std::string_view kTag = "matrices";
-
 std::span<std::byte> part(std::span<std::byte> all, Bytes at, Numel numel) {
   return all.subspan(at.size(), bytes_of(numel, DType::kBFloat16).size());
 }
@@ -73,7 +71,8 @@ void MatrixExchange::begin(const MatrixWindow& window, const Steps& steps) {
       steps.make(run, piece, part(given_->local(), piece.in_source, piece.numel));
   });
   const std::size_t bytes = window.there.received(place_.index).size();
-  there_ = collectives_.exchange({given_.get(), taken_->bytes().first(bytes), &window.there}, kTag);
+  there_ = collectives_.exchange({given_.get(), taken_->bytes().first(bytes), &window.there},
+                                 "matrices");
 }
 
 void MatrixExchange::arrive(const MatrixWindow& window, const Steps& steps) {
@@ -92,8 +91,8 @@ void MatrixExchange::send_back(const MatrixWindow& window, const Steps& steps) {
                    matrix_part(window, piece), device_.compute_stream());
   });
   const std::size_t bytes = window.back.received(place_.index).size();
-  back_ =
-      collectives_.exchange({results_.get(), returned_->bytes().first(bytes), &window.back}, kTag);
+  back_ = collectives_.exchange({results_.get(), returned_->bytes().first(bytes), &window.back},
+                                "results");
 }
 
 void MatrixExchange::end(const MatrixWindow& window, const Steps& steps) {

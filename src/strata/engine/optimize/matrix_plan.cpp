@@ -10,10 +10,6 @@
 namespace strata::engine {
 namespace {
 
-// Elements of a window for each owner. Matrices in place need memory once, and make better use of a
-// device in larger batches.
-constexpr Numel kMost{std::int64_t{32} << 20};
-constexpr Numel kMostInPlace{std::int64_t{64} << 20};
 constexpr Numel kLine{64};  // elements: pieces begin where kernels read and write at their best
 
 struct Item {
@@ -97,7 +93,7 @@ struct InPlace {
 };
 
 // Those in place go to the windows of their rank, and the others to `items`.
-void place_apart(const MatrixParam& param, InPlace& in_place, UnitItems& items) {
+void place_apart(const MatrixParam& param, Numel most, InPlace& in_place, UnitItems& items) {
   const Numel each(param.numel.value / param.apart);
   const double cost = param.cost / static_cast<double>(param.apart);
   Item run;  // of neighbours that lie with one rank
@@ -120,7 +116,7 @@ void place_apart(const MatrixParam& param, InPlace& in_place, UnitItems& items) 
       items.push_back(item);
       continue;
     }
-    if (run.numel > Numel() && (holder != first || run.numel + each > kMostInPlace)) end_run();
+    if (run.numel > Numel() && (holder != first || run.numel + each > most)) end_run();
     if (run.numel == Numel()) run = {&param, item.begin, Numel(), 0.0};
     holder = first;
     run.numel += each;
@@ -155,15 +151,16 @@ void deal_by_cost(UnitItems items, Windows& windows, std::vector<double> loads) 
 
 }  // namespace
 
-MatrixPlan plan_matrices(std::span<const MatrixParam> params, int ranks, int position) {
+MatrixPlan plan_matrices(std::span<const MatrixParam> params, int ranks, int position,
+                         const WindowBounds& most) {
   const auto count = static_cast<std::size_t>(ranks);
-  InPlace in_place{std::vector<Windows>(count, Windows(ranks, kMostInPlace)),
+  InPlace in_place{std::vector<Windows>(count, Windows(ranks, most.in_place)),
                    std::vector<double>(count)};
   std::map<int, UnitItems> units;
   for (const MatrixParam& param : params) {
     const Numel each(param.numel.value / param.apart);
     if (ranks == 1 || (param.apart > 1 && each.value % kLine.value == 0))
-      place_apart(param, in_place, units[param.unit]);
+      place_apart(param, most.in_place, in_place, units[param.unit]);
     else
       units[param.unit].push_back({&param, Numel(), param.numel, param.cost});
   }
@@ -171,7 +168,7 @@ MatrixPlan plan_matrices(std::span<const MatrixParam> params, int ranks, int pos
   const bool has_in_place = std::ranges::any_of(in_place.loads, [](double l) { return l > 0.0; });
   // Units are alike whose matrices are.
   std::map<std::vector<std::pair<std::int64_t, double>>, std::vector<const UnitItems*>> alike;
-  Windows windows(ranks, kMost);
+  Windows windows(ranks, most.exchanged);
   for (const auto& [unit, items] : units) {
     if (items.empty()) continue;
     std::vector<std::pair<std::int64_t, double>> kinds;

@@ -8,8 +8,7 @@
 //              owns one unit's matrices
 //   the rest   by cost: the dearest first, each to the rank that has the least, in place or owned
 //
-// A window has at most 32 million elements for each owner, 64 in place, or one matrix: so memory is
-// bounded.
+// A window has some elements for each owner at most, or one matrix: so memory is bounded.
 #pragma once
 
 #include <cstdint>
@@ -70,7 +69,15 @@ struct MatrixPlan {
   Bytes workspace;
 };
 
+// The most elements of a window for each owner. Matrices in place need memory once, and make better
+// use of a device in larger batches.
+struct WindowBounds {
+  Numel exchanged{std::int64_t{32} << 20};
+  Numel in_place{std::int64_t{64} << 20};
+};
+
 // `params` in the order of units; `position`: this rank's of `ranks`.
-MatrixPlan plan_matrices(std::span<const MatrixParam> params, int ranks, int position);
+MatrixPlan plan_matrices(std::span<const MatrixParam> params, int ranks, int position,
+                         const WindowBounds& most = {});
 
 }  // namespace strata::engine
