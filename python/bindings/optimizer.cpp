@@ -10,6 +10,7 @@
 #include "strata/engine/optimize/native_optimizer.h"
 #include "strata/engine/unit/agreement.h"
 #include "strata/kernels/adam.h"
+#include "strata/kernels/states8.h"
 #include "strata/offload/state_store.h"
 #include "strata/torch/base/placement.h"
 #include "strata/torch/base/tensors.h"
@@ -232,29 +233,24 @@ void set_outside_states(ShardedModel& model, py::function offload_states,
   model.engine().state_offload().set_outside(std::move(outside));
 }
 
-// `params`: {parameter: (factor of its update, Nesterov's momentum)}. `orthogonalize` gets
-// [(parameter, first element, bf16 values)], whole matrices, and replaces the values.
+// `params`: {parameter: (factor, Nesterov)}. `orthogonalize` replaces [(parameter, bf16 values)].
 void set_muon(ShardedModel& model, const std::map<int, std::pair<double, bool>>& params,
               py::function orthogonalize) {
-  auto* native = dynamic_cast<engine::NativeOptimizer*>(model.engine().optimizer());
-  STRATA_ASSERT(native != nullptr);
-  if (native->muon() == nullptr) return;  // no matrix trains
+  auto& native = dynamic_cast<engine::NativeOptimizer&>(*model.engine().optimizer());
+  if (native.muon() == nullptr) return;  // no matrix trains
   std::vector<engine::MuonParam> by_param(model.specs().size());
   for (const auto& [param, settings] : params)
     engine::nth(by_param, param) = {settings.first, settings.second};
-  const auto call = [shared = held(std::move(orthogonalize)),
-                     place = model.place()](std::span<const engine::OwnedMatrices> matrices) {
+  native.muon()->set(std::move(by_param), [shared = held(std::move(orthogonalize)),
+                                           place = model.place()](const auto& owned) {
     const py::gil_scoped_acquire acquire;
     const at::NoGradGuard no_graph;
-    py::list all;
-    for (const auto& [param, begin, values] : matrices)
-      all.append(py::make_tuple(
-          param, begin.value,
-          torch::tensor_over(values.data(), static_cast<std::int64_t>(values.size() / 2),
-                             at::kBFloat16, place)));
+    std::vector<std::pair<int, at::Tensor>> all;
+    for (const auto& of : owned)
+      all.emplace_back(of.param, torch::tensor_over(of.values.data(), std::ssize(of.values) / 2,
+                                                    at::kBFloat16, place));
     (*shared)(all);
-  };
-  native->muon()->set(std::move(by_param), call);
+  });
 }
 
 // `told` gets the formerly frozen parameters that become trained.
@@ -346,6 +342,18 @@ void bind_states(py::module_& module) {
   module.def("state_names", &state_names, py::arg("model"), py::arg("param") = py::none());
   module.def("read_state", &read_state, unlocked);
   module.def("write_state", &write_state, unlocked);
+  // (codes, scales) of this rank's part of a state in 8 bits, on the host; None: there is none.
+  module.def(
+      "read_codes",
+      [](ShardedModel& model, int param, const std::string& name) {
+        const auto kept = StateValues(model, param).codes(name);
+        return kept ? std::optional(std::pair(kept->codes, kept->scales)) : std::nullopt;
+      },
+      unlocked);
+  // The value of each code in the map of the first or of the second moment.
+  module.def("map8", [](bool is_signed) {
+    return (is_signed ? kernels::signed_map8() : kernels::unsigned_map8()).values;
+  });
   // Joins a state that Python keeps from all ranks' parts; None if a rank lacks its part.
   module.def(
       "join_state",

@@ -133,18 +133,25 @@ class Opened {
     return tensor && checkpoint_.has(*tensor, kind);
   }
 
-  // The stored dtype of a parameter's values of this kind; None: there are none.
+  // The dtype of a parameter's values of this kind, as read() returns them; None: there are none.
   std::optional<at::ScalarType> dtype_of(const std::string& name, const std::string& kind) const {
     const auto tensor = checkpoint_.find(TensorRole::kParameter, name);
     if (!tensor || !checkpoint_.has(*tensor, kind)) return std::nullopt;
+    if (is_in_8_bits(*tensor, kind)) return at::kFloat;
     const auto extent = checkpoint_.extents(*tensor, kind).front();
     return torch::to_scalar_type(checkpoint_.manifest().extents[extent].dtype);
   }
 
+  // A state in 8 bits becomes numbers.
   at::Tensor read(const std::string& role, const std::string& name, const std::string& kind) {
     const auto tensor = checkpoint_.find(role_from(role), name);
     if (!tensor) throw FormatError("{}: there is no {} '{}'", checkpoint_.path(), role, name);
     const auto& entry = checkpoint_.manifest().tensors[*tensor];
+    if (is_in_8_bits(*tensor, kind)) {
+      at::Tensor numbers = at::empty(entry.shape, at::kFloat);
+      engine::read_decoded(checkpoint_, *tensor, io_, torch::floats_of(numbers), kind);
+      return numbers;
+    }
     const auto& extents = checkpoint_.extents(*tensor, kind);
     const DType dtype =
         extents.empty() ? entry.dtype : checkpoint_.manifest().extents[extents.front()].dtype;
@@ -190,6 +197,10 @@ class Opened {
   }
 
  private:
+  bool is_in_8_bits(std::size_t tensor, const std::string& kind) const {
+    return checkpoint_.has(tensor, kind + std::string(format::kScales));
+  }
+
   engine::TrainingCheckpoint checkpoint_;
   io::ThreadEngine io_;
 };

@@ -4,14 +4,19 @@ A part holds the elements of a parameter that this rank owns, in one dimension; 
 parameter's shape. Parameters are numbered as torch numbers them, group by group. Beside torch's two keys there is
 "strata": the ranges of the parts, the number of steps, and, where weights are in 16 bits, the fp32 masters."""
 
+import collections
 import copy
 import math
+import types
 
 import torch
 
 from . import _C
+from .checkpoint.library_states import BLOCK8, Numbers, engine_states, map8
+from .checkpoint.training import log_conversion
 from .model.parameter import flattened, shaped
 from .ops.elementwise import place_of, set_values
+from .rank_logging import logger
 
 _OF_ALL_ELEMENTS = ("step", "eta", "mu", "mu_product")  # states of torch's optimizers that a parameter has once
 
@@ -41,6 +46,7 @@ class _Member:
         not one entry for each element. UsageError for a part with other ranges than this rank's. ``value`` is the whole
         state, or a result of ``shaped`` on a rank that had the ranges ``place``; None: only whole states are accepted.
         ``by_element``: names of the states with one entry an element; None: the shape tells."""
+        value = value.read() if isinstance(value, Numbers) else value
         if not isinstance(value, torch.Tensor):
             return None
         if name in _OF_ALL_ELEMENTS if by_element is None else name not in by_element:
@@ -73,7 +79,7 @@ def state_dict(optimizer, engine):
     engine._settle_schedule()
     members = _members(optimizer, engine)
     numbered = [member for group in members for member in group]
-    steps = _C.native_steps(core)
+    steps, in_8_bits = _C.native_steps(core), _C.has_8bit_states(core)
     _keep_owed_masters(optimizer, core)
     state, masters, by_element = {}, {}, {}
     for number, member in enumerate(numbered):
@@ -83,15 +89,15 @@ def state_dict(optimizer, engine):
             kept, parts = _of_client(member, core.segment_states)
         else:
             count, parts = max(steps[1][index] for index in member.indices), member.names
-            states = {name: member.shaped(_read(member, name)) for name in parts} if count else None
-            kept = states and {"step": torch.tensor(float(count)), **states}
+            kept = (_as_bitsandbytes if in_8_bits else _as_torch)(member, count) if count else None
         if not kept:
             continue
         state[number], by_element[number] = kept, parts
         if member.dtype in (torch.bfloat16, torch.float16):
             masters[number] = member.shaped(_read(member, "master"))
     first = [sum(len(group) for group in members[:i]) for i in range(len(members))]
-    groups = [{**{k: v for k, v in group.items() if k not in ("params", "param_names")},
+    needed = {"eps": 0.0} if in_8_bits else {}  # which bitsandbytes' Lion has, too
+    groups = [{**needed, **{k: v for k, v in group.items() if k not in ("params", "param_names")},
                "params": list(range(first[i], first[i] + len(members[i])))}
               for i, group in enumerate(optimizer.param_groups)]
     about = {"rank": engine.global_rank, "world_size": engine.world_size, "stage": engine.zero_optimization_stage(),
@@ -103,6 +109,26 @@ def state_dict(optimizer, engine):
 def _read(member, name):
     """Copies on the host, by part."""
     return [_C.read_state(member.core, index, name, False).cpu() for index in member.indices]
+
+
+def _as_torch(member, count):
+    return {"step": torch.tensor(float(count)), **{name: member.shaped(_read(member, name)) for name in member.names}}
+
+
+def _as_bitsandbytes(member, count):
+    """The states by bitsandbytes' names, which has them for parameters in 32 bits, too; as torch's of Muon."""
+    if "exp_avg" not in member.names:
+        return _as_torch(member, count)
+    kept = {"step": count}
+    for number, name in enumerate(member.names, 1):
+        parts = [_C.read_codes(member.core, index, name) for index in member.indices]
+        if None in parts or any(size % BLOCK8 for size in member.sizes[:-1]):
+            kept[f"state{number}"] = member.shaped(_read(member, name))
+            continue
+        codes, scales = zip(*parts, strict=True)
+        kept |= {f"state{number}": member.shaped(codes), f"qmap{number}": map8(name != "exp_avg_sq").clone(),
+                 f"absmax{number}": scales[0] if len(scales) == 1 else torch.cat(scales)}
+    return kept
 
 
 def _of_client(member, states):
@@ -128,6 +154,11 @@ def load_state_dict(optimizer, engine, saved):
     core.require_no_state_away("optimizer.load_state_dict()")
     members = _members(optimizer, engine)
     groups = saved["param_groups"]
+    if optimizer.halves:
+        from .muon import split_groups  # only where there are some
+
+        of_script = types.SimpleNamespace(param_groups=[dict(group) for group in groups], state=saved["state"])
+        groups, _ = split_groups(of_script)
     if len(groups) != len(members):
         raise ValueError(f"the optimizer has {len(members)} param groups; found {len(groups)} in the state")
     for i, (group, of_group) in enumerate(zip(groups, members, strict=True)):
@@ -136,12 +167,18 @@ def load_state_dict(optimizer, engine, saved):
                              "state")
     about = saved.get("strata", {})
     pairs = [
-        (member, saved["state"].get(number, {}),
+        (member, _states_of(member, saved["state"].get(number, {}), group, optimizer),
          (about.get("parts", {}).get(number), about.get("by_element", {}).get(number)), number)
         for group, of_group in zip(groups, members, strict=True)
         for number, member in zip(group["params"], of_group, strict=True) if member is not None]
     _require_this_place(engine, about, pairs)
     if optimizer.inner is None:
+        if engine.global_rank == 0 and any(kept for _, kept, *_ in pairs):
+            found = (value for _, kept, *_ in pairs for value in kept.values())
+            log_conversion(core, any(isinstance(value, Numbers) and value.is_coded for value in found))
+            if not about:  # another optimizer's
+                kinds = collections.Counter(name for _, kept, *_ in pairs for name in kept if name != "step")
+                logger.info("load_state_dict took %s", ", ".join(f"{name} of {n}" for name, n in kinds.items()))
         _load_native(core, pairs, about)
     else:
         _load_client(optimizer, core, pairs)
@@ -154,6 +191,22 @@ def load_state_dict(optimizer, engine, saved):
             owed.update(zip(member.indices, member.parts_of("master", master, place[0], None), strict=True))
     optimizer.owed_masters = owed
     _keep_owed_masters(optimizer, core)
+
+
+def _states_of(member, kept, group, optimizer):
+    """The saved states of a parameter, by the engine's names where the engine updates. UsageError where one is missing,
+    or is there that the engine's rule does not have."""
+    if optimizer.inner is not None:
+        return kept
+    kept = engine_states(kept, group, f"'{member.name}'")
+    known = {"step", *member.names}
+    more = [k for k, v in kept.items() if k not in known and not (isinstance(v, torch.Tensor) and v.numel() == 1)]
+    lacking = [name for name in member.names if name not in kept]
+    if any(k not in ("step", "use_muon") for k in kept) and (lacking or more):
+        raise _C.UsageError(f"load_state_dict: the engine updates '{member.name}' with the states "
+                            f"{', '.join(member.names)}; found {', '.join(map(str, kept))}. Load the state of an "
+                            "optimizer of the same kind, or a state without this parameter")
+    return kept
 
 
 def _require_this_place(engine, about, pairs):
@@ -174,8 +227,10 @@ def _require_this_place(engine, about, pairs):
 
 def _load_native(core, pairs, about):
     values, counts = [], list(_C.native_steps(core)[1])
+    most = max([about.get("steps", 0), *(int(kept.get("step", 0)) for _, kept, *_ in pairs)])
     for member, kept, place, _ in pairs:
-        count = int(kept.get("step", 0))
+        # Muon counts no steps, and where its states are there, it has taken some.
+        count = int(kept["step"]) if "step" in kept else max(most, 1) if kept else 0
         for index in member.indices:
             counts[index] = count
         for name in member.names:

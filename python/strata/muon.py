@@ -120,11 +120,37 @@ def is_muon(optimizer):
     return known and all(k in (of_muon, of_adam) for k in keys)
 
 
-def complete_groups(optimizer):
-    """Gives the groups of an optimizer that ``is_muon`` the settings which its class does not name. Returns
+def split_groups(optimizer):
+    """(param groups, [(group, that of the script's object)]) of Moonlight's Muon, whose groups have matrices and
+    others, told apart by states that its constructor makes. A group of the script's keeps its matrices, and a new one
+    after it gets the others. Another optimizer has (its param groups, [])."""
+    groups, halves = [], []
+    for group in optimizer.param_groups:
+        is_matrix = [optimizer.state.get(p, {}).get("use_muon") for p in group["params"]]
+        if not {"wd", "momentum", "adamw_betas", "adamw_eps"} <= group.keys() or None in is_matrix:
+            return optimizer.param_groups, []
+        of_adam = {"use_muon": False, "betas": group["adamw_betas"], "eps": group["adamw_eps"],
+                   "params": [p for p, there in zip(group["params"], is_matrix) if not there]}
+        groups.append(group)
+        halves.append((group, group))
+        if any(is_matrix) and of_adam["params"]:
+            groups.append(of_adam)
+            halves.append((of_adam, group))
+            group["params"] = [p for p, there in zip(group["params"], is_matrix) if there]
+        if any(is_matrix):
+            group.update(use_muon=True, adjust_lr_fn="match_rms_adamw")
+        else:
+            group.update(of_adam)
+    for half, of_script in halves:
+        half.update(lr=of_script["lr"], weight_decay=of_script["wd"])
+    return groups, halves
+
+
+def complete_groups(optimizer, groups):
+    """Gives the ``groups`` of an optimizer that ``is_muon`` the settings which its class does not name. Returns
     {id(parameter): Matrices}. UsageError for a setting that the engine does not have."""
     matrices = dict(getattr(optimizer, "matrices", {}))
-    for group in optimizer.param_groups:
+    for group in groups:
         group.setdefault("use_muon", "betas" not in group)
         for key, value in (_MUON if group["use_muon"] else _ADAM).items():
             group.setdefault(key, value)
@@ -165,7 +191,7 @@ def run_in(engine, optimizer):
 
     def orthogonalize_owned(owned):
         entries, moved = [], []
-        for index, _, values in owned:
+        for index, values in owned:
             here, group = by_index[index]
             if core.channels_last(index):
                 moved.append((index, values, shaped(core, index, values).contiguous().view(-1)))

@@ -43,6 +43,19 @@ def native_rule(optimizer):
     return rules[0], {id(p): (rule, None, 0) for group, rule in others for p in group["params"]}
 
 
+def refuse_dion(optimizer):
+    """UsageError for the optimizers of dion, which exchange gradients in their own ``step()``; it says which class to
+    take."""
+    keys = {key for group in optimizer.param_groups for key in group}
+    if type(optimizer).__module__.partition(".")[0] != "dion" and not {"algorithm", "mu"} <= keys:
+        return
+    raise _C.UsageError(
+        f"{type(optimizer).__module__}.{type(optimizer).__name__} exchanges gradients itself, and the engine does so; "
+        "give initialize() a strata.ops.muon.Muon([{'params': matrices}, {'params': others, 'use_muon': False, "
+        "'lr': ..., 'betas': ...}], lr=..., momentum=mu, weight_decay=..., nesterov=False, adjust_lr_fn=...), with "
+        "\"match_rms_adamw\" for dion's \"rms_norm\". Its load_state_dict() takes the states of dion's Muon")
+
+
 def _is_lion(optimizer):
     """Whether it is one of ``strata.ops.lion``, without an update of its own."""
     lion = sys.modules.get(f"{__package__}.ops.lion")

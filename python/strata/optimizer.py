@@ -10,7 +10,7 @@ import torch
 
 from . import _C
 from .model.tiles import known_as
-from .native_rules import native_rule
+from .native_rules import native_rule, refuse_dion
 from .ops.adam import DeepSpeedCPUAdam, FusedAdam
 from .ops.elementwise import add_group_without_compiler
 from .optimizer_names import EngineStates, Inside, LossScale
@@ -83,6 +83,7 @@ class ShardedOptimizer(_WithoutCompiler):
     Attributes:
         members: [[torch.nn.Parameter]], the model's parameters in each param group; ``param_groups`` of an optimizer
             of the user's have its fp32 masters.
+        halves: [(a param group, that of the script whose ``lr`` and ``wd`` it has)], of Moonlight's Muon.
         rules: {id(parameter): what ``native_rule`` says of it}, where that is not as of all parameters.
         takes_whole: bool, whether the user's optimizer updates whole parameters, not parts of them.
         owed_masters: {index in the engine: fp32 values}, masters of a loaded state, until the next step.
@@ -90,7 +91,7 @@ class ShardedOptimizer(_WithoutCompiler):
             not wait for a GPU; ``engine.was_step_applied()`` does.
     """
 
-    takes_whole, inner = False, None
+    takes_whole, inner, halves = False, None, ()
     _states = None
     _client = None  # the optimizer that the user gave to ``initialize``, until the engine is made
 
@@ -184,9 +185,10 @@ class ShardedOptimizer(_WithoutCompiler):
 
     def state_dict(self):
         """This rank's part of the optimizer's state, in torch's form, and the param groups. By the parameter's number
-        it has ``step`` and this rank's part of ``exp_avg`` and ``exp_avg_sq``, or the states of the user's optimizer.
-        On one rank the parts are whole, in the parameter's shape. States of the engine's own Adam are copied to the
-        host. ``load_state_dict()`` takes the result on the same rank of a job with the same number of ranks.
+        it has ``step`` and this rank's part of ``exp_avg`` and ``exp_avg_sq``, of ``momentum_buffer``, or of the states
+        of the user's optimizer. States in 8 bits have bitsandbytes' names, and are its codes and scales.
+        On one rank the parts are whole, in the parameter's shape. The engine's own states are copied to the host.
+        ``load_state_dict()`` takes the result on the same rank of a job with the same number of ranks.
         ``engine.save_checkpoint()`` saves for any number of ranks, with the weights."""
         if not self.trains():
             return super().state_dict()
@@ -196,9 +198,11 @@ class ShardedOptimizer(_WithoutCompiler):
 
     def load_state_dict(self, state_dict):
         """Loads a result of ``state_dict()`` from this rank of a job with the same number of ranks, or whole states, of
-        a torch optimizer or of one rank. The weights do not change. Where weights in 16 bits equal the state's rounded
+        a torch optimizer or of one rank; of bitsandbytes' and torchao's in 8 bits, and of the Muon of Keller Jordan, of
+        Moonlight and of dion. The weights do not change. Where weights in 16 bits equal the state's rounded
         masters before the next step, the engine's fp32 masters get the state's exact values. UsageError for parts of
-        another rank, or of another number of ranks; ValueError for other param groups."""
+        another rank, or of another number of ranks, and for states that the engine's rule does not have or lacks;
+        ValueError for other param groups."""
         if not self.trains():
             super().load_state_dict(state_dict)
             return
@@ -232,6 +236,8 @@ class ShardedOptimizer(_WithoutCompiler):
         optimizer reads its groups itself."""
         if self.inner is not None:
             return [(0.0, 0.0, 0.0, 0.0, 0.0, True)] * len(self.param_groups)
+        for half, of_script in self.halves:
+            half.update(lr=of_script["lr"], weight_decay=of_script["wd"])
         result = []
         for group in self.param_groups:
             beta1, beta2 = group.get("betas", (0.0, 0.0))
@@ -366,19 +372,21 @@ def wrap_torch_optimizer(inner):
     """(ShardedOptimizer, rule) for a torch.optim optimizer of the user. The engine's own kernels compute those that
     ``native_rule`` knows, with the hyper-parameters of the optimizer's param groups. Any other optimizer runs itself:
     on the fp32 shards where it works element by element, else on whole parameters."""
-    if any(float(state.get("step", 1)) > 0 for state in inner.state.values()):
+    refuse_dion(inner)
+    if any(float(state.get("step", set(state) != {"use_muon"})) > 0 for state in inner.state.values()):
         raise _C.UsageError(f"the {type(inner).__name__} has taken steps already, and its state cannot be sharded; "
                             "give initialize() a new one")
     if any("momentum" in group and ("use_muon" in group or "Muon" in type(inner).__name__)
            for group in inner.param_groups):
-        from .muon import complete_groups, is_muon  # only where it is asked for
+        from .muon import complete_groups, is_muon, split_groups  # only where it is asked for
 
-        if is_muon(inner):
-            matrices = complete_groups(inner)
-            sharded = _sharded(inner, None)
-            sharded.matrices = matrices
+        groups, halves = split_groups(inner)
+        if halves or is_muon(inner):
+            matrices = complete_groups(inner, groups)
+            sharded = _sharded(inner, None, groups)
+            sharded.matrices, sharded.halves = matrices, halves
             sharded.rules = {id(p): ("muon", 32, 0, matrices[id(p)].are_apart, matrices[id(p)].cost)
-                             for g in inner.param_groups if g["use_muon"] for p in g["params"]}  # fmt: skip
+                             for g in groups if g["use_muon"] for p in g["params"]}  # fmt: skip
             return sharded, "adamw"
     native = native_rule(inner)
     if native is not None:
@@ -388,16 +396,18 @@ def wrap_torch_optimizer(inner):
     return _sharded(inner, inner), "external"
 
 
-def _sharded(client, inner):
-    """A ShardedOptimizer that is an instance of ``client``'s class, too, with that object's attributes."""
+def _sharded(client, inner, groups=None):
+    """A ShardedOptimizer that is an instance of ``client``'s class, too, with that object's attributes. ``groups``: its
+    param groups; None: the client's."""
+    groups = client.param_groups if groups is None else groups
     try:
         name, bases = f"Sharded{type(client).__name__}", (ShardedOptimizer, type(client))
         moves = [move for move in _MOVES if inner is not None and callable(getattr(type(client), move, None))]
         cls = type(name, bases, {"__doc__": type(client).__doc__, **{move: _moving(move) for move in moves}})
         sharded = cls.__new__(cls)
     except TypeError:  # a class that cannot be inherited from
-        return ShardedOptimizer(client.param_groups, client.defaults, inner)
+        return ShardedOptimizer(groups, client.defaults, inner)
     sharded.__dict__.update((k, v) for k, v in client.__dict__.items() if k != "step")  # a scheduler has wrapped it
-    ShardedOptimizer.__init__(sharded, client.param_groups, client.defaults, inner)
+    ShardedOptimizer.__init__(sharded, groups, client.defaults, inner)
     sharded._client = client
     return sharded

@@ -120,6 +120,16 @@ def test_settings_have_a_row_each(tmp_path):
 
 
 @pytest.mark.soak
+def test_muon_takes_every_matrix_once(tmp_path):
+    only = ("--only", "strata-z2,strata-z2-muon,torch-muon", "--model", "tiny")
+    code, printed, result = run_bench(tmp_path, *only, program="muon.py")
+    assert code == 0 and list(result["engines"]) == only[1].split(","), printed
+    ours, torchs = (result["engines"][name]["accounts"] for name in ("strata-z2-muon", "torch-muon"))
+    assert sum(account["matrices"] for account in ours) == torchs[0]["matrices"] > 0
+    assert sum(account["operations"] for account in ours) == torchs[0]["operations"]
+
+
+@pytest.mark.soak
 def test_losses_are_those_of_plain_torch(tmp_path):
     code, printed, result = run_bench(tmp_path, "--batch", 2, program="losses.py")
     assert code == 0 and list(result["engines"]) == list(losses.COMPARED), printed

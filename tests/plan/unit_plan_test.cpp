@@ -42,6 +42,26 @@ TEST(UnitPlan, ABlockIsOneUnitAndItsScopeCoversTheSubtree) {
   EXPECT_THAT(plan.unit_of_param, ElementsAre(0, 1, 2, 3));
 }
 
+TEST(UnitPlan, HiddenMatricesTakeMuonsRule) {
+  std::vector<ParamSpec> params{{"model.embed_tokens.weight", {96, 64}},
+                                {"model.layers.0.up.weight", {192, 64}},
+                                {"model.layers.0.experts.down", {8, 64, 192}},
+                                {"model.layers.0.conv.weight", {64, 3, 5, 5}},
+                                {"model.layers.0.filters.weight", {64, 1, 5, 5}},
+                                {"model.layers.0.norm.weight", {64}},
+                                {"model.layers.0.gate.weight", {1, 64}},
+                                {"lm_head.weight", {96, 64}},
+                                {"wpe.weight", {64, 64}}};
+  params.push_back({"frozen.weight", {64, 64}, DType::kFloat32, false});
+  const ModuleTree tree{{"", "", -1, {0, 1, 2, 3, 4, 5, 6, 7, 9}}, {"wpe", "wpe", 0, {8}}};
+  take_muon(params, tree);
+  std::vector<std::string> found;
+  for (const ParamSpec& param : params)
+    if (param.rule == UpdateRule::kMuon) found.push_back(param.name);
+  EXPECT_THAT(found, ElementsAre("model.layers.0.up.weight", "model.layers.0.experts.down",
+                                 "model.layers.0.conv.weight"));
+}
+
 TEST(UnitPlan, LargeWeightsOutsideEmbeddingsTakeStatesIn8Bits) {
   ModelBuilder b;
   const int embedding = b.module(0, "embed", "ScaledEmbedding");

@@ -75,11 +75,17 @@ def test_the_words_of_transformers_and_of_deepspeed_move_them(asked):
     _same(found, _trained(_engine())[1])
 
 
-@pytest.mark.parametrize("free, on_host", [(4 * LAYERS * INPUT, 0), (4 * 3 * INPUT, 1), (0, LAYERS - 2)])
-def test_auto_moves_what_does_not_fit(free, on_host, monkeypatch):
+@pytest.mark.parametrize("free, untaken, moved", [
+    (4 * LAYERS * INPUT, 0, []), (4 * 3 * INPUT, 0, [0, 1] * 3), (0, 2 * INPUT, [0, 1, 0, 0]), (0, 3 * INPUT, [0, 1]),
+])  # fmt: skip
+def test_auto_moves_what_does_not_fit_beside_the_computation(free, untaken, moved, monkeypatch):
     monkeypatch.setattr(free_memory, "free_bytes", lambda device: free)
-    moved, found = _trained(_engine("auto", strata={"loss": "plain"}))
-    assert moved == on_host
+    monkeypatch.setattr(free_memory, "untaken_bytes", lambda device: untaken)
+    places, move = [], checkpoint_inputs.CheckpointInputs._move
+    monkeypatch.setattr(checkpoint_inputs.CheckpointInputs, "_move",
+                        lambda self, tensor, place: places.append(place) or move(self, tensor, place))  # fmt: skip
+    found = _trained(_engine("auto", strata={"loss": "plain"}))[1]
+    assert places == moved
     _same(found, _trained(_engine(strata={"loss": "plain"}))[1])
 
 

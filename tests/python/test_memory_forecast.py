@@ -172,10 +172,12 @@ def test_what_cannot_be_foreseen_is_said():
         strata.memory_forecast(_meta_model(), config_of(3, zero_optimization={"mics_shard_size": 3}), 8)
 
 
-def _with_an_optimizer_of_its_own():
+def _with_an_optimizer_of_its_own(name):
     model = make_model()
     config = config_of(3, "bf16", optimizer=False)
-    engine = make_engine(model, config, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    engine = make_engine(model, config, optimizer=getattr(torch.optim, name)(
+        [p for p in model.parameters() if p.numel()], lr=0.1))
+    assert engine.optimizer.takes_whole == (name == "Adafactor")
     forecast = engine.memory_forecast()
     rank, world = rank_and_world()
     for tokens in make_batches(2, world):
@@ -183,8 +185,16 @@ def _with_an_optimizer_of_its_own():
     return forecast, engine.memory_report()
 
 
+def test_an_optimizer_of_whole_parameters_is_foreseen_but_for_what_it_keeps():
+    for forecast, report in run_ranks(2, _with_an_optimizer_of_its_own, "Adafactor"):
+        for kind, foreseen in forecast.items():
+            if kind not in ("total", "gradients", "staging"):
+                assert report["device", kind][1] == foreseen, kind
+        assert forecast["master weights"] > 0
+
+
 def test_an_optimizer_of_the_users_is_foreseen_but_for_what_it_keeps():
-    for forecast, report in run_ranks(2, _with_an_optimizer_of_its_own):
+    for forecast, report in run_ranks(2, _with_an_optimizer_of_its_own, "SGD"):
         for kind in ("master weights", "gradient shards", "weights"):
             assert report["device", kind][1] == forecast[kind] > 0
         # The optimizer reads the gradients where they were reduced: there is no second copy of them.

@@ -488,3 +488,76 @@ def _beside_8_bits():
 
 def test_the_momentum_is_not_in_8_bits():
     run_ranks(2, _beside_8_bits)
+
+
+class Moonlight(torch.optim.Optimizer):
+    """With the groups, states and update of Moonlight's class, whose momentum is a sum."""
+
+    def __init__(self, matrices, others, **settings):
+        super().__init__([*matrices, *others], {"lr": 2e-3, "wd": 0.1, "momentum": 0.9, "nesterov": True, "ns_steps": 5,
+                                                "adamw_betas": (0.9, 0.99), "adamw_eps": 1e-8, **settings})
+        for is_matrix, parameters in ((True, matrices), (False, others)):
+            for p in parameters:
+                self.state[p]["use_muon"] = is_matrix
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in [p for p in group["params"] if p.grad is not None]:
+                state = self.state[p]
+                p.mul_(1 - group["lr"] * group["wd"])
+                if state["use_muon"]:
+                    buffer = state.setdefault("momentum_buffer", torch.zeros_like(p))
+                    buffer.mul_(group["momentum"]).add_(p.grad)
+                    update = muon.newton_schulz(p.grad.add(buffer, alpha=group["momentum"])).float()
+                    p.sub_(update * group["lr"] * 0.2 * math.sqrt(max(p.shape)))
+                    continue
+                step = state["step"] = state.get("step", 0) + 1
+                betas = group["adamw_betas"]
+                first, second = (state.setdefault(f"moment{i}", torch.zeros_like(p)) for i in (1, 2))
+                first.lerp_(p.grad, 1 - betas[0])
+                second.lerp_(p.grad.square(), 1 - betas[1])
+                scale = (1 - betas[0] ** step) / math.sqrt(1 - betas[1] ** step)
+                p.sub_(first / (group["adamw_eps"] + second.sqrt()) * group["lr"] / scale)
+
+
+Moonlight.__name__ = "Muon"
+
+
+def _moonlight():
+    rank, world = rank_and_world()
+    reference = PlainTrainer(make_model(), world, lambda parameters: Moonlight(*_halves(list(parameters))))
+    schedule = torch.optim.lr_scheduler.StepLR(reference.optimizer, 2, 0.5)
+    model = make_model()
+    client = Moonlight(*_halves(list(model.parameters())))
+    engine = make_engine(model, config_of(3, optimizer=False), optimizer=client,
+                         lr_scheduler=torch.optim.lr_scheduler.StepLR(client, 2, 0.5))
+    for step, tokens in enumerate(make_batches(3, world), 1):
+        reference.micro_step(tokens, loss_of)
+        train_step(engine, tokens[rank])
+        reference.step()
+        schedule.step()
+        _close(full_parameters(engine.module), reference.values(), step)  # its eps counts before the bias correction
+    assert [group["use_muon"] for group in engine.optimizer.param_groups] == [True, False]
+    momentum = strata.utils.safe_get_full_optimizer_state(engine.module.layers[0].up.weight, "momentum_buffer")
+    engine.optimizer.load_state_dict(reference.optimizer.state_dict())
+    again = strata.utils.safe_get_full_optimizer_state(engine.module.layers[0].up.weight, "momentum_buffer")
+    torch.testing.assert_close(again, momentum, rtol=1e-2, atol=1e-5)
+    engine.destroy()
+
+
+def test_an_object_of_moonlights_class_is_run_as_muon():
+    """Also where a schedule was made of it before: both halves have its rate."""
+    run_ranks(2, _moonlight)
+
+
+def _dion():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer.param_groups[0].update(algorithm="muon", mu=0.95)
+    with pytest.raises(strata.UsageError, match="exchanges gradients itself.*strata.ops.muon.Muon"):
+        make_engine(model, config_of(2, optimizer=False), optimizer=optimizer)
+
+
+def test_dions_classes_are_refused_with_the_class_to_take():
+    run_ranks(1, _dion)

@@ -8,6 +8,7 @@ import pytest
 import strata
 import torch
 import transformers as hf
+from ranks import run_ranks
 from test_command_line import CONFIG, report, run
 
 SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2,
@@ -144,3 +145,47 @@ def test_unknown_architectures_are_refused(tmp_path):
     hf.T5Config().save_pretrained(tmp_path)
     done = run("plan", "--model", tmp_path, "--world", 2, code=2)
     assert 'Found "t5"' in done.stderr and "a folder with safetensors" in done.stderr
+
+
+OPTIMIZERS = {"AdamW8bit": {"lr": 1e-3}, "Lion8bit": {"lr": 1e-4}, "Lion": {"lr": 1e-4}, "Muon": {"lr": 0.02}}
+
+
+def _config_with(name, stage):
+    section = {"strata": {"min_8bit_size": 1000}} if "8bit" in name else {}
+    zero = {**CONFIG["zero_optimization"], "stage": stage}
+    return {**CONFIG, "optimizer": {"type": name, "params": OPTIMIZERS[name]}, "zero_optimization": zero, **section}
+
+
+def _held():
+    """{(optimizer, stage): {kind: peak bytes of the device}} of engines that train."""
+    found = {}
+    for name in OPTIMIZERS:
+        for stage in (1, 3):
+            torch.manual_seed(0)
+            model = hf.AutoModelForCausalLM.from_config(_config_of("qwen3")).to(torch.bfloat16)
+            engine = strata.initialize(model=model, config=_config_with(name, stage))[0]
+            ids = torch.randint(3, 90, (1, 16))
+            engine.backward(engine(input_ids=ids, labels=ids).loss)
+            engine.step()
+            found[name, stage] = {kind: peak for (tier, kind), (_, peak) in engine.memory_report().items()
+                                  if tier == "device"}
+            engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_planned_states_are_those_of_a_running_engine(world, tmp_path):
+    """By update rules: in 8 bits, or with one state, or Muon's with its matrices found by names."""
+    _config_of("qwen3").save_pretrained(tmp_path)
+    planned = {}
+    for name in OPTIMIZERS:
+        (tmp_path / "ds.json").write_text(json.dumps(_config_with(name, 3)))
+        planned[name] = report("plan", "--config", tmp_path / "ds.json", "--model", tmp_path / "config.json", "--world",
+                               world)["stages"]
+    for held in run_ranks(world, _held):
+        for (name, stage), kinds in held.items():
+            told = planned[name][stage]["device"]
+            for kind in ("weights", "master weights", "optimizer state", "gradient shards", "gathered weights"):
+                assert kinds[kind] == told[kind], (name, stage, kind)
+            if name == "Muon":  # with the exchange of matrices
+                assert abs(kinds["staging"] - told["staging"]) < 200, (name, stage)

@@ -92,6 +92,8 @@ def load_checkpoint(engine, folder, tag, strict, optimizer_states, scheduler_sta
         scheduler = from_plain(training.get("scheduler"), read_client) if scheduler_states and not module_only else None
         require_same_groups(engine, optimizer)
         specs, values = _read_buffers(engine, checkpoint)
+        if optimizer_states and engine.optimizer.inner is None:
+            _require_same_states(engine, checkpoint)
         _log_differences(engine, checkpoint, specs, strict, optimizer_states)
     checkpoint.load(engine.core, optimizer_states, strict, bool(training.get("without_frozen")), targets, specs)
     try:
@@ -159,13 +161,38 @@ def _log_differences(engine, checkpoint, buffers, strict, optimizer_states):
                 if more > 0:
                     logger.info("%s that are %s: %s", things, what, ", ".join(names))
     if optimizer_states and engine.optimizer.inner is None:
-        saved, ours = any(kind.endswith(".scales") for kind in checkpoint.kinds), _C.has_8bit_states(engine.core)
-        if saved != ours and set(_C.state_names(engine.core)) <= set(checkpoint.kinds):
-            logger.warning("the checkpoint has optimizer states in %d bits, and this optimizer keeps them in %d: they "
-                           "were converted", *((8, 32) if saved else (32, 8)))
+        if set(_C.state_names(engine.core)) <= set(checkpoint.kinds):
+            log_conversion(engine.core, any(kind.endswith(".scales") for kind in checkpoint.kinds))
         lacking = sorted(set(_C.state_names(engine.core)) - set(checkpoint.kinds))
         if lacking and json.loads(checkpoint.training).get("global_steps"):
             logger.warning("the checkpoint has no states %s of the optimizer; they begin at zero", ", ".join(lacking))
+
+
+def _require_same_states(engine, checkpoint):
+    """UsageError where the checkpoint has states of a parameter, but not those with which this optimizer updates it,
+    though it has such states of others. States that it has of no parameter begin at zero, with a warning."""
+    unlike = []
+    for index in range(len(engine._described)):
+        name, wanted = engine.core.known_name(index), _C.state_names(engine.core, index)
+        found = [k for k in checkpoint.kinds[1:] if not k.endswith(".scales") and checkpoint.has(name, k)]
+        trains = engine._described[index][1].requires_grad
+        if trains and found and any(kind not in found and kind in checkpoint.kinds for kind in wanted):
+            unlike.append((name, found, wanted))
+    if not unlike:
+        return
+    name, found, wanted = unlike[0]
+    raise _C.UsageError(
+        f"the checkpoint has {', '.join(found)} of '{name}', and this optimizer updates it with {', '.join(wanted)}. "
+        "Update it by the same rule (of Muon: parameter.use_muon = True, or False), or ask for "
+        f"load_optimizer_states=False; parameters so: {', '.join(name for name, *_ in unlike[:_NAMED])}"
+        + (f" and {len(unlike) - _NAMED} more" if len(unlike) > _NAMED else ""))
+
+
+def log_conversion(core, saved_in_8_bits):
+    """Warns where a saved state and the engine keep states in different numbers of bits."""
+    if saved_in_8_bits != _C.has_8bit_states(core):
+        logger.warning("the saved optimizer states have %d bits, and this optimizer keeps them in %d: they were "
+                       "converted", *((8, 32) if saved_in_8_bits else (32, 8)))
 
 
 # --- buffers and names ---
@@ -331,15 +358,15 @@ def targets_of_segments(engine, checkpoint):
         return targets, tensors
     for index, parameter, _ in engine.core.segment_states.entries():
         name = engine.core.known_name(index)
-        for kind in checkpoint.kinds[1:]:
+        for kind in (kind for kind in checkpoint.kinds[1:] if not kind.endswith(".scales")):
             dtype = checkpoint.dtype_of(name, kind)
             if dtype is None:
                 continue
-            if engine.optimizer.takes_whole:
-                whole = checkpoint.read("parameter", name, kind)
-                tensors.append((index, kind, flattened(engine.core, index, whole).to(parameter.device)))
-                continue
             first, last = _C.state_range(engine.core, index)
+            if engine.optimizer.takes_whole or checkpoint.dtype_of(name, f"{kind}.scales") is not None:
+                flat = flattened(engine.core, index, checkpoint.read("parameter", name, kind)).to(parameter.device)
+                tensors.append((index, kind, flat if engine.optimizer.takes_whole else flat[first:last].clone()))
+                continue
             tensors.append((index, kind, torch.zeros(last - first, dtype=dtype, device=parameter.device)))
             if first < last:
                 targets.append(tensors[-1])

@@ -74,7 +74,7 @@ REFUSALS = {
     "monitors": Refusal(
         "writers of metrics apart from the engine",
         "Name them in the configuration; engine.monitor.write_events(...) writes."),
-    "LAMB": Refusal("the optimizer LAMB", "Use an optimizer of torch, or another library's; it runs on the shards."),
+    "LAMB": Refusal("the optimizer LAMB", "Pass another library's, such as timm.optim.Lamb: it gets whole parameters."),
     "profiler": Refusal(
         "a profiler of operations apart from the engine",
         "Set flops_profiler.enabled in the configuration, or use torch.profiler."),

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from .. import _C
 from ..checkpoint.plain_values import from_plain
 from ..importing.deepspeed_states import FlatLayout
-from ..importing.whole_tensors import VALUE, find_own, read_own
+from ..importing.whole_tensors import VALUE, find_own, number_of, read_own
 from ..views import logger
 
 
@@ -49,6 +49,8 @@ def export_deepspeed(checkpoint, out, tag=None, world_size=None, stage=None, sub
         raise _C.IoError(f"there is no training checkpoint of Strata in '{os.fspath(checkpoint)}'"
                          + (f" with the tag '{tag}'" if tag is not None else ""))
     whole = read_own(source)
+    if any(kind.endswith(".scales") for kind in _C.TrainingCheckpoint(source).kinds):
+        logger.info("optimizer states in 8 bits are written as numbers: DeepSpeed's files have no place for codes")
     stage = whole.stage if stage is None else stage
     world_size = whole.world_size if world_size is None else world_size
     if stage not in (1, 2, 3):
@@ -158,8 +160,11 @@ class Layout(FlatLayout):
 
     def runs_of(self, name):
         """[``Run``] of a parameter, which together hold each of its elements once."""
-        flat, _, _ = self.places[name]
-        return self.runs_in(name, [self.numel[flat]] * self.world_size)
+        return self.runs_in(name, self.lengths(self.places[name][0]))
+
+    def lengths(self, flat):
+        """[elements of a flat tensor] by rank."""
+        return [self.numel[flat]] * self.world_size
 
     @functools.cached_property
     def fragments(self):
@@ -202,8 +207,14 @@ class Files:
         self._scheduler = from_plain((whole.training.get("scheduler") or {}).get("state"), read)
         self._param_groups = optimizer["param_groups"]
         by_name = {t.name: t for t in whole.tensors if t.role == "parameter"}
-        groups = _groups(optimizer, by_name)
+        groups = [_in_order_of_muon(group) if settings.get("use_muon") else group
+                  for settings, group in zip(self._param_groups, _groups(optimizer, by_name))]
+        if stage == 3 and any(settings.get("use_muon") for settings in self._param_groups):
+            logger.warning("DeepSpeed's Muon orders its matrices by shape, and so do these files; where zero.Init "
+                           "builds the model, it cannot see shapes and would mix up matrices: build it without")
         self._layout = Layout(groups, world_size, stage, sub_group_size)
+        self._of_muon = {flat for group, own in zip(self._param_groups, self._layout.group_flats)
+                         if group.get("use_muon") for flat in own}
         self._trained = {name: by_name[name] for group in groups for name in group}
         self._scalars = self._scalars_of(optimizer)
         self._require_one_value_a_flat_tensor()
@@ -237,7 +248,7 @@ class Files:
         flats = self._flats(work)
         module, frozen = self._fill(flats, work)
         self._write_model(folder, module, frozen)
-        bf16 = any(self._config.get(name, {}).get("enabled") is True for name in ("bf16", "bfloat16"))
+        bf16 = self._is_bf16()
         for rank in range(self._layout.world_size):
             name = f"{'bf16_' if bf16 else ''}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
             save({"optimizer_state_dict": self._optimizer(flats, rank), "ds_config": self._config,
@@ -253,9 +264,27 @@ class Files:
         for tensor in self._trained.values():
             kinds.update((kind, stored.dtype) for kind, stored in tensor.kinds.items())
         kinds[VALUE] = torch.float32
-        return {kind: [[_on_disk(os.path.join(work, f"{i}-{rank}-{flat}"), numel, dtype)
-                        for flat, numel in enumerate(self._layout.numel)] for rank in range(self._layout.world_size)]
+        return {kind: [[_on_disk(os.path.join(work, f"{i}-{rank}-{flat}"), self._numel_of(kind, rank, flat), dtype)
+                        for flat in range(len(self._layout.numel))] for rank in range(self._layout.world_size)]
                 for i, (kind, dtype) in enumerate(kinds.items())}
+
+    def _numel_of(self, kind, rank, flat):
+        if not self._is_whole(kind, flat):
+            return self._layout.numel[flat]
+        return self._layout.whole_parts(flat, self._layout.lengths(flat))[1][rank]
+
+    def _is_whole(self, kind, flat):
+        """Whether DeepSpeed keeps a state of each parameter whole on every rank that has a part of it: Muon's momentum,
+        at stages 1 and 2, where states are not offloaded and its class for bf16 at stage 1 does not train."""
+        accumulated = self._config.get("data_types", {}).get("grad_accum_dtype")
+        of_bf16 = self._layout.stage == 1 and self._is_bf16() and accumulated in ("fp32", "float32", "float")
+        offload = self._config.get("zero_optimization", {}).get("offload_optimizer")
+        is_away = isinstance(offload, dict) and offload.get("device", "none") != "none"
+        is_momentum = kind == "momentum_buffer" and flat in self._of_muon
+        return is_momentum and self._layout.stage < 3 and not of_bf16 and not is_away
+
+    def _is_bf16(self):
+        return any(self._config.get(name, {}).get("enabled") is True for name in ("bf16", "bfloat16"))
 
     def _fill(self, flats, work):
         """({name: tensor of the module's state dict}, {name: frozen tensor}), after it has filled ``flats``."""
@@ -269,7 +298,12 @@ class Files:
                 elements = (value if kind == VALUE else stored.read()).flatten()
                 for run in self._layout.runs_of(tensor.name):
                     target = flats[kind][run.rank][run.flat]
-                    target[run.at:run.at + run.numel].copy_(elements[run.begin:run.begin + run.numel])
+                    if self._is_whole(kind, run.flat):
+                        offsets, _ = self._layout.whole_parts(run.flat, self._layout.lengths(run.flat))
+                        begin = offsets[run.rank][tensor.name]
+                        target[begin:begin + len(elements)].copy_(elements)
+                    else:
+                        target[run.at:run.at + run.numel].copy_(elements[run.begin:run.begin + run.numel])
             if whole_module or not trained:
                 kept = _on_disk(os.path.join(work, f"module-{number}"), value.numel(), tensor.dtype).view(tensor.shape)
                 kept.copy_(value)
@@ -350,13 +384,21 @@ class Files:
             first = next(iter(shapes))
             kinds = self._trained[first].kinds
             values = dict(self._scalars[first])  # torch's optimizers accept a step that is an int, too
+            if flat in self._of_muon:
+                values.pop("step", None)  # which it does not count
+            elif self._of_muon and "step" in values:  # any class may update the other half: torch's needs a tensor
+                values["step"] = torch.tensor(int(values["step"]))
             values.update((kind, flats[kind][rank][flat]) for kind in kinds if kind != VALUE)
             if len(values) > 1 or "step" not in values:
                 state[flat] = values
         groups = []
         for group, own in zip(self._param_groups, layout.group_flats):
+            made = group.get("nesterov", True), group.get("adjust_lr_fn") or "original"
+            if group.get("use_muon") and made != (True, "original"):
+                logger.warning("DeepSpeed's Muon has nesterov=True and the \"original\" factor; the checkpoint has "
+                               "nesterov=%s, adjust_lr_fn=%s", *made)
             groups.append({**group, "params": own})
-            step = state.get(own[0], {}).get("step")
+            step = number_of(state.get(own[0], {}).get("step"))
             if isinstance(step, int):
                 groups[-1]["step"] = step  # FusedAdam of older versions counts here
         return {"state": state, "param_groups": groups}
@@ -375,6 +417,11 @@ class Files:
             cur_hysteresis=int(saved.get("hysteresis_left", hysteresis)),
             consecutive_hysteresis=self._config.get("fp16", {}).get("consecutive_hysteresis") is True,
             raise_error_at_min_scale=True, dtype=torch.half)
+
+
+def _in_order_of_muon(group):
+    """{name: shape} as DeepSpeed's class for Muon orders it: the largest first dimension first, then the next."""
+    return dict(sorted(group.items(), key=lambda entry: list(entry[1]), reverse=True))
 
 
 def _groups(optimizer, by_name):

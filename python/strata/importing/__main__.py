@@ -7,6 +7,7 @@ import os
 import sys
 
 from .. import _C
+from ..views import logger
 from .dcp import import_dcp
 from .deepspeed import import_deepspeed
 
@@ -44,6 +45,7 @@ def run(parser, given, source):
     ``parser``, has ``checkpoint``, ``json`` and ``convert``: given -> path; ``source``: the name of
     ``given.checkpoint`` in the report."""
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    logger.setLevel(logging.INFO)
     try:
         path = given.convert(given)
     except (_C.FormatError, _C.IoError, _C.UsageError) as error:

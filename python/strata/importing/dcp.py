@@ -16,9 +16,10 @@ import pickle
 import torch
 
 from .. import _C
+from ..checkpoint.library_states import NESTED, Numbers, as_numbers, engine_states
 from ..checkpoint.plain_values import written_by
-from .whole_tensors import (VALUE, Stored, WholeCheckpoint, WholeTensor, client_tensors, number_of, optimizer_steps,
-                            optimizer_values, plain_values, write_checkpoint)
+from .whole_tensors import (VALUE, Stored, WholeCheckpoint, WholeTensor, client_tensors, data_classes, number_of,
+                            optimizer_steps, optimizer_values, plain_values, write_checkpoint)
 
 _MODELS, _OPTIMIZERS = ("model", "module"), ("optimizer", "optim")
 _SCHEDULERS = ("lr_scheduler", "scheduler")
@@ -52,6 +53,12 @@ def read_dcp(folder, tag=None, buffers=()):
     states, groups = _optimizer_of(files, optimizer)
     listed = [name for group in groups or [] for name in group.get("params", [])]
     trained = set(states) | {name for name in listed if isinstance(name, str)}
+    unknown = sorted(str(name) for name in states.keys() - model.keys())
+    if unknown:
+        raise _C.FormatError(f"'{folder}' has states of an optimizer for '{unknown[0]}', which is none of the model's "
+                             f"tensors, and they are not imported; save what get_state_dict(model, optimizer) returns, "
+                             f"which has the model's names; found {len(unknown)} such")
+    group_of = {name: group for group in groups or [] for name in group.get("params", []) if isinstance(name, str)}
     aliases = _tied(files, model, trained)
     tensors, steps = [], {}
     for name, key in model.items():
@@ -63,17 +70,33 @@ def read_dcp(folder, tag=None, buffers=()):
             tensors.append(WholeTensor(name, shape, stored.dtype, {VALUE: stored}, "buffer"))
             continue
         kinds, scalars = {VALUE: stored}, {}
-        for kind, state in states.get(name, {}).items():
-            if files.is_tensor(state) and files.shape_of(state) == shape and kind != "step":
-                kinds[kind] = files.stored(state)
+        saved = {kind: _Saved(files, key) if files.is_tensor(key) else files.value(key)
+                 for kind, key in states.get(name, {}).items()}
+        for kind, state in engine_states(saved, group_of.get(name, {}), f"'{name}'").items():
+            if isinstance(state, Numbers) and state.numel() != math.prod(shape):
+                raise _C.FormatError(f"'{folder}': the state '{kind}' of '{name}' has {state.numel()} codes; wanted "
+                                     f"{math.prod(shape)} of shape {shape}: save it from one rank, or in 32 bits")
+            if isinstance(state, Numbers) or isinstance(state, _Saved) and state.shape == shape and kind != "step":
+                kinds[kind] = Stored(state.dtype, state.read)
             else:
-                scalars[kind] = number_of(files.value(state))
+                scalars[kind] = number_of(state.read() if isinstance(state, _Saved) else state)
         steps[name] = scalars
         tensors.append(WholeTensor(name, shape, stored.dtype, kinds, trainable=name in trained or not states,
                                    aliases=aliases.get(name, [])))
     beside = {}
     training = _training_of(files, others, groups, {n: s for n, s in steps.items() if n in trained}, beside)
     return WholeCheckpoint(tag, tensors + client_tensors(beside), training)
+
+
+class _Saved:
+    """A tensor of an optimizer's state in a folder."""
+
+    def __init__(self, files, key):
+        found = files.stored(key)
+        self.shape, self.dtype, self.read = files.shape_of(key), found.dtype, found.read
+
+    def numel(self):
+        return math.prod(self.shape)
 
 
 def _sorted(files):
@@ -98,15 +121,15 @@ def _optimizer_of(files, optimizer):
     """({parameter: {name of the state: key}}, param groups or None)."""
     states, groups, flat = {}, None, {}
     for path, key in optimizer.items():
-        if path[0] == "state" and len(path) == 3:
-            states.setdefault(path[1], {})[path[2]] = key
+        if path[0] == "state" and len(path) > 2:  # bitsandbytes has a dict more
+            states.setdefault(path[1], {})[path[-1]] = key
         elif path == ("param_groups",):
             groups = files.value(key)
         elif path[0] == "param_groups" and len(path) > 2:
             flat.setdefault(path[1], {})[_name(path[2:])] = files.value(key)
         elif len(path) == 1 and str(path[0]).startswith("state."):  # flattened by get_state_dict
             name, _, kind = path[0].removeprefix("state.").rpartition(".")
-            states.setdefault(name, {})[kind] = key
+            states.setdefault(name.removesuffix(f".{NESTED}"), {})[kind] = key
     if groups is None and flat:
         groups = [flat[index] for index in sorted(flat)]
     return states, groups if isinstance(groups, list) else None
@@ -255,7 +278,7 @@ class DcpFolder:
     def _assembled(self, key, shape, dtype, pieces):
         whole = torch.empty(shape, dtype=dtype)
         for begin, sizes, info in pieces:
-            piece = self._load(key, info)
+            piece = as_numbers(self._load(key, info), key)
             if not isinstance(piece, torch.Tensor) or list(piece.shape) != sizes or piece.dtype != dtype:
                 raise _C.FormatError(f"'{self._folder}': the piece of '{key}' in '{info.relative_path}' at "
                                      f"{info.offset} is no tensor of shape {sizes} and {dtype}")
@@ -286,7 +309,8 @@ class DcpFolder:
             raise _C.FormatError(f"'{path}' is cut off: '{key}' has {info.length} bytes at {info.offset}; found "
                                  f"{len(content)}")
         try:
-            return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            with data_classes():
+                return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         except Exception as error:
             raise _C.FormatError(f"'{path}': '{key}' at {info.offset} is damaged, or holds more than data: "
                                  f"{str(error).splitlines()[0]}") from error

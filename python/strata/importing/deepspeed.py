@@ -36,13 +36,14 @@ def import_deepspeed(checkpoint, out, tag=None):
     return write_checkpoint(read_deepspeed(checkpoint, tag), os.fspath(out))
 
 
-def read_deepspeed(checkpoint, tag=None):
-    """The WholeCheckpoint that a folder of DeepSpeed holds; arguments and errors as of ``import_deepspeed``."""
+def read_deepspeed(checkpoint, tag=None, values_only=False):
+    """The WholeCheckpoint that a folder of DeepSpeed holds; arguments and errors as of ``import_deepspeed``.
+    ``values_only``: without the optimizer's states, of whatever kind they are."""
     files = find_deepspeed_files(checkpoint, tag)
     try:
         model = ModelFiles(files.model)
         states = FlatStates(files.optimizer, model) if files.universal is None else UniversalStates(files.universal)
-        return _assemble(files, model, states)
+        return _assemble(files, model, states, values_only)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise _C.FormatError(f"'{files.folder}' is not as DeepSpeed 0.19 writes it: {type(error).__name__}: "
                              f"{error}") from error
@@ -51,17 +52,20 @@ def read_deepspeed(checkpoint, tag=None):
 # --- the whole checkpoint ---
 
 
-def _assemble(files, model, states):
+def _assemble(files, model, states, values_only):
     aliases = model.aliases()
     tensors, steps, scalars = [], {}, {}
     counted = max((group.get("step", 0) for group in states.param_groups or []), default=0)  # there by FusedAdam
+    counted = counted or int(model.first.get("global_steps") or 0) - int(model.first.get("skipped_steps") or 0)
     for group in model.shapes:
         for name, shape in group.items():
-            kinds = states.kinds_of(name, shape)
+            kinds = states.kinds_of(name, shape, values_only)
             dtype = model.first["module"].get(name, kinds[VALUE]).dtype  # in which the model computes
             tensors.append(WholeTensor(name, shape, dtype, kinds, trainable=True, aliases=aliases.get(name, [])))
-            scalars[name] = states.scalars_of(name)
+            scalars[name] = {} if values_only else states.scalars_of(name)
             steps[name] = int(scalars[name].get("step", counted))
+    if not values_only:
+        _require_muon(files, states, model, {tensor.name: tensor.kinds for tensor in tensors}, steps)
     frozen = model.frozen()
     tensors += [WholeTensor(n, shape, s.dtype, {VALUE: s}, aliases=aliases.get(n, [])) for n, shape, s in frozen]
     tensors += model.buffers()
@@ -70,6 +74,18 @@ def _assemble(files, model, states):
     training["without_frozen"] = not frozen
     world = len(files.optimizer) or int(model.first.get("dp_world_size") or 1)
     return WholeCheckpoint(files.tag, tensors + client_tensors(beside), training, world, states.stage)
+
+
+def _require_muon(files, states, model, kinds, steps):
+    """FormatError where a group of DeepSpeed's Muon has taken steps, and the files lack its states."""
+    groups = [group for group in states.param_groups or [] if "use_muon" in group]
+    for group, names in zip(states.param_groups or [], _members(states.param_groups or [], model.shapes) or []):
+        wanted = "momentum_buffer" if group.get("use_muon") else "exp_avg"
+        lacking = [name for name in names if groups and steps[name] > 0 and wanted not in kinds[name]]
+        if lacking:
+            raise _C.FormatError(f"'{files.folder}' has no {wanted} of '{lacking[0]}', which has taken "
+                                 f"{steps[lacking[0]]} steps, and of {len(lacking) - 1} more: where states rest on a "
+                                 "drive, save with DeepSpeed's save_muon_momentum_buffer_in_memory")
 
 
 def _training_of(model, states, beside, steps, scalars):

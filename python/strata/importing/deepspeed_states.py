@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from .. import _C
+from ..checkpoint.library_states import Numbers, engine_states
 from .whole_tensors import VALUE, Stored, load_tensors, number_of
 
 
@@ -35,7 +36,7 @@ class FlatLayout:
 
     def __init__(self, shapes, world_size, stage, paddings=None):
         self.shapes, self.world_size, self.stage = shapes, world_size, stage
-        self.places, self.ends = {}, []
+        self.places, self.ends, self._whole_parts = {}, [], {}
         for flat, named in enumerate(shapes):
             at = 0
             for i, (name, shape) in enumerate(named.items()):
@@ -63,6 +64,20 @@ class FlatLayout:
             start += length
         return result
 
+    def whole_parts(self, flat, lengths):
+        """([{name: offset}], [elements]) by rank, for tensors that have all elements of every parameter of which the
+        rank's flat tensor has some, one after the other. ``lengths``: [elements of ``flat``] by rank."""
+        known = self._whole_parts.get((flat, tuple(lengths)))
+        if known is not None:
+            return known
+        offsets, ends = [{} for _ in lengths], [0] * len(lengths)
+        for name in self.shapes[flat]:
+            for run in self.runs_in(name, lengths):
+                offsets[run.rank][name] = ends[run.rank]
+                ends[run.rank] += self.places[name][2]
+        self._whole_parts[flat, tuple(lengths)] = offsets, ends
+        return offsets, ends
+
 
 class FlatStates:
     """The contents of every rank's optimizer file. ``stage`` is of ZeRO. ``param_groups``: [dict], the optimizer's, or
@@ -83,6 +98,7 @@ class FlatStates:
         self.param_groups = states[0].get("param_groups")
         self.loss_scaler = first.get("loss_scaler")
         self._paths = paths
+        self._by_group, self._by_rank = {}, {}
         self._layout = self._layout_of(model.shapes)
 
     def _require_all(self, paths, first, models):
@@ -118,44 +134,78 @@ class FlatStates:
                                      f"have {lengths} elements, too few for the parameters that the model's file lists")
         return layout
 
-    def kinds_of(self, name, shape):
+    def kinds_of(self, name, shape, values_only=False):
         """{kind: Stored} of a parameter."""
         group, _, _ = self._layout.places[name]
-        flats_of = {VALUE: [values[group] for values in self._values], **self._by_element(group)}
-        return {kind: self._stored(name, flats) for kind, flats in flats_of.items()}
+        flats_of = {VALUE: ([values[group] for values in self._values], None)}
+        if not values_only:
+            flats_of |= self._by_element(group)
+        return {kind: self._stored(name, *flats) for kind, flats in flats_of.items()}
 
     def _by_element(self, group):
-        """{kind: [flat tensor of each rank]}."""
-        found = {}
-        for kind, value in self._state(0, group).items():
-            if isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() >= self._values[0][group].numel():
-                flats = [self._state(rank, group).get(kind) for rank in range(len(self._values))]
-                if all(isinstance(flat, torch.Tensor) for flat in flats):
-                    found[kind] = flats
+        """{kind: ([tensor of each rank, or None], None or [{name: offset}] by rank)}: states with an entry for each
+        element: flat tensors, or, as DeepSpeed's Muon has them at stages 1 and 2, with all elements of every parameter
+        of which the rank's flat tensor has some. FormatError for states of another size."""
+        if group not in self._by_group:
+            self._by_group[group] = self._find_by_element(group)
+        return self._by_group[group]
+
+    def _find_by_element(self, group):
+        ranks, found = range(len(self._values)), {}
+        lengths = [values[group].numel() for values in self._values]
+        for kind in dict.fromkeys(kind for rank in ranks for kind in self._state(rank, group)):
+            flats = [self._state(rank, group).get(kind) for rank in ranks]
+            sizes = [flat.numel() if _is_by_element(flat) else 0 for flat in flats]
+            if max(sizes) == 0:
+                continue
+            offsets, ends = self._layout.whole_parts(group, lengths) if self.stage < 3 else (None, None)
+            if sizes == ends and sizes != lengths:
+                found[kind] = flats, offsets
+            elif sizes == lengths or min(sizes) == max(sizes) >= max(lengths):  # without padding, or with it
+                found[kind] = flats, None
+            elif max(sizes) > 1:
+                whole = "" if ends is None else f", or {ends} for whole parameters"
+                raise _C.FormatError(
+                    f"the state '{kind}' of param group {group} in '{os.path.dirname(self._paths[0])}' has {sizes} "
+                    f"elements on the ranks, and is not imported; wanted one for each element, {lengths}{whole}. Begin "
+                    "with the weights alone: strata.utils.zero_to_fp32 makes a state dict of them")
         return found
 
     def scalars_of(self, name):
         """{key: number}: the optimizer's states of a parameter that have one element."""
         group, _, _ = self._layout.places[name]
         by_element = self._by_element(group)
-        result = {}
-        for key, value in self._state(0, group).items():
-            if key not in by_element and not (isinstance(value, torch.Tensor) and value.numel() != 1):
-                result[key] = number_of(value)
-        return result
+        return {key: number_of(value) for key, value in self._state(0, group).items()
+                if key not in by_element and not (isinstance(value, torch.Tensor) and value.numel() != 1)}
 
     def _state(self, rank, group):
-        states = self._states[rank]
-        order = [i for g in self.param_groups or [] for i in g.get("params", [])]
-        return states.get(order[group] if group < len(order) else group, {})
+        if (rank, group) not in self._by_rank:
+            owners = [(i, g) for g in self.param_groups or [] for i in g.get("params", [])]
+            key, of_group = owners[group] if group < len(owners) else (group, {})
+            called = f"param group {group} in '{self._paths[rank]}'"
+            self._by_rank[rank, group] = engine_states(self._states[rank].get(key, {}), of_group, called)
+        return self._by_rank[rank, group]
 
-    def _stored(self, name, flats):
+    def _stored(self, name, flats, offsets):
+        group, _, _ = self._layout.places[name]
+        dtype = next(flat.dtype for flat in flats if flat is not None)
+
         def read():
-            runs = self._layout.runs_in(name, [flat.numel() for flat in flats])
-            pieces = [flats[run.rank].flatten()[run.at:run.at + run.numel] for run in runs] or [flats[0].flatten()[:0]]
-            return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+            pieces = []
+            for run in self._layout.runs_in(name, [values[group].numel() for values in self._values]):
+                begin = offsets[run.rank][name] + run.begin if offsets else run.at
+                pieces.append(_part(flats[run.rank], begin, begin + run.numel))
+            return pieces[0] if len(pieces) == 1 else torch.cat(pieces or [torch.empty(0, dtype=dtype)])
 
-        return Stored(flats[0].dtype, read)
+        return Stored(dtype, read)
+
+
+def _is_by_element(state):
+    return isinstance(state, (torch.Tensor, Numbers)) and state.dim() > 0
+
+
+def _part(state, first, last):
+    return state.part(first, last) if isinstance(state, Numbers) else state.flatten()[first:last]
 
 
 def _optimizer_content(path):
@@ -182,7 +232,7 @@ class UniversalStates:
         self._step = max((number_of(state["step"]) for state in inner.get("state", {}).values() if "step" in state),
                          default=None)
 
-    def kinds_of(self, name, shape):
+    def kinds_of(self, name, shape, values_only=False):
         """{kind: Stored} of a parameter."""
         folder = self._folder_of(name)
         names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
@@ -190,7 +240,7 @@ class UniversalStates:
         if "fp32.pt" not in files:
             raise _C.IoError(f"'{folder}' has no 'fp32.pt': the checkpoint lacks the values of '{name}'")
         kinds = {VALUE: None}
-        for file in files:
+        for file in ["fp32.pt"] if values_only else files:
             path = os.path.join(folder, file)
             found = self._tensor(path)
             if found.numel() != math.prod(shape):

@@ -2,6 +2,7 @@
 share two readers: of Strata's own checkpoints, and of files of ``torch.save``, from which no code runs."""
 
 import argparse
+import collections
 import errno
 import json
 import math
@@ -85,7 +86,17 @@ def write_checkpoint(checkpoint, folder):
 
         _C.write_whole(folder, checkpoint.tag, listed, json.dumps(checkpoint.training), checkpoint.world_size,
                        checkpoint.stage, read)
+    logger.info("imported %s", _summary(tensors))
     return path
+
+
+def _summary(tensors):
+    """"values of 7 parameters, exp_avg of 4, ..., 2 buffers", for a log."""
+    parameters = [tensor for tensor in tensors if tensor.role == "parameter"]
+    kinds = collections.Counter(kind for tensor in parameters for kind in tensor.kinds if kind != VALUE)
+    states = "".join(f", {kind} of {count}" for kind, count in kinds.items())
+    buffers = sum(tensor.role == "buffer" for tensor in tensors)
+    return f"values of {len(parameters)} parameters{states or ', no states of an optimizer'}, {buffers} buffers"
 
 
 def plain_values(values, tensors, where):
@@ -134,17 +145,15 @@ def find_own(folder, tag=None):
 
 
 def read_own(path):
-    """The WholeCheckpoint at ``path``. Its reads verify every block of a file that they touch. FormatError where it is
-    damaged or has states in 8 bits, IoError where a file is missing."""
+    """The WholeCheckpoint at ``path``. Its reads verify every block of a file that they touch, and make numbers of
+    states in 8 bits. FormatError where it is damaged, IoError where a file is missing."""
     checkpoint = _C.TrainingCheckpoint(path)
-    if any(kind.endswith(".scales") for kind in checkpoint.kinds):
-        raise _C.FormatError("the checkpoint has optimizer states in 8 bits, for which the layouts of other libraries "
-                             f"have no place: train on with strata.optimizer_states \"8bit\": path={path}")
     tensors = []
     for role, name, shape, dtype, trainable, aliases in checkpoint.tensors():
         dtypes = {VALUE: dtype}
         if role == "parameter":
-            found = ((kind, checkpoint.dtype_of(name, kind)) for kind in checkpoint.kinds)
+            kinds = (kind for kind in checkpoint.kinds if not kind.endswith(".scales"))
+            found = ((kind, checkpoint.dtype_of(name, kind)) for kind in kinds)
             dtypes.update((kind, own) for kind, own in found if own is not None)
         stored = {kind: Stored(own, partial(checkpoint.read, role, name, kind)) for kind, own in dtypes.items()}
         tensors.append(WholeTensor(name, shape, dtype, stored, role, trainable, aliases))
@@ -166,6 +175,23 @@ _DEEPSPEED_CLASSES = [(type(name.rpartition(".")[2], bases, {}), name) for name,
 )]  # fmt: skip
 
 
+class OptimState8bit(torch.Tensor):
+    """Stands for torchao's class of states in 8 bits: ``codes``, ``scale``, ``qmap``, ``signed``."""
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise _C.FormatError(f"a state of torchao in 8 bits is read as codes and scales; found a call of {function}")
+
+
+_TORCHAO_CLASSES = [(OptimState8bit, f"torchao.{module}.subclass_8bit.OptimState8bit")
+                    for module in ("optim", "prototype.low_bit_optim")]
+
+
+def data_classes():
+    """Context in which torch's restricted unpickler makes objects of the classes that stand for data."""
+    return torch.serialization.safe_globals(_DEEPSPEED_CLASSES + _TORCHAO_CLASSES + _plain_classes())
+
+
 def _plain_classes():
     """Classes of scripts' own values: namespaces of arguments, and numpy's numbers and arrays of numbers."""
     multiarray = numpy._core.multiarray if hasattr(numpy, "_core") else numpy.core.multiarray
@@ -182,7 +208,7 @@ def load_tensors(path):
     are used. FormatError for a file that holds objects other than data (the message has their class), and for one that
     is cut off. IoError where it is not there."""
     try:
-        with torch.serialization.safe_globals(_DEEPSPEED_CLASSES + _plain_classes()):
+        with data_classes():
             refused = torch.serialization.get_unsafe_globals_in_checkpoint(path)
             if refused:
                 raise _C.FormatError(f"'{path}' holds objects of {', '.join(sorted(refused)[:8])}, and is not read: "

@@ -10,6 +10,11 @@ def free_bytes(device):
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
+def untaken_bytes(device):
+    """int: the memory of a GPU that neither torch nor other programs hold."""
+    return torch.cuda.mem_get_info(device)[0]
+
+
 class MemoryChoice:
     """Chooses between a way that takes memory and one that spares it. Needs that are no smaller than one that was too
     large, or no larger than one that was not, have its answer: what the engine keeps in free memory later changes no

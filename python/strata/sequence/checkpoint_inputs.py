@@ -18,11 +18,13 @@ from ..model import free_memory
 _LEAST = 1 << 20  # bytes of an input that is worth a copy
 _LEAVING = 2  # copies that the device's memory may wait for
 _GRANULE = 1 << 22  # host memory is taken in multiples of it
+_IN_USE = 2  # inputs on the device of which one is computed with, and one comes
 
 
 class CheckpointInputs:
     """Keeps inputs of the checkpoints of one model. ``where``: "cpu": those of every block but the last go to the host;
-    "auto": as many of the first blocks' as would take more than a quarter of a GPU's free memory; "device": none.
+    "auto": none where all take no more than a quarter of a GPU's free memory; else, after a step that shows what the
+    computation takes, only those that the rest has no room for; "device": none.
     ``core``: a _C.ShardedModel. ``device``: torch.device of the model. ``modules``: those of transformers that can be
     checkpointed."""
 
@@ -32,6 +34,7 @@ class CheckpointInputs:
         self._host = _HostMemory(core.host_memory, self._stream)
         self._leaving = deque()  # (event of a copy, its source)
         self._kept = {}  # {bytes of an input: inputs of this size that stay on the device}
+        self._unknown = set()  # bytes of inputs that "auto" has yet to see a backward of
         self._blocks, self._all = weakref.WeakKeyDictionary(), False  # {block: its place in forward}; are all known?
         inner = [module for module in modules if {*modules} & {*module.modules()} == {module}]
         # The blocks; or a model of older transformers, which calls the checkpoints of all its blocks.
@@ -82,8 +85,18 @@ class CheckpointInputs:
             return True
         if size not in self._kept:
             free = free_memory.free_bytes(self._device)
-            self._kept[size] = float("inf") if free is None else max(2, free // 4 // size)
+            fits = free is None or min(blocks, self._expected) * size <= free // 4
+            self._kept[size] = float("inf") if fits else _IN_USE
+            if not fits:
+                self._unknown.add(size)
         return place < blocks - self._kept[size]
+
+    def _learn(self, size):
+        """Called where backward has reached the first block: torch holds the most that this step takes, and three
+        quarters of the free rest may keep inputs of this size in the next steps."""
+        if size in self._unknown:
+            self._unknown.remove(size)
+            self._kept[size] += 3 * free_memory.untaken_bytes(self._device) // (4 * size)
 
     def _move(self, tensor, place):
         try:
@@ -146,6 +159,8 @@ class _Moved:
         """The tensor on the device; the input of the block before comes beside what is computed with it."""
         self._inputs._wait(0)
         self.fetch()
+        if self._place == 0:
+            self._inputs._learn(self.host.nbytes)
         (tensor, event), self._coming = self._coming, None
         if event is not None:
             torch.cuda.current_stream(self._device).wait_event(event)

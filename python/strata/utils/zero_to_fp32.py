@@ -48,7 +48,7 @@ def get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag=None, exclude_f
         lazy_mode: return ``LazyTensor``s: ``.contiguous()`` reads one. The whole model is never in memory then.
     """
     result, own = {}, find_own(checkpoint_dir, tag)
-    for tensor in (read_deepspeed(checkpoint_dir, tag) if own is None else read_own(own)).tensors:
+    for tensor in (read_deepspeed(checkpoint_dir, tag, values_only=True) if own is None else read_own(own)).tensors:
         if tensor.role not in ("parameter", "buffer"):
             continue
         if tensor.role == "parameter" and not tensor.trainable and exclude_frozen_parameters:

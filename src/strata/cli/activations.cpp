@@ -134,8 +134,8 @@ ActivationBytes activation_bytes(const Activations& model, const ActivationSetti
     of_layer = bytes_kept(model.attention, found, element) * tokens;
     if (found.mlp_piece == 0) of_layer += model.mlp.bytes(element) * tokens;
   } else if (settings.on_gpu && settings.inputs != "device") {
-    const double share = settings.inputs == "cpu" ? 0 : free / 4 / of_layer;
-    layers = std::min(layers, std::max(kInputsInUse, std::floor(share)));
+    const bool all = settings.inputs != "cpu" && layers * of_layer <= free / 4;
+    if (!all) layers = std::min(layers, kInputsInUse);
   }
   found.kept = rounded(layers * of_layer);
   found.host = rounded((model.layers - layers) * of_layer);

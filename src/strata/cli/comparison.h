@@ -99,8 +99,10 @@ class TensorSource {
       const bool of_rank = tensor.role == format::TensorRole::kRankBuffer;
       if ((client || of_rank || k != 0) && !kinds) return nullptr;
       const std::string kind = client ? "client" : of_rank ? "of a rank" : manifest.kinds[k];
-      const Numel numel = *format::checked_numel(tensor.shape);
-      return &found.try_emplace({t, k}, SourceTensor{tensor, kind, numel, {}}).first->second;
+      const Numel numel = format::numel_of(kind, *format::checked_numel(tensor.shape));
+      const auto [place, is_new] = found.try_emplace({t, k}, SourceTensor{tensor, kind, numel, {}});
+      if (is_new && format::elements_each(kind) > 1) place->second.shape = {numel.value};
+      return &place->second;
     };
     for (std::size_t t = 0; t < manifest.tensors.size(); ++t) find(t, 0);
     for (const format::ManifestRange& extent : manifest.extents) {
@@ -111,7 +113,7 @@ class TensorSource {
     }
     for (auto& [place, tensor] : found) {
       std::ranges::sort(tensor.runs, {}, &format::ManifestRange::begin);
-      if (tensor.channels_last) reorder(tensor);
+      if (tensor.channels_last && format::elements_each(tensor.kind) == 1) reorder(tensor);
       tensors_.push_back(std::move(tensor));
     }
     std::ranges::sort(tensors_, [](const SourceTensor& a, const SourceTensor& b) {

@@ -163,6 +163,8 @@ class Planner {
       remark(fmt::format("what torch.optim.{} keeps of each parameter is not counted",
                          config.optimizer->torch_class));
       rule_ = engine::UpdateRule::kExternal;
+    } else if (config.optimizer->torch_class == "Muon") {
+      remark("Muon's matrices are found by names and shapes, AdamW updates the other parameters");
     } else if (config.optimizer->torch_class == "Lion") {
       rule_ = engine::UpdateRule::kLion;
     } else if (!config.optimizer->adam.decoupled) {
@@ -298,6 +300,8 @@ class Planner {
       spec.dtype = config.precision.weight_dtype(spec.dtype);
       spec.trainable = spec.trainable && is_floating(spec.dtype);
     }
+    if (config.optimizer && config.optimizer->torch_class == "Muon")
+      plan::take_muon(specs, model_.tree);
     if (config.strata.states_8bit && plan::is_native(rule_))
       plan::take_8_bits(specs, model_.tree, config.strata.min_8bit_size);
     engine::place_params(specs, config.offload);

@@ -22,6 +22,8 @@ inline constexpr unsigned kSumBlocks = 192;
 inline constexpr unsigned kCopyBlocks = 264;
 // Blocks of an update over a link: so few keep it busy, and more of them make it slower.
 inline constexpr unsigned kFarBlocks = 24;
+// Blocks of each processor in an update with states of 8 bits.
+inline constexpr unsigned kBlocks8 = 4;
 inline constexpr std::int64_t kPack = 4;       // elements that a thread takes at once
 inline constexpr std::int64_t kByte = 8;       // the same, where a byte holds a bit of each
 inline constexpr std::int64_t kChunk = 65536;  // of a sum: strata/kernels/grad_stats.cpp
@@ -148,8 +150,11 @@ class CudaKernels : public Device {
       MapArguments maps;
       maps.keeps_positive = scalars.keeps_positive ? 1 : 0;
       const auto warps = static_cast<std::int64_t>(kernels::blocks8(spans.numel()));
-      module_.launch_at_most(blocks, function, warps * kWarp, stream, spans.weight.data(), copy,
-                             spans.remainder, spans.states8, gradient, count, constants, maps);
+      // No more than run at once, for each of them begins by filling its tables.
+      const unsigned resident = kBlocks8 * module_.blocks_max() / kBlocksPerProcessor;
+      module_.launch_at_most(std::min(blocks, resident), function, warps * kWarp, stream,
+                             spans.weight.data(), copy, spans.remainder, spans.states8, gradient,
+                             count, constants, maps);
     } else if (spans.has_remainder()) {
       module_.launch_at_most(blocks, functions.remainder, count / kByte + 1, stream, copy,
                              spans.remainder, exp_avg, exp_avg_sq, gradient, count, constants);

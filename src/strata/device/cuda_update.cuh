@@ -24,32 +24,104 @@ __device__ float followed(float master, Copy copy) {
   return widen(rounded) == widen(copy) ? master : widen(copy);
 }
 
-// One element: update_scalar_loop() of kernels/update.cpp, operation by operation.
+// Quotients and roots, correctly rounded as the host's are. torch's compiler branches in each of them
+// for numbers far from 1. Here a branch for several elements together sees to those: `near` becomes
+// false, and the caller takes __fdiv_rn and __fsqrt_rn. Else the steps are those that follow an
+// approximation: each remainder is exact, and the last one decides the rounding.
+struct Divisor {
+  float value;
+  float inverse;
+
+  __device__ explicit Divisor(float of) : value(of) {
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(of));
+    inverse = __fmaf_rn(inverse, __fmaf_rn(-of, inverse, 1.0F), inverse);
+  }
+  // A dividend of 0, or from 2 ^ -100 to 2 ^ 60; a divisor from 2 ^ -60 to 2 ^ 20.
+  __device__ bool takes(float dividend) const {
+    const float magnitude = fabsf(dividend);
+    return ((dividend == 0.0F) | (magnitude >= 7.888609e-31F)) & (magnitude <= 1.1529215e+18F);
+  }
+  __device__ bool is_near() const { return (value >= 8.673617e-19F) & (value <= 1048576.0F); }
+  __device__ float quotient(float dividend) const {
+    const float first = __fmul_rn(dividend, inverse);
+    const float second = __fmaf_rn(__fmaf_rn(-value, first, dividend), inverse, first);
+    const float third = __fmaf_rn(__fmaf_rn(-value, second, dividend), inverse, second);
+    return dividend == 0.0F ? first : third;  // the sign of zero
+  }
+};
+
+__device__ float near_root(float of, bool& near) {
+  float inverse;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(of));
+  const float root = __fmul_rn(of, inverse);
+  const float rest = __fmaf_rn(-root, root, of);
+  near &= (of == 0.0F) | ((of >= 7.888609e-31F) & (of <= 1.2676506e+30F));
+  return of == 0.0F ? of : __fmaf_rn(rest, __fmul_rn(0.5F, inverse), root);
+}
+
+// Elements: update_scalar_loop() of kernels/update.cpp, operation by operation.
 struct Adam {
   static constexpr bool kSecond = true;  // whether there is a second moment
-  __device__ static void update(const UpdateConstants& c, float& weight, float& m, float& v,
-                                float gradient) {
-    gradient = __fmul_rn(gradient, c.gradient_scale);
-    if (c.l2 != 0.0F) gradient = __fmaf_rn(c.l2, weight, gradient);
-    m = __fmaf_rn(c.lerp_weight, __fsub_rn(gradient, m), c.lerp_from_gradient ? gradient : m);
-    v = __fmaf_rn(__fmul_rn(c.rest2, gradient), gradient, __fmul_rn(v, c.beta2));
-    const float denominator = __fadd_rn(__fdiv_rn(__fsqrt_rn(v), c.correction2_root), c.eps);
-    weight = __fadd_rn(__fmul_rn(weight, c.decay),
-                       __fdiv_rn(__fmul_rn(c.negative_step_size, m), denominator));
+  template <int kCount>
+  __device__ static void update(const UpdateConstants& c, float (&weight)[kCount],
+                                float (&m)[kCount], float (&v)[kCount],
+                                const float (&gradients)[kCount]) {
+    const Divisor correction(c.correction2_root);
+    bool near = correction.is_near();
+    float step[kCount];
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      float gradient = __fmul_rn(gradients[k], c.gradient_scale);
+      if (c.l2 != 0.0F) gradient = __fmaf_rn(c.l2, weight[k], gradient);
+      m[k] = __fmaf_rn(c.lerp_weight, __fsub_rn(gradient, m[k]),
+                       c.lerp_from_gradient ? gradient : m[k]);
+      v[k] = __fmaf_rn(__fmul_rn(c.rest2, gradient), gradient, __fmul_rn(v[k], c.beta2));
+      const float root = near_root(v[k], near);
+      const Divisor denominator(__fadd_rn(correction.quotient(root), c.eps));
+      const float along = __fmul_rn(c.negative_step_size, m[k]);
+      near &= denominator.is_near() & denominator.takes(along);
+      step[k] = denominator.quotient(along);
+    }
+    if (!near) {
+      for (int k = 0; k < kCount; ++k) {
+        const float root = __fdiv_rn(__fsqrt_rn(v[k]), c.correction2_root);
+        step[k] = __fdiv_rn(__fmul_rn(c.negative_step_size, m[k]), __fadd_rn(root, c.eps));
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kCount; ++k)
+      weight[k] = __fadd_rn(__fmul_rn(weight[k], c.decay), step[k]);
   }
 };
 
 struct Lion {
   static constexpr bool kSecond = false;
-  __device__ static void update(const UpdateConstants& c, float& weight, float& m, float&,
-                                float gradient) {
-    gradient = __fmul_rn(gradient, c.gradient_scale);
-    const float direction = __fmaf_rn(gradient, c.lerp_weight, __fmul_rn(m, c.beta1));
-    const float along = signbit(direction) ? -c.negative_step_size : c.negative_step_size;
-    m = __fmaf_rn(gradient, c.rest2, __fmul_rn(m, c.beta2));
-    weight = __fadd_rn(__fmul_rn(weight, c.decay), direction == 0.0F ? 0.0F : along);
+  template <int kCount>
+  __device__ static void update(const UpdateConstants& c, float (&weight)[kCount],
+                                float (&m)[kCount], float (&)[kCount],
+                                const float (&gradients)[kCount]) {
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      const float gradient = __fmul_rn(gradients[k], c.gradient_scale);
+      const float direction = __fmaf_rn(gradient, c.lerp_weight, __fmul_rn(m[k], c.beta1));
+      const float along = signbit(direction) ? -c.negative_step_size : c.negative_step_size;
+      m[k] = __fmaf_rn(gradient, c.rest2, __fmul_rn(m[k], c.beta2));
+      weight[k] =
+          __fadd_rn(__fmul_rn(weight[k], c.decay), fabsf(direction) > 0.0F ? along : 0.0F);
+    }
   }
 };
+
+// One element.
+template <typename Formula>
+__device__ void update_one(const UpdateConstants& c, float& weight, float& m, float& v,
+                           float gradient) {
+  float weights[1] = {weight}, firsts[1] = {m}, seconds[1] = {v}, gradients[1] = {gradient};
+  Formula::template update<1>(c, weights, firsts, seconds, gradients);
+  weight = weights[0];
+  m = firsts[0];
+  v = seconds[0];
+}
 
 // False: the late scale is NaN, and the step changes nothing.
 __device__ bool takes_scale(UpdateConstants& c) {
@@ -96,11 +168,11 @@ __device__ void update(float* weights, float* exp_avgs, float* exp_avg_sqs,
         const Pack<float> g = gradients.template several<Pack>(p);
         Pack<Copy> copy;
         if (kCopies && c.follows_copies) copy = reinterpret_cast<Pack<Copy>*>(copies)[p];
-        for (int k = 0; k < kPack; ++k) {
+        for (int k = 0; k < kPack; ++k)
           if (kCopies && c.follows_copies) w.at[k] = followed(w.at[k], copy.at[k]);
-          Formula::update(c, w.at[k], m.at[k], v.at[k], g.at[k]);
+        Formula::update(c, w.at, m.at, v.at, g.at);
+        for (int k = 0; k < kPack; ++k)
           if (kCopies) narrow(w.at[k], copy.at[k]);
-        }
         reinterpret_cast<Pack<float>*>(weights)[p] = w;
         reinterpret_cast<Pack<float>*>(exp_avgs)[p] = m;
         if (Formula::kSecond) reinterpret_cast<Pack<float>*>(exp_avg_sqs)[p] = v;
@@ -109,8 +181,8 @@ __device__ void update(float* weights, float* exp_avgs, float* exp_avg_sqs,
       [&](std::int64_t i) {
         if (kCopies && c.follows_copies) weights[i] = followed(weights[i], copies[i]);
         float none = 0.0F;
-        Formula::update(c, weights[i], exp_avgs[i], Formula::kSecond ? exp_avg_sqs[i] : none,
-                        gradients.at(i));
+        update_one<Formula>(c, weights[i], exp_avgs[i], Formula::kSecond ? exp_avg_sqs[i] : none,
+                            gradients.at(i));
         if (kCopies) narrow(weights[i], copies[i]);
       });
 }
@@ -121,7 +193,7 @@ __device__ void rounded_element(const UpdateConstants& c, BFloat16& weight, Stat
   float master = widen(weight);
   float m = widen(first);
   float v = Formula::kSecond ? widen(second) : 0.0F;
-  Formula::update(c, master, m, v, gradient);
+  update_one<Formula>(c, master, m, v, gradient);
   narrow(m, first);
   if (Formula::kSecond) narrow(v, second);
   narrow(master, weight);
@@ -201,12 +273,14 @@ __device__ void update_with_remainder(BFloat16* weights, const Remainder& remain
       Eight<float> v{};
       if (Formula::kSecond) v = reinterpret_cast<Eight<float>*>(exp_avg_sqs)[p];
       const Eight<float> g = gradients.several<Eight>(p);
+      float masters[kByte];
 #pragma unroll
-      for (int k = 0; k < kByte; ++k) {
-        float master = join(w.at[k], low.at[k], (before >> k & 1U) != 0);
-        Formula::update(c, master, m.at[k], v.at[k], g.at[k]);
-        if (split(master, w.at[k], low.at[k])) after |= 1U << k;
-      }
+      for (int k = 0; k < kByte; ++k)
+        masters[k] = join(w.at[k], low.at[k], (before >> k & 1U) != 0);
+      Formula::update(c, masters, m.at, v.at, g.at);
+#pragma unroll
+      for (int k = 0; k < kByte; ++k)
+        if (split(masters[k], w.at[k], low.at[k])) after |= 1U << k;
       reinterpret_cast<Eight<BFloat16>*>(weights)[p] = w;
       reinterpret_cast<Eight<std::uint16_t>*>(remainder.low)[p] = low;
       reinterpret_cast<Eight<float>*>(exp_avgs)[p] = m;
@@ -218,8 +292,8 @@ __device__ void update_with_remainder(BFloat16* weights, const Remainder& remain
         const std::int64_t i = p * kByte + k;
         float master = join(weights[i], remainder.low[i], (before >> k & 1U) != 0);
         float none = 0.0F;
-        Formula::update(c, master, exp_avgs[i], Formula::kSecond ? exp_avg_sqs[i] : none,
-                        gradients.at(i));
+        update_one<Formula>(c, master, exp_avgs[i], Formula::kSecond ? exp_avg_sqs[i] : none,
+                            gradients.at(i));
         if (split(master, weights[i], remainder.low[i])) after |= 1U << k;
       }
     }

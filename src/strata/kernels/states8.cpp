@@ -39,4 +39,27 @@ const Map8& unsigned_map8() {
   return map;
 }
 
+void encode_again(const Map8& map, std::span<const float> values, const Codes8& state,
+                  bool keeps_positive) {
+  encode8(map, values, state, keeps_positive);
+  for (std::size_t begin = 0; begin < values.size(); begin += kBlock8) {
+    const auto block = values.subspan(begin, std::min(kBlock8, values.size() - begin));
+    const Codes8 there = state.from(begin);
+    const auto is_exact = [&] {
+      for (std::size_t i = 0; i < block.size(); ++i)
+        if (map.values[there.codes[i]] * there.scales[0] != block[i]) return false;
+      return true;
+    };
+    const float lowest = std::ranges::min(block);
+    if (lowest >= 0.0F || -lowest != there.scales[0] || is_exact()) continue;
+    float scale = std::nextafter(std::nextafter(lowest / map.values[0], 0.0F), 0.0F);
+    for (int i = 0; i < 5 && !is_exact(); ++i, scale = std::nextafter(scale, 2 * scale)) {
+      there.scales[0] = scale;
+      for (std::size_t k = 0; k < block.size(); ++k)
+        there.codes[k] = code8(map, block[k], 1.0F / scale, keeps_positive);
+    }
+    if (!is_exact()) encode8(map, block, there, keeps_positive);
+  }
+}
+
 }  // namespace strata::kernels

@@ -107,4 +107,9 @@ inline void encode8(const Map8& map, std::span<const float> values, const Codes8
   }
 }
 
+// As encode8(), and for values that came from codes to these again. In a block that a negative
+// value leads, that is the lowest of the map times a scale which is none of the values.
+void encode_again(const Map8& map, std::span<const float> values, const Codes8& state,
+                  bool keeps_positive);
+
 }  // namespace strata::kernels

@@ -141,7 +141,7 @@ struct LionFormula {
   HWY_INLINE V operator()(D d, V weight, V gradient, V& m, V& /*none*/) const {
     const auto direction = hn::MulAdd(gradient, share, hn::Mul(m, beta1));
     const auto along = hn::Xor(length, hn::And(direction, hn::SignBit(d)));
-    const auto update = hn::IfThenZeroElse(hn::Eq(direction, hn::Zero(d)), along);
+    const auto update = hn::IfThenElseZero(hn::Gt(hn::Abs(direction), hn::Zero(d)), along);
     m = hn::MulAdd(gradient, rest2, hn::Mul(m, beta2));
     return hn::Add(hn::Mul(weight, decay), update);
   }
@@ -397,7 +397,7 @@ float lion_element(const UpdateConstants& c, float before, float gradient, State
   const float direction = std::fma(gradient, c.lerp_weight, m * c.beta1);
   const float along = std::signbit(direction) ? -c.negative_step_size : c.negative_step_size;
   m = std::fma(gradient, c.rest2, m * c.beta2);
-  return before * c.decay + (direction == 0.0F ? 0.0F : along);
+  return before * c.decay + (std::fabs(direction) > 0.0F ? along : 0.0F);
 }
 
 }  // namespace

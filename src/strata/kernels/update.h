@@ -86,7 +86,8 @@ struct UpdateSpans {
   std::size_t numel() const { return gradient.size() + gradient16.numel; }
 };
 
-// kLion: the weight goes one length, lr, along the sign of a mean of gradient and exp_avg.
+// kLion: the weight goes one length, lr, along the sign of a mean of gradient and exp_avg;
+// none where that is zero or NaN.
 enum class Formula : std::uint8_t { kAdam, kLion };
 
 struct UpdateScalars {

@@ -2,6 +2,8 @@
 
 #include <fmt/ranges.h>
 
+#include <algorithm>
+#include <array>
 #include <map>
 #include <set>
 #include <tuple>
@@ -271,13 +273,46 @@ ModelPlan plan_units(std::span<const ParamSpec> params, const ModuleTree& tree,
   return plan;
 }
 
-void take_8_bits(std::span<ParamSpec> params, const ModuleTree& tree, std::int64_t least) {
+namespace {
+
+// Indices of the parameters that embeddings own.
+std::set<int> embedded_params(const ModuleTree& tree) {
   std::set<int> embedded;
   for (const ModuleNode& module : tree) {
     const std::string& name = module.class_name;
     if (name.find("mbed") != std::string::npos || name == "wte" || name == "wpe")
       embedded.insert(module.params.begin(), module.params.end());
   }
+  return embedded;
+}
+
+bool ends_a_model(const std::string& name) {
+  const std::string parts = "." + name + ".";
+  return std::ranges::any_of(
+      std::array{".lm_head.", ".score.", ".classifier.", ".qa_outputs."},
+      [&](const char* part) { return parts.find(part) != std::string::npos; });
+}
+
+bool is_matrix(const std::vector<std::int64_t>& shape) {
+  if (shape.size() > 3) return shape[1] > 1;  // of a convolution
+  return shape.size() > 1 && std::min(shape[shape.size() - 2], shape.back()) > 1;
+}
+
+}  // namespace
+
+void take_muon(std::span<ParamSpec> params, const ModuleTree& tree) {
+  const std::set<int> embedded = embedded_params(tree);
+  for (std::size_t i = 0; i < params.size(); ++i) {
+    const std::string& name = params[i].known_name();
+    const bool hidden = name.find("embed") == std::string::npos && !ends_a_model(name) &&
+                        !embedded.contains(static_cast<int>(i));
+    if (params[i].trainable && hidden && is_matrix(params[i].known_shape()))
+      params[i].rule = UpdateRule::kMuon;
+  }
+}
+
+void take_8_bits(std::span<ParamSpec> params, const ModuleTree& tree, std::int64_t least) {
+  const std::set<int> embedded = embedded_params(tree);
   for (std::size_t i = 0; i < params.size(); ++i) {
     std::int64_t numel = 1;
     for (const std::int64_t d : params[i].known_shape()) numel *= d;

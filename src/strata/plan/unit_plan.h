@@ -80,6 +80,10 @@ ModelPlan plan_units(std::span<const ParamSpec> params, const ModuleTree& tree,
 // a module is one by its class's name, or by its own where files tell no class.
 void take_8_bits(std::span<ParamSpec> params, const ModuleTree& tree, std::int64_t least);
 
+// Gives Muon's rule to the trainable matrices that are in no embedding and in no layer that ends a
+// model, by names and shapes, as where files tell no class.
+void take_muon(std::span<ParamSpec> params, const ModuleTree& tree);
+
 // Canonical text of a model and its plan, a line a parameter, for comparing ranks.
 std::string describe(std::span<const ParamSpec> params, const ModelPlan& plan);
 

@@ -104,8 +104,10 @@ TEST(OptimizerConfig, KeepsStatesIn8BitsByTheTypeOrByAKey) {
 
 TEST(OptimizerConfig, RefusesWhatCannotRunOnShards) {
   EXPECT_EQ(refusal_of(optimizer("Lamb")),
-            "optimizer.type: not supported (it needs the norm of whole layers); write \"AdamW\" or "
-            "another elementwise class of torch.optim; found \"Lamb\"");
+            "optimizer.type: not supported (torch has no such class; an object of one, such as "
+            "timm.optim.Lamb(model.parameters(), ...), may be passed as optimizer= to initialize, "
+            "and gets whole parameters); write \"AdamW\" or another elementwise class of "
+            "torch.optim; found \"Lamb\"");
   EXPECT_THAT(refusal_of(optimizer("LBFGS")), HasSubstr("not supported"));
   EXPECT_THAT(refusal_of(optimizer("Adafactor")), HasSubstr("pass torch.optim.Adafactor"));
 }

@@ -85,8 +85,8 @@ class StateConversion {
                             reinterpret_cast<const std::byte*>(values.data()), dtype);
     };
     if (encodes) {
-      kernels::encode8(map, all.numbers, {all.codes.data(), all.scales.data()},
-                       second && engine_.options().keeps_positive);
+      kernels::encode_again(map, all.numbers, {all.codes.data(), all.scales.data()},
+                            second && engine_.options().keeps_positive);
       put(state, first, all.codes, DType::kUInt8);
       put(ShardStates::scales_of(state), first_block, all.scales, DType::kFloat32);
       return;

@@ -8,6 +8,8 @@
 #include "strata/base/error.h"
 #include "strata/checkpoint/reader.h"
 #include "strata/engine/unit/agreement.h"
+#include "strata/kernels/states8.h"
+#include "strata/plan/update_rule.h"
 
 namespace strata::engine {
 namespace {
@@ -120,8 +122,11 @@ Bytes whole_bytes(const TrainingCheckpoint& checkpoint, std::size_t tensor, std:
   return bytes;
 }
 
-void read_whole(const TrainingCheckpoint& checkpoint, std::size_t tensor, io::IoEngine& io,
-                std::span<std::byte> target, std::string_view kind) {
+namespace {
+
+// In the order of the files.
+void read_stored(const TrainingCheckpoint& checkpoint, std::size_t tensor, io::IoEngine& io,
+                 std::span<std::byte> target, std::string_view kind) {
   STRATA_ASSERT(Bytes(target.size()) == whole_bytes(checkpoint, tensor, kind));
   const Manifest& manifest = checkpoint.manifest();
   std::vector<ManifestRange> extents;  // by file and offset
@@ -149,9 +154,34 @@ void read_whole(const TrainingCheckpoint& checkpoint, std::size_t tensor, io::Io
   checkpoint::RangeSource source(ways, blocks, io, ring.buffer_bytes(),
                                  {.aligned = 16_B, .verify = &verify});
   copy(source, sink, ring);
-  const format::ManifestTensor& of = manifest.tensors[tensor];
-  if (of.channels_last && !extents.empty())
-    plan::reorder(target, of.shape, size_of(extents.front().dtype), /*channels_last=*/false);
+}
+
+}  // namespace
+
+void read_whole(const TrainingCheckpoint& checkpoint, std::size_t tensor, io::IoEngine& io,
+                std::span<std::byte> target, std::string_view kind) {
+  read_stored(checkpoint, tensor, io, target, kind);
+  const format::ManifestTensor& of = checkpoint.manifest().tensors[tensor];
+  if (!of.channels_last || target.empty()) return;
+  const std::size_t first = checkpoint.extents(tensor, kind).front();
+  plan::reorder(target, of.shape, size_of(checkpoint.manifest().extents[first].dtype),
+                /*channels_last=*/false);
+}
+
+void read_decoded(const TrainingCheckpoint& checkpoint, std::size_t tensor, io::IoEngine& io,
+                  std::span<float> target, const std::string& kind) {
+  const std::string of_scales = kind + std::string(format::kScales);
+  std::vector<std::uint8_t> codes(target.size());
+  std::vector<float> scales(kernels::blocks8(target.size()));
+  read_stored(checkpoint, tensor, io, std::as_writable_bytes(std::span(codes)), kind);
+  read_stored(checkpoint, tensor, io, std::as_writable_bytes(std::span(scales)), of_scales);
+  const bool second = kind == plan::kExpAvgSq;
+  kernels::decode8(second ? kernels::unsigned_map8() : kernels::signed_map8(),
+                   {codes.data(), scales.data()}, target);
+  const format::ManifestTensor& of = checkpoint.manifest().tensors[tensor];
+  if (of.channels_last)
+    plan::reorder(std::as_writable_bytes(target), of.shape, 4_B,
+                  /*channels_last=*/false);
 }
 
 }  // namespace strata::engine

@@ -74,6 +74,9 @@ std::optional<std::size_t> find_buffer(const TrainingCheckpoint& checkpoint,
 // collective. Memory: some blocks.
 void read_whole(const TrainingCheckpoint& checkpoint, std::size_t tensor, io::IoEngine& io,
                 std::span<std::byte> target, std::string_view kind = format::kValue);
+// The same for a state in 8 bits, whose codes and scales become numbers.
+void read_decoded(const TrainingCheckpoint& checkpoint, std::size_t tensor, io::IoEngine& io,
+                  std::span<float> target, const std::string& kind);
 Bytes whole_bytes(const TrainingCheckpoint& checkpoint, std::size_t tensor,
                   std::string_view kind = format::kValue);
 

@@ -225,8 +225,8 @@ strata section | Strata's own settings
     memory, and a norm less than a 32nd; 0: all
 .activations section | inputs of checkpointed blocks, which stay from forward to backward
 ..device choice(auto|cpu|device) = "auto" | where they stay: on the model's device, or on the host (cpu),
-    copied beside the computation; auto: on the host for the blocks whose inputs would take more
-    than a quarter of a GPU's free memory
+    copied beside the computation; auto: on the device where all would take less than a quarter of a
+    GPU's free memory, else those of as many blocks as the first step shows to have room
 .sequence_parallel section | rows that ranks share
 .sequence_parallel.size integer(>= 1) = 1 | ranks that share the tokens of each row, in attention by
     an exchange of heads; it divides the ranks and the model's heads; batch sizes count these

@@ -33,7 +33,9 @@ struct Unsupported {
   std::string_view reason;
 };
 constexpr std::array<Unsupported, 8> kUnsupported{{
-    {"lamb", "it needs the norm of whole layers"},
+    {"lamb",
+     "torch has no such class; an object of one, such as timm.optim.Lamb(model.parameters(), ...), "
+     "may be passed as optimizer= to initialize, and gets whole parameters"},
     {"onebitlamb|onebitadam|zerooneadam", "it compresses communication"},
     {"adafactor", "pass torch.optim.Adafactor as optimizer= to initialize"},
     {"muadam|muadamw|musgd", "it needs the mup package's own groups"},

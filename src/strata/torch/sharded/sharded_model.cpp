@@ -10,7 +10,6 @@
 #include "strata/format/manifest.h"
 #include "strata/torch/base/placement.h"
 #include "strata/torch/base/tensors.h"
-#include "strata/torch/sharded/host_codes.h"
 #include "strata/torch/start/adoption.h"
 #include "strata/torch/start/lending.h"
 #include "strata/torch/start/model_start.h"
@@ -265,15 +264,28 @@ std::optional<at::Tensor> StateValues::part(std::string_view kind) {
   return copy.to(place);
 }
 
-at::Tensor StateValues::decoded(engine::ShardStates& states, std::string_view state) {
+std::optional<HostCodes> StateValues::codes(std::string_view state) {
+  finish_queued();
+  if (!unit_.trainable()) return std::nullopt;
+  engine::ShardStates states(engine_);
+  if (!states.in_8_bits(unit_.id) || !has(states, unit_.id, state)) return std::nullopt;
+  return read_codes(states, state);
+}
+
+HostCodes StateValues::read_codes(engine::ShardStates& states, std::string_view state) {
   const std::int64_t numel = count_of(mine_);
-  const HostCodes kept(numel);
+  HostCodes kept(numel);
   const std::string_view scales = engine::ShardStates::scales_of(state);
   states.enqueue_read(unit_.id, state, at_, Numel(numel), mutable_bytes(kept.codes));
   states.enqueue_read(unit_.id, scales, format::numel_of(scales, at_), Numel(kept.scales.numel()),
                       mutable_bytes(kept.scales));
   states.settle();
-  at::Tensor values = at::empty({numel}, at::kFloat);
+  return kept;
+}
+
+at::Tensor StateValues::decoded(engine::ShardStates& states, std::string_view state) {
+  const HostCodes kept = read_codes(states, state);
+  at::Tensor values = at::empty({kept.codes.numel()}, at::kFloat);
   kernels::decode8(map_of(state), kept.state(), floats_of(values));
   return values;
 }
@@ -281,8 +293,8 @@ at::Tensor StateValues::decoded(engine::ShardStates& states, std::string_view st
 void StateValues::encode(engine::ShardStates& states, std::string_view state,
                          const at::Tensor& values) {
   const HostCodes kept(count_of(mine_));
-  encode_again(map_of(state), floats_of(values.cpu().contiguous()), kept.state(),
-               state == plan::kExpAvgSq && engine_.options().keeps_positive);
+  kernels::encode_again(map_of(state), floats_of(values.cpu().contiguous()), kept.state(),
+                        state == plan::kExpAvgSq && engine_.options().keeps_positive);
   const std::string_view scales = engine::ShardStates::scales_of(state);
   states.enqueue_store(param_, state, mine_.first, Numel(kept.codes.numel()),
                        mutable_bytes(kept.codes).data(), DType::kUInt8);

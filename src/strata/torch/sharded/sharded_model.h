@@ -22,6 +22,7 @@
 #include "strata/engine/optimize/external_optimizer.h"
 #include "strata/torch/model/training_passes.h"
 #include "strata/torch/model/value_access.h"
+#include "strata/torch/sharded/host_codes.h"
 
 namespace strata::torch {
 
@@ -162,6 +163,8 @@ class StateValues {
   // collective.
   std::optional<at::Tensor> part(std::string_view kind);
   std::optional<at::Tensor> whole(std::string_view kind);
+  // Codes and scales of a state in 8 bits, on the host; nullopt where there is no such state.
+  std::optional<HostCodes> codes(std::string_view state);
   // Joins a state that the caller keeps: `mine` is this rank's part. Collective; nullopt if a rank
   // lacks its part.
   std::optional<at::Tensor> joined(const std::optional<at::Tensor>& mine);
@@ -176,6 +179,7 @@ class StateValues {
  private:
   at::Tensor join(const at::Tensor& mine);
   // States that the engine keeps in 8 bits, as numbers on the host, and back.
+  HostCodes read_codes(engine::ShardStates& states, std::string_view state);
   at::Tensor decoded(engine::ShardStates& states, std::string_view state);
   void encode(engine::ShardStates& states, std::string_view state, const at::Tensor& values);
   void set_masters(const at::Tensor& values);
