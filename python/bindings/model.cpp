@@ -14,8 +14,9 @@ namespace {
 // (name, shape, the tile's first element in it, modules that use it) of a tile's whole parameter
 using TileTuple = std::tuple<std::string, std::vector<std::int64_t>, std::int64_t, int>;
 // (its rule, or None; bits of its states, or None; with 8 bits, the least elements of the whole
-// parameter: a smaller one has 32)
-using RuleTuple = std::tuple<std::optional<std::string>, std::optional<int>, std::int64_t>;
+// parameter: a smaller one has 32; ParamSpec::matrices_apart; ParamSpec::matrix_cost of the whole)
+using RuleTuple =
+    std::tuple<std::optional<std::string>, std::optional<int>, std::int64_t, bool, double>;
 // (name, tensor, full shape, has values, group, owner, index there, tile, rule)
 using ParameterTuple = std::tuple<std::string, at::Tensor, std::vector<std::int64_t>, bool, int,
                                   std::shared_ptr<ShardedModel>, int, std::optional<TileTuple>,
@@ -36,14 +37,16 @@ torch::ModelInput input_from(const std::vector<ParameterTuple>& parameters,
   torch::ModelInput input;
   for (const auto& [name, tensor, shape, has_values, group, owner, owner_index, tile, rule] :
        parameters) {
-    auto [own, bits, least] = rule.value_or(RuleTuple{});
+    auto [own, bits, least, apart, cost] = rule.value_or(RuleTuple{});
     const auto& whole = tile ? std::get<1>(*tile) : shape;
     const std::int64_t numel =
         std::accumulate(whole.begin(), whole.end(), std::int64_t{1}, std::multiplies<>());
+    if (tile && whole.front() > 0)
+      cost *= static_cast<double>(shape.front()) / static_cast<double>(whole.front());
     if (bits == 8 && numel < least) bits = 32;
     input.parameters.push_back({name, tensor, shape, has_values, group, owner, owner_index,
                                 tile_from(tile), mapped(own, &plan::rule_named),
-                                mapped(bits, &plan::form_of_bits)});
+                                mapped(bits, &plan::form_of_bits), apart, cost});
   }
   for (const auto& [path, class_name, parent, params, callable, read_in_backward, leaf] : modules)
     input.tree.push_back({path, class_name, parent, params, callable, read_in_backward, leaf});

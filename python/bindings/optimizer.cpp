@@ -233,23 +233,23 @@ void set_outside_states(ShardedModel& model, py::function offload_states,
   model.engine().state_offload().set_outside(std::move(outside));
 }
 
-// `params`: {parameter: (factor of its update, Nesterov's momentum)}. `orthogonalize` gets a
-// parameter and its bf16 values [numel], which it replaces.
+// `params`: {parameter: (factor, Nesterov)}. `orthogonalize` replaces [(parameter, bf16 values)].
 void set_muon(ShardedModel& model, const std::map<int, std::pair<double, bool>>& params,
               py::function orthogonalize) {
-  auto* native = dynamic_cast<engine::NativeOptimizer*>(model.engine().optimizer());
-  STRATA_ASSERT(native != nullptr);
-  if (native->muon() == nullptr) return;  // no matrix trains
+  auto& native = dynamic_cast<engine::NativeOptimizer&>(*model.engine().optimizer());
+  if (native.muon() == nullptr) return;  // no matrix trains
   std::vector<engine::MuonParam> by_param(model.specs().size());
   for (const auto& [param, settings] : params)
     engine::nth(by_param, param) = {settings.first, settings.second};
-  native->muon()->set(std::move(by_param), [shared = held(std::move(orthogonalize)),
-                                            place = model.place()](int param,
-                                                                   std::span<std::byte> values) {
+  native.muon()->set(std::move(by_param), [shared = held(std::move(orthogonalize)),
+                                           place = model.place()](const auto& owned) {
     const py::gil_scoped_acquire acquire;
     const at::NoGradGuard no_graph;
-    (*shared)(param, torch::tensor_over(values.data(), static_cast<std::int64_t>(values.size() / 2),
-                                        at::kBFloat16, place));
+    std::vector<std::pair<int, at::Tensor>> all;
+    for (const auto& of : owned)
+      all.emplace_back(of.param, torch::tensor_over(of.values.data(), std::ssize(of.values) / 2,
+                                                    at::kBFloat16, place));
+    (*shared)(all);
   });
 }
 

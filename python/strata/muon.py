@@ -6,7 +6,7 @@ import torch
 
 from . import _C
 from .model.parameter import flattened, full_shape, parameter_at, shaped
-from .ops.muon import SIMPLE, Matrices, Muon
+from .ops.muon import SIMPLE, Matrices, Muon, orthogonalize
 from .rank_logging import logger
 
 _HEADS = ("lm_head", "score", "classifier", "qa_outputs")  # layers that end a model
@@ -189,14 +189,19 @@ def run_in(engine, optimizer):
             by_index[part.index] = here, group
             settings[part.index] = here.factor(group["adjust_lr_fn"]), bool(group["nesterov"])
 
-    def orthogonalize(index, values):
-        here, group = by_index[index]
-        in_shape = shaped(core, index, values).contiguous().view(-1)
-        here.orthogonalize(in_shape, group)
-        if in_shape.data_ptr() != values.data_ptr():
+    def orthogonalize_owned(owned):
+        entries, moved = [], []
+        for index, values in owned:
+            here, group = by_index[index]
+            if core.channels_last(index):
+                moved.append((index, values, shaped(core, index, values).contiguous().view(-1)))
+                values = moved[-1][2]
+            entries.append((here, values, group))
+        orthogonalize(entries)
+        for index, values, in_shape in moved:
             values.copy_(flattened(core, index, in_shape.view(core.full_shape(index))))
 
-    _C.set_muon(core, settings, orthogonalize)
+    _C.set_muon(core, settings, orthogonalize_owned)
     if engine.global_rank == 0:
         (n, of_muon), (m, of_adam) = counts
         logger.info("Muon updates %d parameters of %d elements, AdamW %d of %d elements", n, of_muon, m, of_adam)

@@ -385,7 +385,8 @@ def wrap_torch_optimizer(inner):
             matrices = complete_groups(inner, groups)
             sharded = _sharded(inner, None, groups)
             sharded.matrices, sharded.halves = matrices, halves
-            sharded.rules = {id(p): ("muon", 32, 0) for g in groups if g["use_muon"] for p in g["params"]}
+            sharded.rules = {id(p): ("muon", 32, 0, matrices[id(p)].are_apart, matrices[id(p)].cost)
+                             for g in groups if g["use_muon"] for p in g["params"]}  # fmt: skip
             return sharded, "adamw"
     native = native_rule(inner)
     if native is not None:

@@ -49,6 +49,14 @@ class CollectiveNetwork : public Collectives {
     work->wait();  // a network goes on by itself, whatever its ranks wait for
     return work;
   }
+  std::unique_ptr<Work> exchange(const Exchange& exchange, std::string_view tag) override {
+    const BulkOperation operation = describe_exchange(exchange, rank(), world_size(), tag);
+    come_for(operation.what);
+    auto sent = copied(operation.source);
+    auto work = ranks_->exchange({sent.get(), exchange.target, exchange.parcels}, tag);
+    work->wait();
+    return work;
+  }
   void all_reduce(std::span<double> values, ReduceOp op) override {
     come_for("all-reduce");
     ranks_->all_reduce(values, op);

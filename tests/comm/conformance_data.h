@@ -207,6 +207,84 @@ TEST_P(CollectivesMoveData, LeavesTheSourceFreeToChangeAfterTheWait) {
   });
 }
 
+// Sizes differ, also by direction; some are zero.
+inline Parcels uneven_parcels(int ranks, std::size_t unit) {
+  Parcels parcels(ranks);
+  for (int from = 0; from < ranks; ++from) {
+    for (int to = 0; to < ranks; ++to)
+      parcels.add(from, to, Bytes(unit * static_cast<std::size_t>((from * 2 + to * 3) % 5)));
+  }
+  return parcels;
+}
+
+inline void fill_parcels(SharedBuffer& source, const Parcels& parcels, int from, int round) {
+  for (int to = 0; to < parcels.ranks(); ++to) {
+    fill(source.local().subspan(parcels.in_source(from, to).size(), parcels.at(from, to).size()),
+         from * 16 + to, round);
+  }
+}
+
+inline void require_parcels(std::span<const std::byte> target, const Parcels& parcels, int to,
+                            int round) {
+  for (int from = 0; from < parcels.ranks(); ++from) {
+    require_pattern(target.subspan(parcels.in_target(from, to).size(), parcels.at(from, to).size()),
+                    from * 16 + to, "parcel", round);
+  }
+}
+
+TEST_P(CollectivesMoveData, ExchangesAParcelBetweenEachTwoRanks) {
+  on_worlds([](Collectives& c) {
+    const ShardPosition& place = c.shard_position();
+    if (place.parts > 1) return;
+    for (const std::size_t unit : {0UL, 1UL, 17UL, 4096UL, 100'003UL}) {
+      const Parcels parcels = uneven_parcels(place.count, unit);
+      const Parcels back = parcels.reversed();
+      auto source = c.allocate("parcels", parcels.sent(place.index) + 5_B);
+      auto received = c.allocate("received", parcels.received(place.index));
+      std::vector<std::byte> returned(parcels.sent(place.index).size());
+      for (int round = 0; round < 3; ++round) {
+        fill_parcels(*source, parcels, place.index, round);
+        c.exchange({source.get(), received->local(), &parcels}, "there")->wait();
+        require_parcels(received->local(), parcels, place.index, round);
+        fill_parcels(*source, parcels, place.index, round + 1);  // it was read by all
+        c.exchange({received.get(), returned, &back}, "back")->wait();
+        fill_parcels(*source, parcels, place.index, round);
+        require(std::ranges::equal(source->local().first(returned.size()), returned), "returned");
+      }
+      c.barrier();
+    }
+  });
+}
+
+TEST_P(CollectivesMoveData, StartsExchangesAndReductionsBeforeTheFirstIsWaitedFor) {
+  on_ranks(3, [](Collectives& c) {
+    const ShardPosition& place = c.shard_position();
+    if (place.parts > 1 || place.groups > 1) return;
+    const Parcels parcels = uneven_parcels(place.count, 1000);
+    std::vector<std::unique_ptr<SharedBuffer>> sources;
+    std::vector<std::vector<std::byte>> targets(4);
+    std::vector<std::unique_ptr<Work>> works;
+    auto gradients = c.allocate("gradients", 12_B);
+    for (float& x : floats_of(*gradients)) x = 1.0F;
+    float sum = 0.0F;
+    for (int i = 0; i < 4; ++i) {
+      auto& target = targets[static_cast<std::size_t>(i)];
+      target.resize(parcels.received(place.index).size());
+      sources.push_back(c.allocate(fmt::format("parcels {}", i), parcels.sent(place.index)));
+      fill_parcels(*sources.back(), parcels, place.index, i);
+      works.push_back(c.exchange({sources.back().get(), target, &parcels}, "many"));
+      if (i == 1)
+        works.push_back(c.reduce_scatter(
+            {gradients.get(), 0_B, DType::kFloat32, std::span(&sum, 1), 1.0F, false}, "between"));
+    }
+    for (auto work = works.rbegin(); work != works.rend(); ++work) (*work)->wait();
+    for (int i = 0; i < 4; ++i)
+      require_parcels(targets[static_cast<std::size_t>(i)], parcels, place.index, i);
+    require(sum == 3.0F, "sum");
+    c.barrier();
+  });
+}
+
 TEST_P(CollectivesMoveData, FinishesAReductionWhileAnotherRankIsInABarrier) {
   on_ranks(3, [](Collectives& c) {
     auto source = c.allocate("crossing", 12_B);

@@ -35,6 +35,23 @@ TEST_P(CollectivesReportErrors, NamesEachRanksSizeWhenTheyDiffer) {
                                            testing::HasSubstr("layers.3"))));
 }
 
+TEST_P(CollectivesReportErrors, NamesEachRanksParcelsWhenTheyDiffer) {
+  const auto errors = errors_on_ranks(2, [](Collectives& c) {
+    const ShardPosition& place = c.shard_position();
+    if (place.parts > 1 || place.groups > 1) throw CommError("parcels stay in a group");
+    Parcels parcels(2);
+    parcels.add(0, 1, 100_B);
+    parcels.add(1, 0, c.rank() == 0 ? 50_B : 60_B);
+    const auto source = c.allocate("source", 100_B);
+    std::vector<std::byte> target(parcels.received(place.index).size());
+    c.exchange({source.get(), target, &parcels}, "matrices")->wait();
+  });
+  EXPECT_THAT(errors, testing::Each(testing::AnyOf(
+                          testing::HasSubstr("parcels stay in a group"),
+                          testing::AllOf(testing::HasSubstr("150"), testing::HasSubstr("160"),
+                                         testing::HasSubstr("matrices")))));
+}
+
 TEST_P(CollectivesReportErrors, NamesDifferentKindsOfOperation) {
   const auto errors = errors_on_ranks(2, [](Collectives& c) {
     if (c.rank() == 0) {

@@ -22,6 +22,9 @@ class Shared final : public Collectives {
   std::unique_ptr<Work> reduce_scatter(const Reduction& reduction, std::string_view tag) override {
     return all_->reduce_scatter(reduction, tag);
   }
+  std::unique_ptr<Work> exchange(const Exchange& exchange, std::string_view tag) override {
+    return all_->exchange(exchange, tag);
+  }
   void all_reduce(std::span<double> values, ReduceOp op) override { all_->all_reduce(values, op); }
   void broadcast(std::span<std::byte> bytes, int root) override { all_->broadcast(bytes, root); }
   std::vector<std::string> all_gather_text(const std::string& text) override {

@@ -144,6 +144,9 @@ class HostResults final : public Collectives {
     result->started(collectives_->reduce_scatter(there, tag));
     return result;
   }
+  std::unique_ptr<Work> exchange(const Exchange& exchange, std::string_view tag) override {
+    return std::make_unique<HostGather>(*device_, collectives_->exchange(exchange, tag));
+  }
   void all_reduce(std::span<double> values, ReduceOp op) override {
     collectives_->all_reduce(values, op);
   }

@@ -9,6 +9,7 @@ import torch
 from plain_torch import PlainTrainer, exact_square_roots
 from ranks import run_ranks
 from strata.model.model_input import ModelTree
+from strata.model.tiles import tiles_of
 from strata.muon import find_matrices
 from strata.ops import muon
 from strata.ops.muon import Matrices, Muon
@@ -426,8 +427,49 @@ def _experts():
         engine.destroy()
 
 
-def test_fused_experts_are_trained_as_matrices_of_their_own():
-    run_ranks(2, _experts)
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_fused_experts_are_trained_as_matrices_of_their_own(world):
+    """With the same bits wherever they lie: in place, in batches of one size, or at an owner."""
+    run_ranks(world, _experts)
+
+
+def _tiled_experts():
+    """Tiles hold whole experts, whose bits do not depend on the tile."""
+    from hf_models import MODELS
+
+    rank, world = rank_and_world()
+    found = []
+    for most in (5000, 1 << 30):
+        tiles = {"max_gather": most, "match": ["*.experts.*"]}
+        torch.manual_seed(0)
+        model = MODELS["qwen3_moe"].build().eval()
+        model.set_experts_implementation("eager")
+        engine = make_engine(model, _config(3, strata={"tiles": tiles}))
+        assert any(tiles_of(p) is not None for p in model.parameters()) == (most == 5000)
+        generator = torch.Generator().manual_seed(5)
+        for step in range(3):
+            batch = [MODELS["qwen3_moe"].batch(generator, step, r) for r in range(world)][rank]
+            engine.backward(engine(**batch).loss)
+            engine.step()
+        found.append(full_parameters(model))
+        engine.destroy()
+    assert differences(*found) == []
+
+
+def test_experts_in_tiles_have_the_bits_of_whole_ones():
+    run_ranks(2, _tiled_experts)
+
+
+def test_a_matrix_has_the_same_bits_in_any_company():
+    values = torch.randn(7, 24, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    experts = Matrices([7, 24, 8], cuts=[12, 12])
+    together, apart = values.clone(), values.clone()
+    muon.orthogonalize([(experts, together.view(-1), SETTINGS)])
+    for some in (apart[2:3], apart[:2], apart[3:]):
+        muon.orthogonalize([(experts, some.view(-1), SETTINGS)])
+    twice = [values.clone(), values.clone()]
+    muon.orthogonalize([(experts, some.view(-1), SETTINGS) for some in twice])
+    assert all(same_bits(together, other) for other in (apart, *twice))
 
 
 def _beside_other_settings():

@@ -52,7 +52,7 @@ def describe_parameters(tree, groups, from_files=None, takes_unfrozen=False, rul
     {id(parameter): index of its param group}; none: all are in one. ``from_files``: {id(parameter): full shape} of
     parameters that are empty until they are loaded. ``takes_unfrozen``: whether frozen parameters that are in no group
     are in the first. ``rules``: {id(parameter): (update rule, bits of its states, least elements for
-    8 bits)}, as of ``native_rule``."""
+    8 bits)}, as of ``native_rule``; Muon's have two more, ``Matrices.are_apart`` and ``cost``."""
     from_files = from_files or {}
     outside = -1 if groups else 0
     entries = []
@@ -71,8 +71,9 @@ def describe_parameters(tree, groups, from_files=None, takes_unfrozen=False, rul
         has_values = id(parameter) not in from_files
         is_taken = takes_unfrozen and not parameter.requires_grad
         group = groups.get(id(known_as(parameter)), 0 if is_taken else outside)
+        rule = (rules or {}).get(id(known_as(parameter)))
         entries.append((name, parameter, shape, has_values, group, owner, owner_index or 0, part,
-                        (rules or {}).get(id(known_as(parameter)))))
+                        None if rule is None else (*rule, False, 0.0)[:5]))
     return entries
 
 

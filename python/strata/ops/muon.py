@@ -5,7 +5,8 @@ import math
 import torch
 
 SIMPLE = (3.4445, -4.7750, 2.0315)
-_TOGETHER = 1 << 25  # elements of equal matrices that are multiplied in one call
+_TOGETHER = 1 << 24  # elements of equal matrices that are multiplied in one call
+_MOST = 16  # matrices of them
 
 
 def newton_schulz(matrices, coefficients=SIMPLE, steps=5, eps=1e-7):
@@ -50,27 +51,86 @@ class Matrices:
     def _forms(self):
         return [(self.heads or rows, self.shape[-1]) for rows in self.cuts]
 
+    @property
+    def cost(self):
+        """float: the products of Newton-Schulz for all matrices, s^2 (2l + s) for each of sides s <= l."""
+        costs = (rows // form[0] * min(form) ** 2 * (2 * max(form) + min(form))
+                 for rows, form in zip(self.cuts, self._forms()))  # fmt: skip
+        return float(math.prod(self.shape[:-2]) * sum(costs))
+
     def factor(self, adjust_lr_fn):
         """float: the largest factor of a matrix; ``orthogonalize`` has what others lack."""
         return max(factor_of(*form, adjust_lr_fn) for form in self._forms())
 
+    @property
+    def are_apart(self):
+        """Whether each element of the first dimension has matrices of its own."""
+        return len(self.shape) > 2
+
     def orthogonalize(self, values, group):
         """Replaces ``values``, flat and in bf16, by the update: Newton-Schulz's result of each matrix."""
-        whole, begin, largest = values.view(self.shape), 0, self.factor(group["adjust_lr_fn"])
+        orthogonalize([(self, values, group)])
+
+    def parts(self, values, group):
+        """[(view of ``values``, share of the factor)] of equal matrices. ``values``: of the parameter, or of some
+        elements of its first dimension where ``are_apart``. A view of two dimensions is one matrix."""
+        whole = values.view(-1, *self.shape[1:]) if self.are_apart else values.view(self.shape)
+        largest, parts, begin = self.factor(group["adjust_lr_fn"]), [], 0
         for rows, form in zip(self.cuts, self._forms(), strict=True):
             part = whole.narrow(-2, begin, rows)
             begin += rows
-            apart = part.unflatten(-2, (-1, self.heads)) if self.heads else part
-            share = factor_of(*form, group["adjust_lr_fn"]) / largest
-            settings = group["ns_coefficients"], group["ns_steps"], group["eps"]
-            if apart.dim() == 2:
-                results = [newton_schulz(apart, *settings)]
-            else:
-                batch = apart.reshape(-1, *form)
-                at_once = max(1, _TOGETHER // math.prod(form))
-                results = [newton_schulz(some, *settings) for some in batch.split(at_once)]
-            result = results[0] if len(results) == 1 else torch.cat(results)
-            part.copy_((result if share == 1.0 else result.float() * share).reshape(part.shape))
+            parts.append((part.unflatten(-2, (-1, self.heads)) if self.heads else part,
+                          factor_of(*form, group["adjust_lr_fn"]) / largest))
+        return parts
+
+
+def orthogonalize(matrices):
+    """Replaces the flat values in bf16 of [(Matrices, values, param group)] by their updates. Matrices that are not
+    alone in their part go in batches, each of one size for one form, so that a matrix has the same bits in any
+    company; what a batch lacks is zero."""
+    batches = {}  # {(form, settings): [(matrix, share)]}
+    for of, values, group in matrices:
+        settings = group["ns_coefficients"], group["ns_steps"], group["eps"]
+        for part, share in of.parts(values, group):
+            if part.dim() == 2:
+                _replace(part, newton_schulz(part, *settings), share)
+                continue
+            key = (tuple(part.shape[-2:]), _hashable(settings))
+            flat = part.flatten(0, -3) if part.dim() > 3 else part
+            batches.setdefault(key, (settings, []))[1].append((flat, share))
+    for (form, _), (settings, parts) in batches.items():
+        at_once = max(1, min(_MOST, _TOGETHER // math.prod(form)))
+        at_once = 1 << at_once.bit_length() - 1  # as numbers of experts and heads are: few batches are not full
+        for some in _filled(parts, at_once):
+            batch = torch.cat([part for part, _ in some])
+            lacking = at_once - len(batch)
+            batch = torch.cat([batch, batch.new_zeros(lacking, *form)]) if lacking else batch
+            results = newton_schulz(batch, *settings)
+            for (part, share), result in zip(some, results.split([len(p) for p, _ in some] + [lacking])):
+                _replace(part, result, share)
+
+
+def _replace(part, result, share):
+    part.copy_(result if share == 1.0 else result.float() * share)
+
+
+def _hashable(settings):
+    return tuple(map(_hashable, settings)) if isinstance(settings, (tuple, list)) else settings
+
+
+def _filled(parts, at_once):
+    """Yields lists of (views of ``parts``, share) of ``at_once`` matrices together; the last may have fewer."""
+    some, room = [], at_once
+    for part, share in parts:
+        while len(part):
+            some.append((part[:room], share))
+            room -= len(some[-1][0])
+            part = part[len(some[-1][0]):]
+            if room == 0:
+                yield some
+                some, room = [], at_once
+    if some:
+        yield some
 
 
 class Muon(torch.optim.Optimizer):

@@ -51,6 +51,22 @@ BulkOperation describe_reduction(const Reduction& reduction, int world_size, std
   return operation;
 }
 
+BulkOperation describe_exchange(const Exchange& exchange, int rank, int world_size,
+                                std::string_view tag) {
+  const Parcels& parcels = *exchange.parcels;
+  BulkOperation operation;
+  operation.what = fmt::format("exchange of '{}' ({} bytes in all, parcels {:08x})", tag,
+                               parcels.total().value, parcels.fingerprint());
+  if (parcels.ranks() != world_size)
+    throw UsageError("{} is for {} ranks; it has parcels for {}", operation.what, world_size,
+                     parcels.ranks());
+  if (Bytes(exchange.target.size()) != parcels.received(rank))
+    throw UsageError("the target of the {} must hold {} bytes on rank {}; it has {}",
+                     operation.what, parcels.received(rank).value, rank, exchange.target.size());
+  operation.source = part_of(exchange.source, Bytes(), parcels.sent(rank), operation.what);
+  return operation;
+}
+
 std::string describe_broadcast(Bytes bytes, int root, int world_size) {
   if (root < 0 || root >= world_size)
     throw UsageError("the root of a broadcast must be a rank, 0 to {}; got {}", world_size - 1,

@@ -28,6 +28,8 @@ struct BulkOperation {
 BulkOperation describe_gather(const SliceMap& slices, std::span<std::byte> flat, int rank,
                               int world_size, std::string_view tag);
 BulkOperation describe_reduction(const Reduction& reduction, int world_size, std::string_view tag);
+BulkOperation describe_exchange(const Exchange& exchange, int rank, int world_size,
+                                std::string_view tag);
 std::string describe_broadcast(Bytes bytes, int root, int world_size);
 
 // The values of two ranks in an all-reduce. A NaN compares as neither smaller nor larger.

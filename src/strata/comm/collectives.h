@@ -14,9 +14,11 @@
 //                   may be started before the first is waited for. The work may be done in wait(),
 //                   done() or any later call of this rank, so a rank that computes for long should
 //                   call done() now and then.
+//   exchange        carries a parcel from each rank to each, in the same order and manner as
+//                   reductions.
 // With Traits::has_inbox, ranks may write contributions into the memory of the ranks that add them
-// up (inbox.h). reduce_scatter, Inbox::reduce, all_reduce, broadcast, all_gather_text and barrier
-// share that one order.
+// up (inbox.h). reduce_scatter, Inbox::reduce, exchange, all_reduce, broadcast, all_gather_text and
+// barrier share that one order.
 // One-sided gathers are sound because slices change only between two sync points: after an
 // all_reduce (or barrier) that every rank entered having finished its gathers, and before the next
 // barrier. If other code than the engine can write slices, finish_gathers() follows the gathers.
@@ -52,6 +54,7 @@
 #include "strata/base/interface.h"
 #include "strata/base/units.h"
 #include "strata/comm/inbox.h"
+#include "strata/comm/parcels.h"
 #include "strata/comm/traits.h"
 #include "strata/device/device.h"
 
@@ -133,6 +136,13 @@ struct Reduction {
   // holds; null: the compute stream.
   device::Stream* writer = nullptr;
   Replicas replicas = Replicas::kSum;
+};
+
+// Parcels among the ranks of this rank's shard group, from memory of the senders.
+struct Exchange {
+  const SharedBuffer* source = nullptr;  // begins with this rank's parcels
+  std::span<std::byte> target;           // exactly the parcels for this rank
+  const Parcels* parcels = nullptr;      // outlives wait()
 };
 
 // Times of an operation by the device's clock. Bytes moved between ranks from `begin` to `end`. A
@@ -220,6 +230,9 @@ class Collectives : public Interface {
   // keep their own order: Traits::deterministic is false).
   virtual std::unique_ptr<Work> reduce_scatter(const Reduction& reduction,
                                                std::string_view tag) = 0;
+
+  // A rank's parcel for itself is copied, too. If ranks pass different parcels, all get an error.
+  virtual std::unique_ptr<Work> exchange(const Exchange& exchange, std::string_view tag) = 0;
 
   // The device's stream that carries this traffic; null: no stream of its own. Contributions are
   // best written in theirs (Reduction::writer). Each reduction writes its result in the stream of

@@ -135,6 +135,9 @@ class DryCollectives final : public comm::Collectives {
   std::unique_ptr<comm::Work> reduce_scatter(const comm::Reduction&, std::string_view) override {
     return std::make_unique<DryWork>();
   }
+  std::unique_ptr<comm::Work> exchange(const comm::Exchange&, std::string_view) override {
+    return std::make_unique<DryWork>();
+  }
   void all_reduce(std::span<double>, comm::ReduceOp) override {}
   void all_gather_on_device(std::span<std::byte>, std::span<const std::byte>) override {}
   void broadcast(std::span<std::byte>, int) override {}

@@ -57,6 +57,10 @@ struct ParamSpec {
   // Its slot holds [N, C, spatial dimensions] with C innermost: torch.channels_last, or
   // channels_last_3d. Elements of shards count in this order.
   bool channels_last = false;
+  // Under kMuon: whether each element of the first dimension has matrices of its own, and what all
+  // cost to orthogonalize, in any unit; 0: as many as elements.
+  bool matrices_apart = false;
+  double matrix_cost = 0.0;
 
   // The name and shape that users and checkpoints know, and the first element there.
   const std::string& known_name() const { return tile ? tile->name : name; }

@@ -156,6 +156,10 @@ class LateReader final : public comm::Collectives {
                                              std::string_view tag) override {
     return ranks_->reduce_scatter(reduction, tag);
   }
+  std::unique_ptr<comm::Work> exchange(const comm::Exchange& exchange,
+                                       std::string_view tag) override {
+    return ranks_->exchange(exchange, tag);
+  }
   void all_reduce(std::span<double> values, comm::ReduceOp op) override {
     ranks_->all_reduce(values, op);
   }

@@ -5,7 +5,6 @@
 #include <map>
 
 #include "engine/core/external_cases.h"
-#include "strata/engine/optimize/native_optimizer.h"
 
 namespace strata::engine::fake {
 namespace {
@@ -75,65 +74,6 @@ TEST(WholeParameters, EachHasOneOwnerAndTheLargestGoesFirst) {
     if (counts) largest = std::max(largest, model.numel(p).value);
   }
   EXPECT_EQ(*std::ranges::max_element(elements), largest) << "it is alone on its rank";
-}
-
-// Some parameters are matrices to Muon, whose products reverse the order of their elements here.
-FakeModel model_of_muon(DType dtype) {
-  plan::ModelBuilder builder = uneven_builder(dtype);
-  for (plan::ParamSpec& param : builder.params) {
-    if (param.numel() > Numel(100)) param.rule = UpdateRule::kMuon;
-  }
-  return FakeModel(builder);
-}
-
-using Weights = std::vector<std::vector<std::byte>>;
-
-Weights trained_by_muon(DType dtype, int world, int stage, Over over, memory::Tier tier) {
-  const FakeModel model = model_of_muon(dtype);
-  const testing::TemporaryFolder folder;
-  Weights weights(static_cast<std::size_t>(model.count()));
-  expect_no_errors(run_ranks(world, [&](int r, std::shared_ptr<comm::Collectives> collectives) {
-    RankOptions options;
-    options.rule = UpdateRule::kAdamW;
-    options.engine.stage = stage;
-    options.engine.gradient_clipping = 0.25;
-    if (tier != memory::Tier::kDevice) place_states(options.engine, tier, folder.path());
-    if (over == Over::kLatePeers) options.device = comm::conformance::late_device(r);
-    FakeRank rank(model, options, joined(std::move(collectives), over, options.device));
-    auto& optimizer = dynamic_cast<NativeOptimizer&>(*rank.engine().optimizer());
-    ASSERT_NE(optimizer.muon(), nullptr);
-    std::vector<MuonParam> params(static_cast<std::size_t>(model.count()), {0.5, r >= 0});
-    optimizer.muon()->set(params, [&](int, std::span<std::byte> values) {
-      rank.engine().device().compute_stream().synchronize();
-      auto* const all = reinterpret_cast<std::uint16_t*>(values.data());
-      std::reverse(all, all + values.size() / 2);
-    });
-    for (int step = 0; step < kSteps; ++step) {
-      rank.groups = groups_of(step);
-      for (int micro = 0; micro < 2; ++micro) {
-        rank.forward();
-        add_all(rank, all_gradients(model, step, micro, r), {}, micro == 1);
-      }
-      ASSERT_TRUE(rank.engine().step(rank.groups, 1.0, false).applied);
-    }
-    for (int p = 0; p < model.count(); ++p) {
-      const std::vector<std::byte> found = rank.weight(p);
-      if (r == 0) weights[static_cast<std::size_t>(p)] = found;
-    }
-  }));
-  return weights;
-}
-
-TEST_P(WholeParametersTest, OfMuonHaveTheSameBitsOverEveryKindOfCollectives) {
-  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
-    if (GetParam() != Over::kThreads && dtype != DType::kBFloat16) continue;
-    const int world = dtype == DType::kBFloat16 ? 3 : 2;
-    const Weights wanted = trained_by_muon(dtype, world, 0, Over::kThreads, memory::Tier::kDevice);
-    for (const int stage : {1, 3})
-      EXPECT_EQ(trained_by_muon(dtype, world, stage, GetParam(), memory::Tier::kDevice), wanted);
-    EXPECT_EQ(trained_by_muon(dtype, world, 3, GetParam(), memory::Tier::kHost), wanted);
-    EXPECT_NE(wanted.front(), std::vector<std::byte>());
-  }
 }
 
 }  // namespace

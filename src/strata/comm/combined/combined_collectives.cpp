@@ -46,6 +46,10 @@ class SplitCollectives final : public PairedCollectives {
         [&] { return pair_work(pair_, reductions().reduce_scatter(reduction, tag)); });
   }
 
+  std::unique_ptr<Work> exchange(const Exchange& exchange, std::string_view tag) override {
+    return pair_->guarded([&] { return pair_work(pair_, reductions().exchange(exchange, tag)); });
+  }
+
   void record_times(bool on) override {
     gathers().record_times(on);
     reductions().record_times(on);
@@ -135,6 +139,9 @@ class JointGathers final : public Collectives {
 
   std::unique_ptr<Work> reduce_scatter(const Reduction& reduction, std::string_view tag) override {
     return inner_->reduce_scatter(reduction, tag);
+  }
+  std::unique_ptr<Work> exchange(const Exchange& exchange, std::string_view tag) override {
+    return inner_->exchange(exchange, tag);
   }
   device::Stream* stream(Traffic traffic) override { return inner_->stream(traffic); }
   std::unique_ptr<Inbox> make_inbox(std::string name, Bytes bytes) override {

@@ -335,6 +335,10 @@ class GroupedCollectives final : public PairedCollectives {
       return std::make_unique<GroupedReduction>(core_, core_->sums().start(reduction, tag));
     });
   }
+  std::unique_ptr<Work> exchange(const Exchange& exchange, std::string_view tag) override {
+    return core_->guarded(
+        [&] { return pair_work(core_, core_->inside().exchange(exchange, tag)); });
+  }
   void record_times(bool on) override { core_->inside().record_times(on); }
 
   void all_reduce(std::span<double> values, ReduceOp op) override {

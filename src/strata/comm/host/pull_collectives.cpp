@@ -30,10 +30,11 @@ std::string text_of(std::uint64_t number, const OperationEntry& entry) {
   return fmt::format("operation {} ({})", number, describe(entry));
 }
 
-// The reductions of one rank of a host over its RankLink. They go on beside the rank's other work.
-class ReductionQueue {
+// The reductions and exchanges of one rank of a host over its RankLink. They go on beside the
+// rank's other work.
+class PullQueue {
  public:
-  ReductionQueue(RankLink& link, ThreadPool* pool) : link_(link), pool_(pool) {}
+  PullQueue(RankLink& link, ThreadPool* pool) : link_(link), pool_(pool) {}
 
   // Returns the operation's number. Throws UsageError for arguments that do not fit together.
   std::uint64_t start(const Reduction& reduction, std::string_view tag) {
@@ -43,12 +44,15 @@ class ReductionQueue {
                          .count = std::ssize(reduction.result),
                          .buffer_id = id_of(reduction.source->name()),
                          .buffer_offset = reduction.source_offset.value};
-    set_tag(entry, tag);
-    if (!link_.memory().find(link_.rank(), entry.buffer_id))
-      throw_foreign_buffer("source of a reduce_scatter", *reduction.source, tag);
-    const std::uint64_t number = link_.publish(entry);
-    pending_.push_back({number, reduction});
-    return number;
+    return publish(entry, "source of a reduce_scatter", *reduction.source, tag, {0, reduction, {}});
+  }
+  std::uint64_t start(const Exchange& exchange, std::string_view tag) {
+    describe_exchange(exchange, link_.rank(), link_.world_size(), tag);
+    const OperationEntry entry{.kind = OperationKind::kExchange,
+                               .detail = exchange.parcels->fingerprint(),
+                               .count = exchange.parcels->total().value,
+                               .buffer_id = id_of(exchange.source->name())};
+    return publish(entry, "source of an exchange", *exchange.source, tag, {0, {}, exchange});
   }
   // Finishes the oldest one if every rank has published it; false when there is nothing to do.
   bool pull_next() {
@@ -61,8 +65,9 @@ class ReductionQueue {
     } catch (const CommError&) {
       throw;
     } catch (const std::exception& error) {  // peers wait for this rank's part and must not hang
-      link_.fail(fmt::format("reduce_scatter failed on rank {}: {}", link_.name_of(link_.rank()),
-                             error.what()));
+      const std::string what = describe(link_.entry(link_.rank(), next.number));
+      link_.fail(
+          fmt::format("{} failed on rank {}: {}", what, link_.name_of(link_.rank()), error.what()));
     }
     pending_.pop_front();
     link_.finish(next.number);
@@ -93,9 +98,20 @@ class ReductionQueue {
   struct Pending {
     std::uint64_t number;
     Reduction reduction;
+    Exchange exchange;  // without a source: it is a reduction
   };
 
+  std::uint64_t publish(OperationEntry entry, std::string_view role, const SharedBuffer& source,
+                        std::string_view tag, Pending pending) {
+    set_tag(entry, tag);
+    if (!link_.memory().find(link_.rank(), entry.buffer_id))
+      throw_foreign_buffer(role, source, tag);
+    pending.number = link_.publish(entry);
+    pending_.push_back(pending);
+    return pending.number;
+  }
   void pull(const Pending& pending) {
+    if (pending.exchange.source != nullptr) return pull_parcels(pending);
     const Reduction& reduction = pending.reduction;
     const std::size_t bytes = slice_bytes(reduction).size();
     const std::size_t mine = static_cast<std::size_t>(link_.rank()) * bytes;
@@ -110,6 +126,22 @@ class ReductionQueue {
                           reduction.accumulate, pool_);
     views_.clear();
   }
+  // Each rank starts at its right neighbour, so that not all read from the same one.
+  void pull_parcels(const Pending& pending) {
+    const Parcels& parcels = *pending.exchange.parcels;
+    const int mine = link_.rank();
+    const std::span<std::byte> target = pending.exchange.target;
+    for (int step = 0; step < link_.world_size(); ++step) {
+      const int from = (mine + step) % link_.world_size();
+      const std::size_t bytes = parcels.at(from, mine).size();
+      if (bytes == 0) continue;
+      const BufferView view = source_of(from, pending);
+      bulk_copy(target.subspan(parcels.in_target(from, mine).size(), bytes),
+                view.bytes.subspan(parcels.in_source(from, mine).size(), bytes),
+                target.size() >= kPastCachesFrom ? CopyHint::kPastCaches : CopyHint::kInCaches,
+                pool_);
+    }
+  }
   BufferView source_of(int rank, const Pending& pending) {
     const OperationEntry& entry = link_.entry(rank, pending.number);
     auto view = link_.memory().find(rank, entry.buffer_id);
@@ -120,8 +152,10 @@ class ReductionQueue {
                       "wait() for it first (operation {}: {})",
                       link_.name_of(rank), pending.number, describe(entry)));
     }
-    const Bytes end =
-        Bytes(entry.buffer_offset) + slice_bytes(pending.reduction) * link_.world_size();
+    const Bytes bytes = pending.exchange.source != nullptr
+                            ? pending.exchange.parcels->sent(rank)
+                            : slice_bytes(pending.reduction) * link_.world_size();
+    const Bytes end = Bytes(entry.buffer_offset) + bytes;
     STRATA_ASSERT(end <= Bytes(view->bytes.size()));
     return *std::move(view);
   }
@@ -138,8 +172,7 @@ class ReductionQueue {
 // the RankLink. Errors: CommError through the link.
 class MessageRounds {
  public:
-  MessageRounds(RankLink& link, ReductionQueue& reductions)
-      : link_(link), reductions_(reductions) {}
+  MessageRounds(RankLink& link, PullQueue& pulls) : link_(link), pulls_(pulls) {}
 
   void all_reduce(std::span<double> values, ReduceOp op) {
     constexpr std::size_t kPart = kMailboxBytes / sizeof(double);
@@ -197,7 +230,7 @@ class MessageRounds {
   // here for one that waits for this rank's part of a reduction.
   void round(OperationEntry entry, std::span<const std::byte> message, const Read& read) {
     STRATA_ASSERT(message.size() <= kMailboxBytes);
-    reductions_.drain();
+    pulls_.drain();
     const std::size_t box = rounds_++ % 2;
     ControlBlock& own = link_.memory().control(link_.rank());
     if (!message.empty()) std::memcpy(own.mailbox[box].data(), message.data(), message.size());
@@ -229,7 +262,7 @@ class MessageRounds {
   }
 
   RankLink& link_;
-  ReductionQueue& reductions_;
+  PullQueue& pulls_;
   std::uint64_t rounds_ = 0;
 };
 
@@ -237,37 +270,37 @@ class MessageRounds {
 struct PullCore {
   PullCore(std::unique_ptr<RankMemory> memory, const CommOptions& options)
       : link(std::move(memory), options),
-        reductions(link, options.pool),
-        messages(link, reductions),
+        pulls(link, options.pool),
+        messages(link, pulls),
         pool(options.pool) {
-    link.set_progress([this] { return reductions.pull_next(); });
+    link.set_progress([this] { return pulls.pull_next(); });
   }
 
   RankLink link;
-  ReductionQueue reductions;
+  PullQueue pulls;
   MessageRounds messages;
   ThreadPool* pool;
 };
 
-class PullReduction final : public Work {
+class PullWork final : public Work {
  public:
-  PullReduction(std::shared_ptr<PullCore> core, std::uint64_t number)
+  PullWork(std::shared_ptr<PullCore> core, std::uint64_t number)
       : core_(std::move(core)), number_(number) {}
 
-  ~PullReduction() override { wait_quietly(); }
+  ~PullWork() override { wait_quietly(); }
 
   bool done() override {
     if (complete_ || core_->link.broken()) return true;
-    while (core_->reductions.pull_next()) {
+    while (core_->pulls.pull_next()) {
     }
-    complete_ = core_->reductions.complete(number_);
+    complete_ = core_->pulls.complete(number_);
     return complete_;
   }
 
   void wait() override {
     if (complete_) return;
     if (core_->link.broken()) core_->link.check_usable();
-    core_->reductions.wait(number_);
+    core_->pulls.wait(number_);
     complete_ = true;
   }
 
@@ -299,7 +332,7 @@ class PullCollectives final : public Collectives {
     const std::string what = describe_gather(slices, flat, rank(), world_size(), tag).what;
     if (slices.buffer == nullptr)
       throw UsageError("{} needs a buffer, since peers read it; got none", what);
-    while (core_->reductions.pull_next()) {  // peers may be waiting for it
+    while (core_->pulls.pull_next()) {  // peers may be waiting for it
     }
     // Each rank starts at its right neighbour, so that not all read from the same one.
     const bool empty = slices.slice_bytes == Bytes(0);
@@ -310,10 +343,12 @@ class PullCollectives final : public Collectives {
 
   std::unique_ptr<Work> reduce_scatter(const Reduction& reduction, std::string_view tag) override {
     begin("reduce_scatter", tag);
-    const std::uint64_t number = core_->reductions.start(reduction, tag);
-    auto work = std::make_unique<PullReduction>(core_, number);
-    core_->reductions.pull_next();
-    return work;
+    return started(core_->pulls.start(reduction, tag));
+  }
+
+  std::unique_ptr<Work> exchange(const Exchange& exchange, std::string_view tag) override {
+    begin("exchange", tag);
+    return started(core_->pulls.start(exchange, tag));
   }
 
   void all_reduce(std::span<double> values, ReduceOp op) override {
@@ -354,6 +389,11 @@ class PullCollectives final : public Collectives {
   }
 
  private:
+  std::unique_ptr<Work> started(std::uint64_t number) {
+    auto work = std::make_unique<PullWork>(core_, number);
+    core_->pulls.pull_next();
+    return work;
+  }
   void begin(std::string_view call, std::string_view tag) {
     core_->link.check_usable();
     std::array<char, kTagChars> text{};

@@ -127,6 +127,7 @@ constexpr std::size_t kMailboxBytes = std::size_t{64} << 10;
 // publish round n-1, and a peer publishes that only when it has read round n-2.
 enum class OperationKind : std::uint32_t {
   kReduceScatter,
+  kExchange,
   kAllReduce,
   kBroadcast,
   kText,
@@ -135,10 +136,10 @@ enum class OperationKind : std::uint32_t {
 
 struct OperationEntry {
   OperationKind kind = OperationKind::kBarrier;
-  std::uint32_t detail = 0;     // DType, ReduceOp or root, by kind
+  std::uint32_t detail = 0;     // DType, the print of parcels, ReduceOp or root, by kind
   std::int64_t count = 0;       // elements of a slice, values or bytes, by kind
   std::uint64_t tag_hash = 0;   // of the whole tag; `tag` may be cut
-  std::uint64_t buffer_id = 0;  // reduce_scatter: where the contribution lies
+  std::uint64_t buffer_id = 0;  // where the contribution lies, or the parcels
   std::int64_t buffer_offset = 0;
   std::uint64_t payload_bytes = 0;    // in the mailbox
   std::uint64_t remaining_bytes = 0;  // of a text: what follows in later rounds
@@ -162,6 +163,9 @@ inline std::string describe(const OperationEntry& entry) {
     case OperationKind::kReduceScatter:
       return fmt::format("reduce_scatter of '{}' ({} elements of {} a rank)", tag, entry.count,
                          name_of(static_cast<DType>(entry.detail)));
+    case OperationKind::kExchange:
+      return fmt::format("exchange of '{}' ({} bytes in all, parcels {:08x})", tag, entry.count,
+                         entry.detail);
     case OperationKind::kAllReduce:
       return fmt::format("all_reduce of {} values ({})", entry.count,
                          kOps[std::min<std::size_t>(entry.detail, kOps.size() - 1)]);

@@ -53,6 +53,41 @@ class PeerReductions {
     return end(times);
   }
 
+  // Collective: an exchange is a reduction that copies instead of adding.
+  Started start(const Exchange& exchange, std::string_view tag, WorkTimes* times) {
+    const Parcels& parcels = *exchange.parcels;
+    const int mine = link_.rank();
+    const BulkOperation operation = describe_exchange(exchange, mine, link_.world_size(), tag);
+    const auto number = link_.buffers()->number_of(*exchange.source);
+    if (!number) throw_foreign_buffer("source of an exchange", *exchange.source, tag);
+    const std::vector<std::uint64_t> numbers = link_.agree_on_operation(operation.what, *number);
+    const auto source_of = [&](int from, Bytes bytes) -> std::span<const std::byte> {
+      const Bytes offset = parcels.in_source(from, mine);
+      if (from == mine) return operation.source.subspan(offset.size(), bytes.size());
+      const std::uint64_t theirs = numbers[static_cast<std::size_t>(from)];
+      return {link_.reach(from, PeerBuffers::key_of_number(theirs), exchange.source->name(), offset,
+                          bytes, operation.what),
+              bytes.size()};
+    };
+    struct Copy {
+      std::span<std::byte> target;
+      std::span<const std::byte> source;
+    };
+    std::vector<Copy> copies;  // peers are reached before any stream waits for one
+    for (int turn = 0; turn <= link_.peers(); ++turn) {
+      const int from = turn == link_.peers() ? mine : link_.peer(turn);
+      const Bytes bytes = parcels.at(from, mine);
+      if (bytes == Bytes()) continue;
+      const Bytes offset = parcels.in_target(from, mine);
+      copies.push_back(
+          {exchange.target.subspan(offset.size(), bytes.size()), source_of(from, bytes)});
+    }
+    begin(link_.device().compute_stream(), times);
+    for (const Copy& copy : copies)
+      link_.device().copy(copy.target, copy.source, link_.reductions());
+    return end(times);
+  }
+
   // Whether the peers have read this rank's contribution to the first `number` reductions; and has
   // the compute stream wait until they have.
   bool read_by_all(std::uint32_t number) const { return link_.reached_by_all(Kind::kRead, number); }
@@ -387,10 +422,10 @@ class PeerCollectives final : public Collectives {
   }
 
   std::unique_ptr<Work> reduce_scatter(const Reduction& reduction, std::string_view tag) override {
-    link_->require_usable();
-    WorkTimes times;
-    auto started = reductions_->start(reduction, tag, *records_times_ ? &times : nullptr);
-    return std::make_unique<PeerWork>(link_, reductions_, std::move(started), std::move(times));
+    return started(reduction, tag);
+  }
+  std::unique_ptr<Work> exchange(const Exchange& exchange, std::string_view tag) override {
+    return started(exchange, tag);
   }
   device::Stream* stream(Traffic traffic) override {
     if (traffic == Traffic::kGathers) return &link_->gathers();
@@ -483,6 +518,13 @@ class PeerCollectives final : public Collectives {
   void end(Ending ending, std::string_view reason) noexcept override { link_->end(ending, reason); }
 
  private:
+  template <typename Operation>
+  std::unique_ptr<Work> started(const Operation& operation, std::string_view tag) {
+    link_->require_usable();
+    WorkTimes times;
+    auto started = reductions_->start(operation, tag, *records_times_ ? &times : nullptr);
+    return std::make_unique<PeerWork>(link_, reductions_, std::move(started), std::move(times));
+  }
   // Piece by piece through shared memory of the root.
   void broadcast_on_device(std::span<std::byte> bytes, int root) {
     device::Device& device = link_->device();

@@ -33,8 +33,7 @@ void ExternalOptimizer::take_whole(comm::Collectives& collectives, const std::st
                                    bool together) {
   if (collectives.shard_position().count == 1) return;  // this rank's parts are whole
   collectives_ = &collectives;
-  whole_.emplace(shards_, collectives, device_,
-                 WholeParameters::Options{.name = name, .together = together});
+  whole_.emplace(shards_, collectives, device_, WholeParameters::Options{name, together});
 }
 
 void ExternalOptimizer::prepare() {

@@ -1,14 +1,18 @@
 #include "strata/engine/optimize/muon_update.h"
 
-#include <algorithm>
+#include <fmt/core.h>
 
+#include <algorithm>
+#include <utility>
+
+#include "strata/engine/optimize/whole_parameters.h"
 #include "strata/engine/unit/agreement.h"
 
 namespace strata::engine {
 namespace {
 
 constexpr Numel kPiece{std::int64_t{4} << 20};
-constexpr int kScratches = 3;
+constexpr int kScratches = 4;
 
 }  // namespace
 
@@ -20,25 +24,59 @@ MuonUpdate::MuonUpdate(OptimizerShards& shards, const NativeStates& states,
       store_(store),
       collectives_(collectives),
       device_(device),
-      owners_(
-          shards, collectives, device,
-          {name + ".muon", DType::kBFloat16, false, [this](const Unit& u) { return takes(u); }}) {}
+      exchange_(collectives, device, name + ".muon") {
+  require_undivided_shards(collectives.shard_position());
+  plan();
+}
+
+void MuonUpdate::plan() {
+  const comm::ShardPosition place = collectives_.shard_position();
+  std::vector<MatrixParam> matrices;
+  std::vector<int> params;
+  for (const OptimizerShards::UnitShard& shard : shards_.units()) {
+    const Unit& unit = nth(shards_.weights().units(), shard.unit);
+    if (!takes(unit)) continue;
+    for (const plan::Slot& slot : unit.layout.slots()) {
+      const plan::ParamSpec& spec = shards_.weights().param(slot.param);
+      if (!unit.expects(slot) || spec.group < 0) continue;
+      const bool apart = spec.matrices_apart && !spec.reordered() && spec.shape.size() > 2;
+      const std::int64_t count = apart ? spec.shape.front() : 1;
+      const double cost =
+          spec.matrix_cost > 0.0 ? spec.matrix_cost : static_cast<double>(slot.numel.value);
+      matrices.push_back(
+          {unit.id, slot.param, slot.offset, slot.numel, unit.layout.shard(), count, cost});
+      params.push_back(slot.param);
+    }
+  }
+  if (params == planned_) return;
+  MatrixPlan plan = plan_matrices(matrices, place.count, place.index);
+  // Ranks that plan otherwise would wait for each other's parcels in vain.
+  if (planned_.empty()) {
+    std::string text;
+    for (const MatrixWindow& window : plan.exchanged) {
+      for (const MatrixRun& run : window.runs)
+        text += fmt::format("{} from {}: {}\n", shards_.weights().param(run.param).name,
+                            run.begin.value, run.owner);
+    }
+    agree_on_text(collectives_, "owner of matrices", text);
+  }
+  planned_ = std::move(params);
+  exchange_.set(std::move(plan));
+}
 
 void MuonUpdate::prepare() {
-  owners_.prepare();
+  plan();
+  exchange_.prepare();
   Numel largest;
   for (const OptimizerShards::UnitShard& shard : shards_.units()) {
     const Unit& unit = nth(shards_.weights().units(), shard.unit);
     if (takes(unit)) largest = std::max(largest, unit.layout.shard());
   }
-  if (outgoing_ != nullptr &&
-      Bytes(outgoing_->bytes().size()) >= bytes_of(largest, DType::kBFloat16))
-    return;
-  room_ = std::min(largest, kPiece);
+  const Numel room = std::min(largest, kPiece);
+  if (scratch_ != nullptr && room <= room_) return;
+  room_ = room;
   scratch_ =
       device_.allocate(bytes_of(room_, DType::kFloat32) * kScratches, memory::Kind::kStaging);
-  outgoing_ = device_.allocate(bytes_of(largest, DType::kBFloat16), memory::Kind::kStaging);
-  device_.fill_zero(outgoing_->bytes(), device_.compute_stream());
 }
 
 // values += weight (scale to - values): the first moment of Adam's kernel, whose arithmetic is
@@ -93,67 +131,72 @@ void MuonUpdate::advance(std::span<std::byte> momentum, DType dtype,
   }
 }
 
-void MuonUpdate::make_momentum(const OptimizerShards::UnitShard& shard,
-                               std::span<const GroupScalars> groups, float factor) {
-  const Unit& unit = nth(shards_.weights().units(), shard.unit);
+// Elements from `begin` on of the shard, in fp32.
+std::span<const float> MuonUpdate::gradient_of(int unit, Numel begin, Numel numel) {
+  const GradientShards::Resting resting = shards_.gradients().resting(unit);
+  const std::byte* const from = resting.values.data() + bytes_of(begin, resting.dtype).size();
+  if (resting.dtype == DType::kFloat32) return {reinterpret_cast<const float*>(from), numel.size()};
+  const std::span<float> wide = scratch(3, numel);
+  device_.cast(std::as_writable_bytes(wide).data(), DType::kFloat32, from, resting.dtype, numel,
+               device_.compute_stream());
+  return wide;
+}
+
+void MuonUpdate::make_momentum(const MatrixRun& run, const MatrixPiece& piece,
+                               const GroupScalars& group, float factor, std::span<std::byte> x) {
+  const Unit& unit = nth(shards_.weights().units(), run.unit);
   const StateBlock block = states_.block(unit.id, plan::kMomentumBuffer);
   const DType dtype = states_.dtype(unit.id);
-  const std::span<const float> gradient = shards_.gradients().values(unit.id);
-  for (const plan::ParamSegment& segment : shard.segments) {
-    if (segment.group < 0 || shards_.gradients().left_out(segment.param)) continue;
-    for_each_range(store_, {&block, 1}, unit.layout.shard(), segment.begin, segment.end,
-                   offload::Access::kReadWrite, [&](const StateRange& range) {
-                     for (Numel at = range.low; at < range.high; at += room_) {
-                       const Numel numel = std::min(room_, range.high - at);
-                       advance(range.bytes(0).subspan(bytes_of(at - range.first, dtype).size(),
-                                                      bytes_of(numel, dtype).size()),
-                               dtype, gradient.subspan(at.size(), numel.size()),
-                               nth(groups, segment.group), of(segment.param), factor,
-                               outgoing_->bytes().data() + bytes_of(at, DType::kBFloat16).size());
-                     }
-                     for (const auto& lease : range.leases)
-                       lease->used_in(device_.compute_stream());
-                   });
-  }
+  const auto advance_range = [&](const StateRange& range) {
+    for (Numel at = range.low; at < range.high; at += room_) {
+      const Numel numel = std::min(room_, range.high - at);
+      advance(range.bytes(0).subspan(bytes_of(at - range.first, dtype).size(),
+                                     bytes_of(numel, dtype).size()),
+              dtype, gradient_of(unit.id, at, numel), group, of(run.param), factor,
+              x.data() + bytes_of(at - piece.at, DType::kBFloat16).size());
+    }
+    for (const auto& lease : range.leases) lease->used_in(device_.compute_stream());
+  };
+  for_each_range(store_, {&block, 1}, unit.layout.shard(), piece.at, piece.at + piece.numel,
+                 offload::Access::kReadWrite, advance_range);
 }
 
 void MuonUpdate::run(std::span<const GroupScalars> groups, float factor) {
   prepare();
-  const auto filled = [this](const Unit& unit) {
-    return takes(unit) && shards_.gradients().filled(unit.id);
+  shards_.gradients().wait_for_arrived();
+  const auto filled = [this](int unit) { return shards_.gradients().filled(unit); };
+  for (const OptimizerShards::UnitShard& shard : shards_.units()) {
+    const Unit& unit = nth(shards_.weights().units(), shard.unit);
+    if (takes(unit) && filled(unit.id) && unit.layout.dtype() == DType::kFloat64)
+      shards_.weights().masters().adopt_written(unit.id);
+  }
+  const auto group_of = [&](const MatrixRun& run) -> const GroupScalars& {
+    return nth(groups, shards_.weights().param(run.param).group);
   };
-  for (const OptimizerShards::UnitShard& shard : shards_.units()) {
-    const Unit& unit = nth(shards_.weights().units(), shard.unit);
-    if (!filled(unit)) continue;
-    make_momentum(shard, groups, factor);
-    owners_.bring(unit,
-                  outgoing_->bytes().first(bytes_of(unit.layout.shard(), DType::kBFloat16).size()),
-                  WholeParameters::Values::kWeights);
-  }
-  run_and_agree(collectives_, "orthogonalizing matrices", [&] {
-    for (const auto& [param, owned] : owners_.owned()) {
-      const bool counts =
-          filled(shards_.weights().unit_of(param)) && !shards_.gradients().left_out(param);
-      if (orthogonalize_ != nullptr && counts) orthogonalize_(param, owned.values);
-    }
-  });
-  for (const OptimizerShards::UnitShard& shard : shards_.units()) {
-    const Unit& unit = nth(shards_.weights().units(), shard.unit);
-    if (!filled(unit)) continue;
-    if (unit.layout.dtype() == DType::kFloat64) shards_.weights().masters().adopt_written(unit.id);
-    owners_.send(unit, [&](int param, Numel begin, std::span<const float> update) {
-      if (shards_.gradients().left_out(param)) return;
-      apply(unit, param, begin, update, nth(groups, shards_.weights().param(param).group));
-    });
-  }
+  MatrixExchange::Steps steps;
+  steps.counts = [&](const MatrixRun& run) {
+    return filled(run.unit) && !shards_.gradients().left_out(run.param);
+  };
+  steps.make = [&](const MatrixRun& run, const MatrixPiece& piece, std::span<std::byte> x) {
+    make_momentum(run, piece, group_of(run), factor, x);
+  };
+  steps.apply = [&](const MatrixRun& run, const MatrixPiece& piece,
+                    std::span<const std::byte> update) {
+    apply(run, piece, group_of(run), update);
+  };
+  steps.orthogonalize = [this](std::span<const OwnedMatrices> matrices) {
+    if (orthogonalize_ != nullptr) orthogonalize_(matrices);
+  };
+  exchange_.run(steps);
 }
 
-// Elements from `begin` on of the shard, by AdamW's kernel in every form of masters: its moments
-// are the update and 1 here, so that its step is the update itself.
-void MuonUpdate::apply(const Unit& unit, int param, Numel begin, std::span<const float> update,
-                       const GroupScalars& group) {
+// By AdamW's kernel in every form of masters: its moments are the update and 1 here, so that its
+// step is the update itself.
+void MuonUpdate::apply(const MatrixRun& run, const MatrixPiece& of_shard, const GroupScalars& group,
+                       std::span<const std::byte> update) {
+  const Unit& unit = nth(shards_.weights().units(), run.unit);
   device::Stream& stream = device_.compute_stream();
-  const double factor = of(param).factor;
+  const double factor = of(run.param).factor;
   GroupScalars scalars;
   scalars.lr = group.lr * factor;
   scalars.weight_decay = group.weight_decay / factor;
@@ -166,7 +209,11 @@ void MuonUpdate::apply(const Unit& unit, int param, Numel begin, std::span<const
     for (Numel at = piece.begin; at < piece.end; at += room_) {
       const Numel numel = std::min(room_, piece.end - at);
       kernels::UpdateSpans spans = states_.weight_spans(unit, range, piece, at, at + numel);
-      spans.gradient = update.subspan((at - begin).size(), numel.size());
+      const std::span<float> wide = scratch(0, numel);
+      device_.cast(std::as_writable_bytes(wide).data(), DType::kFloat32,
+                   update.data() + bytes_of(at - of_shard.at, DType::kBFloat16).size(),
+                   DType::kBFloat16, numel, stream);
+      spans.gradient = wide;
       spans.exp_avg = scratch(1, numel);
       spans.exp_avg_sq = scratch(2, numel);
       zero(spans.exp_avg);
@@ -175,7 +222,8 @@ void MuonUpdate::apply(const Unit& unit, int param, Numel begin, std::span<const
     }
     if (piece.lease != nullptr) piece.lease->used_in(stream);
   };
-  const Numel end = begin + Numel(update.size());
+  const Numel begin = of_shard.at;
+  const Numel end = begin + of_shard.numel;
   const auto apply_range = [&](const StateRange& range) {
     shards_.weights().shards().for_each(
         unit.id, range.low, range.high, offload::Access::kReadWrite, stream,

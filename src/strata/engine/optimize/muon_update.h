@@ -1,7 +1,7 @@
 // Muon over this rank's shards of matrices: their momentum, one orthogonalization a step by the
-// rank that owns the matrix, and the update of the masters. Momentum and update work element by
-// element, on the shards, with the arithmetic of torch.optim.Muon; matrices travel to their owner
-// as bf16, and back.
+// rank that owns the matrix (matrix_plan.h), and the update of the masters. Momentum and update
+// work element by element, on the shards, with the arithmetic of torch.optim.Muon; MatrixExchange
+// brings matrices to their owners as bf16, and back.
 //
 //   momentum  m += (1 - mu) (g - m);  x = g + mu (m - g), or m without Nesterov
 //   owner     x becomes O = orthogonalize(x)
@@ -12,7 +12,7 @@
 // The layer above brings the function that orthogonalizes, since products of matrices are its
 // trade. Threads: one thread at a time; run() is collective. Ownership: borrows the shards, the
 // states, the store and the device. Errors: those of the store and of the function, on every rank;
-// those of WholeParameters.
+// ConfigError on every rank where ranks plan other owners, or hold shards in parts.
 #pragma once
 
 #include <functional>
@@ -21,8 +21,8 @@
 #include <string>
 #include <vector>
 
+#include "strata/engine/optimize/matrix_exchange.h"
 #include "strata/engine/optimize/native_states.h"
-#include "strata/engine/optimize/whole_parameters.h"
 
 namespace strata::engine {
 
@@ -35,9 +35,8 @@ struct MuonParam {
 
 class MuonUpdate {
  public:
-  // `values`: those of the whole parameter `param`, in bf16, on the device: replaces them by the
-  // result.
-  using Orthogonalize = std::function<void(int param, std::span<std::byte> values)>;
+  // Replaces the values of matrices by the result.
+  using Orthogonalize = std::function<void(std::span<const OwnedMatrices>)>;
 
   // Collective. `name`: the engine's.
   MuonUpdate(OptimizerShards& shards, const NativeStates& states, offload::StateStore& store,
@@ -51,9 +50,8 @@ class MuonUpdate {
   // Takes the memory that steps use; run() takes it again after free().
   void prepare();
   void free() {
-    owners_.free();
+    exchange_.free();
     scratch_.reset();
-    outgoing_.reset();
   }
   // Collective. `factor`: of every gradient.
   void run(std::span<const GroupScalars> groups, float factor);
@@ -72,12 +70,17 @@ class MuonUpdate {
     device_.fill_zero(std::as_writable_bytes(values), device_.compute_stream());
   }
   void lerp(std::span<float> values, std::span<const float> to, double weight, float scale);
-  void make_momentum(const OptimizerShards::UnitShard& shard, std::span<const GroupScalars> groups,
-                     float factor);
+  // Plans anew where other parameters train than before.
+  void plan();
+  std::span<const float> gradient_of(int unit, Numel begin, Numel numel);
+  // `x`: of the owner, for the elements of this rank's shard.
+  void make_momentum(const MatrixRun& run, const MatrixPiece& piece, const GroupScalars& group,
+                     float factor, std::span<std::byte> x);
   void advance(std::span<std::byte> momentum, DType dtype, std::span<const float> gradient,
                const GroupScalars& group, const MuonParam& param, float factor, std::byte* target);
-  void apply(const Unit& unit, int param, Numel begin, std::span<const float> update,
-             const GroupScalars& group);
+  // `update`: in bf16.
+  void apply(const MatrixRun& run, const MatrixPiece& piece, const GroupScalars& group,
+             std::span<const std::byte> update);
 
   static constexpr MuonParam kDefault{};
 
@@ -86,12 +89,12 @@ class MuonUpdate {
   offload::StateStore& store_;
   comm::Collectives& collectives_;
   device::Device& device_;
-  WholeParameters owners_;
+  MatrixExchange exchange_;
+  std::vector<int> planned_;  // parameters
   std::vector<MuonParam> params_;
   Orthogonalize orthogonalize_;  // null: values travel alone
   Numel room_;                   // elements of a piece that is computed at once
   std::unique_ptr<device::Memory> scratch_;
-  std::unique_ptr<device::Memory> outgoing_;  // bf16, of the largest shard
 };
 
 }  // namespace strata::engine

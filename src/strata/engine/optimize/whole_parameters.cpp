@@ -16,6 +16,14 @@ constexpr Numel kWindow{std::int64_t{16} << 20};  // elements of all slices toge
 
 }  // namespace
 
+void require_undivided_shards(const comm::ShardPosition& place) {
+  if (place.parts > 1)
+    throw ConfigError(
+        "zero_optimization.zero_hpz_partition_size: an optimizer that needs whole parameters does "
+        "not work with secondary shards; remove the key, or take an optimizer that updates element "
+        "by element, such as AdamW");
+}
+
 WholeParameters::WholeParameters(OptimizerShards& shards, comm::Collectives& collectives,
                                  device::Device& device, Options options)
     : shards_(shards),
@@ -25,11 +33,7 @@ WholeParameters::WholeParameters(OptimizerShards& shards, comm::Collectives& col
       options_(std::move(options)),
       loads_(static_cast<std::size_t>(place_.count)),
       charge_(device.ledger(), memory::Tier::kDevice, memory::Kind::kStaging, Bytes()) {
-  if (place_.parts > 1)
-    throw ConfigError(
-        "zero_optimization.zero_hpz_partition_size: an optimizer that needs whole parameters does "
-        "not work with secondary shards; remove the key, or take an optimizer that updates element "
-        "by element, such as AdamW");
+  require_undivided_shards(place_);
   plan_owners();
   std::string text;
   for (const auto& [param, owner] : owner_)
@@ -43,8 +47,7 @@ void WholeParameters::plan_owners() {
     const Unit& unit = nth(shards_.weights().units(), shard.unit);
     for (const plan::Slot& slot : unit.layout.slots()) {
       const bool is_member = shards_.weights().param(slot.param).group >= 0;
-      if (takes(unit) && unit.expects(slot) && is_member && !owner_.contains(slot.param))
-        added.push_back(slot);
+      if (unit.expects(slot) && is_member && !owner_.contains(slot.param)) added.push_back(slot);
     }
   }
   std::ranges::sort(added, [](const plan::Slot& one, const plan::Slot& other) {
@@ -63,115 +66,107 @@ void WholeParameters::prepare() {
     if (owner != place_.index || owned_.contains(param)) continue;
     const Unit& unit = shards_.weights().unit_of(param);
     const Numel numel = shards_.weights().slot_of(param).numel;
-    const Bytes bytes = bytes_of(numel, options_.dtype);
-    const bool wide = options_.dtype == DType::kFloat32;
+    const Bytes all = bytes(numel);
     const auto take = [&](memory::Kind kind) -> std::unique_ptr<device::Memory> {
-      if (wide && shards_.states_on_host(unit)) return offload::pinned_memory(device_, bytes, kind);
-      return device_.allocate(bytes, kind);
+      if (shards_.states_on_host(unit)) return offload::pinned_memory(device_, all, kind);
+      return device_.allocate(all, kind);
     };
     Owned owned;
-    owned.memory = take(wide ? memory::Kind::kMasterWeights : memory::Kind::kStaging);
-    owned.values = owned.memory->bytes().first(bytes.size());
-    if (wide) {
-      owned.gradient_memory = take(memory::Kind::kGradientShards);
-      owned.gradients = owned.gradient_memory->bytes().first(bytes.size());
-    }
+    owned.memory = take(memory::Kind::kMasterWeights);
+    owned.values = owned.memory->bytes().first(all.size());
+    owned.gradient_memory = take(memory::Kind::kGradientShards);
+    owned.gradients = owned.gradient_memory->bytes().first(all.size());
     device_.fill_zero(owned.values, device_.compute_stream());
     owned_.emplace(param, std::move(owned));
   }
-  take_buffer();
+  take_buffers();
 }
 
-void WholeParameters::take_buffer() {
+void WholeParameters::take_buffers() {
   Numel largest;
-  for (const OptimizerShards::UnitShard& shard : shards_.units()) {
-    const Unit& unit = nth(shards_.weights().units(), shard.unit);
-    if (takes(unit)) largest = std::max(largest, unit.layout.shard());
-  }
-  // Slices of shards begin at multiples of 8 elements, as the remainders of masters do.
+  for (const OptimizerShards::UnitShard& shard : shards_.units())
+    largest = std::max(largest, nth(shards_.weights().units(), shard.unit).layout.shard());
+  // Elements of shards go by eights, as the remainders of masters do.
   const Numel window = std::min(largest, kWindow / place_.count / 8 * 8);
   if (window <= window_) return;
   window_ = window;
-  const Bytes slice = bytes_of(window, options_.dtype);
-  buffer_ = collectives_.allocate(fmt::format("{}.whole.{}", options_.name, ++buffers_),
-                                  slice * place_.count);
-  slice_ = device_.allocate(bytes_of(window, DType::kFloat32), memory::Kind::kStaging);
+  const Bytes all = bytes(window) * place_.count;  // one rank may own them
+  ++buffers_;
+  mine_ = collectives_.allocate(fmt::format("{}.mine.{}", options_.name, buffers_), bytes(window));
+  owned_parcels_ = collectives_.allocate(fmt::format("{}.owned.{}", options_.name, buffers_), all);
   charge_ = memory::Charge(device_.ledger(), memory::Tier::kDevice, memory::Kind::kStaging,
-                           slice * place_.count);
+                           bytes(window) + all);
+}
+
+WholeParameters::Window WholeParameters::window_of(const Unit& unit, Numel begin, Numel end) const {
+  Window window{comm::Parcels(place_.count), {}};
+  for (int holder = 0; holder < place_.count; ++holder) {
+    const Numel slice = unit.layout.shard() * holder;
+    for (const plan::Slot& slot : unit.layout.slots()) {
+      const auto owner = owner_.find(slot.param);
+      const Numel low = std::max(slice + begin, slot.offset);
+      const Numel high = std::min(slice + end, slot.end());
+      if (owner == owner_.end() || low >= high) continue;
+      const Bytes before = window.there.at(holder, owner->second);
+      window.pieces.push_back({slot.param, holder, owner->second, low - slot.offset, low - slice,
+                               high - low, before, before});
+      window.there.add(holder, owner->second, bytes(high - low));
+    }
+  }
+  for (Piece& piece : window.pieces) {
+    piece.in_source += window.there.in_source(piece.holder, piece.owner);
+    piece.in_target += window.there.in_target(piece.holder, piece.owner);
+  }
+  return window;
 }
 
 void WholeParameters::for_each_window(const Unit& unit,
                                       const std::function<void(const Window&)>& work) const {
   const Numel shard = unit.layout.shard();
-  for (Numel begin; begin < shard; begin += window_)
-    work({begin, std::min(shard, begin + window_)});
-}
-
-void WholeParameters::for_each_owned(
-    const Unit& unit, const Window& window,
-    const std::function<void(Owned& owned, Numel first, Numel at, Numel numel)>& work) {
-  for (const plan::Slot& slot : unit.layout.slots()) {
-    const auto owned = owned_.find(slot.param);
-    if (owned == owned_.end()) continue;
-    for (int index = 0; index < place_.count; ++index) {
-      const Numel begin = unit.layout.shard() * index + window.begin;
-      const Numel low = std::max(begin, slot.offset);
-      const Numel high = std::min(begin + window.numel(), slot.end());
-      if (low < high)
-        work(owned->second, low - slot.offset, window.numel() * index + (low - begin), high - low);
-    }
+  for (Numel begin; begin < shard; begin += window_) {
+    const Window window = window_of(unit, begin, std::min(shard, begin + window_));
+    if (!window.pieces.empty()) work(window);
   }
 }
 
 void WholeParameters::bring(const Unit& unit, std::span<const std::byte> mine, Values values) {
   for_each_window(unit, [&](const Window& window) {
-    const std::span<std::byte> all = buffer_->local();
-    const Bytes slice = bytes_of(window.numel(), options_.dtype);
-    copy(part(all, window.numel() * place_.index, window.numel()),
-         mine.subspan(bytes_of(window.begin, options_.dtype).size(), slice.size()));
-    collectives_.group_barrier();  // every rank's slice is written before any rank reads it
+    for (const Piece& piece : window.pieces) {
+      if (piece.holder == place_.index)
+        copy(part(mine_->local(), piece.in_source, piece.numel),
+             part(mine, bytes(piece.at), piece.numel));
+    }
+    const std::size_t received = window.there.received(place_.index).size();
     collectives_
-        .all_gather({buffer_.get(), Bytes(), slice, slice},
-                    all.first((slice * place_.count).size()), unit.name())
+        .exchange({mine_.get(), owned_parcels_->local().first(received), &window.there},
+                  unit.name())
         ->wait();
-    for_each_owned(unit, window, [&](Owned& owned, Numel first, Numel at, Numel numel) {
-      const auto target = values == Values::kWeights ? owned.values : owned.gradients;
-      copy(part(target, first, numel), part(all, at, numel));
-    });
-    // The slice is written again only when every rank has read it.
-    if (const auto read = collectives_.finish_gathers()) read->wait();
+    for (const Piece& piece : window.pieces) {
+      if (piece.owner != place_.index) continue;
+      Owned& owned = owned_.at(piece.param);
+      copy(part(values == Values::kWeights ? owned.values : owned.gradients, bytes(piece.first),
+                piece.numel),
+           part(owned_parcels_->local(), piece.in_target, piece.numel));
+    }
   });
 }
 
-// A sum with zeroes keeps the other number; of fp32 every bit, since the zeroes are -0.
 void WholeParameters::send(const Unit& unit, const Take& take) {
-  const std::vector<plan::ShardRange> mine = unit.layout.pieces(place_.index);
-  device::Stream& stream = device_.compute_stream();
   for_each_window(unit, [&](const Window& window) {
-    const std::span<std::byte> all = part(buffer_->local(), Numel(), window.numel() * place_.count);
-    device_.fill_zero(all, stream);
-    if (options_.dtype == DType::kFloat32) {
-      const std::byte* const zeroes[] = {all.data()};
-      device_.sum_in_order(Owned::floats_of(all), zeroes, DType::kFloat32, -1.0F,
-                           /*accumulate=*/false, stream);
+    for (const Piece& piece : window.pieces) {
+      if (piece.owner == place_.index)
+        copy(part(owned_parcels_->local(), piece.in_target, piece.numel),
+             part(owned_.at(piece.param).values, bytes(piece.first), piece.numel));
     }
-    for_each_owned(unit, window, [&](Owned& owned, Numel first, Numel at, Numel numel) {
-      copy(part(all, at, numel), part(owned.values, first, numel));
-    });
-    const std::span<float> sum = Owned::floats_of(slice_->bytes()).first(window.numel().size());
-    comm::Reduction reduction;
-    reduction.source = buffer_.get();
-    reduction.dtype = options_.dtype;
-    reduction.result = sum;
-    if (place_.groups > 1) reduction.replicas = comm::Replicas::kLater;  // of this group alone
-    collectives_.reduce_scatter(reduction, unit.name())->wait();
-    for (const plan::ShardRange& piece : mine) {
-      const int param = nth(unit.layout.slots(), piece.slot).param;
-      const Numel low = std::max(window.begin, piece.shard_offset);
-      const Numel high =
-          std::min(window.end, piece.shard_offset + (piece.param_end - piece.param_begin));
-      if (low < high && owner_.contains(param))
-        take(param, low, sum.subspan((low - window.begin).size(), (high - low).size()));
+    const comm::Parcels back = window.there.reversed();
+    const std::size_t received = back.received(place_.index).size();
+    collectives_
+        .exchange({owned_parcels_.get(), mine_->local().first(received), &back}, unit.name())
+        ->wait();
+    for (const Piece& piece : window.pieces) {
+      if (piece.holder == place_.index)
+        take(piece.param, piece.at,
+             Owned::floats_of(part(mine_->local(), piece.in_source, piece.numel)));
     }
   });
 }

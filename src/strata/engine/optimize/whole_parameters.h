@@ -7,8 +7,8 @@
 // Owners are a function of the plan, the same on every rank: the largest parameter first, each to
 // the rank that owns the fewest elements. Parameters that train later keep the owners of others.
 //
-// The exchange goes unit by unit, in windows of a bounded size, by gathers to the owners and
-// reductions of values and zeroes from them. Ranks of other shard groups repeat the work.
+// Unit by unit, in windows of a bounded size, each rank sends its elements of a parameter to the
+// owner alone, and gets the new ones from it. Ranks of other shard groups repeat the work.
 //
 // Threads: one thread at a time; bring() and send() are collective within the shard group, in one
 // order of units. Ownership: borrows the shards, the collectives and the device. Errors: CommError;
@@ -30,14 +30,14 @@
 
 namespace strata::engine {
 
+// ConfigError where ranks hold shards in parts.
+void require_undivided_shards(const comm::ShardPosition& place);
+
 class WholeParameters : NonCopyable {
  public:
   struct Options {
-    std::string name;               // of memory that ranks share
-    DType dtype = DType::kFloat32;  // of what owners have: fp32, weights and gradients; or bf16,
-                                    // one kind of values, on the device
-    bool together = false;          // the first rank of each group owns all
-    std::function<bool(const Unit&)> takes = nullptr;  // the units; null: all that train
+    std::string name;       // of memory that ranks share
+    bool together = false;  // the first rank of each group owns all
   };
   // Collective.
   WholeParameters(OptimizerShards& shards, comm::Collectives& collectives, device::Device& device,
@@ -46,8 +46,8 @@ class WholeParameters : NonCopyable {
   // A parameter that this rank owns. Both are as long as it, on the host if its states are.
   struct Owned {
     std::unique_ptr<device::Memory> memory;
-    std::unique_ptr<device::Memory> gradient_memory;  // null for bf16
-    std::span<std::byte> values;                      // its weights, or the one kind
+    std::unique_ptr<device::Memory> gradient_memory;
+    std::span<std::byte> values;
     std::span<std::byte> gradients;
     std::span<float> weight() const { return floats_of(values); }
     std::span<float> gradient() const { return floats_of(gradients); }
@@ -73,24 +73,30 @@ class WholeParameters : NonCopyable {
   void send(const Unit& unit, const Take& take);
 
  private:
-  // Elements [begin, end) of every shard of a unit; in the buffer they are a slice each.
+  // Elements of one parameter that lie in one rank's slice.
+  struct Piece {
+    int param = 0;
+    int holder = 0;
+    int owner = 0;
+    Numel first;  // in the parameter
+    Numel at;     // in the holder's slice
+    Numel numel;
+    Bytes in_source;  // of the holder's parcels
+    Bytes in_target;  // of the owner's
+  };
+  // Some elements of every slice of a unit, on their way to owners.
   struct Window {
-    Numel begin;
-    Numel end;
-    Numel numel() const { return end - begin; }
+    comm::Parcels there;
+    std::vector<Piece> pieces;
   };
   void plan_owners();
-  void take_buffer();
+  void take_buffers();
+  Window window_of(const Unit& unit, Numel begin, Numel end) const;
   void for_each_window(const Unit& unit, const std::function<void(const Window&)>& work) const;
-  // Calls `work` with the elements of owned parameters that lie in the window: the parameter, its
-  // first element, where it is in the buffer, and how many.
-  void for_each_owned(
-      const Unit& unit, const Window& window,
-      const std::function<void(Owned& owned, Numel first, Numel at, Numel numel)>& work);
-  bool takes(const Unit& unit) const { return options_.takes == nullptr || options_.takes(unit); }
-  std::span<std::byte> part(std::span<std::byte> all, Numel begin, Numel numel) const {
-    return all.subspan(bytes_of(begin, options_.dtype).size(),
-                       bytes_of(numel, options_.dtype).size());
+  static Bytes bytes(Numel numel) { return bytes_of(numel, DType::kFloat32); }
+  template <typename Byte>
+  static std::span<Byte> part(std::span<Byte> all, Bytes begin, Numel numel) {
+    return all.subspan(begin.size(), bytes(numel).size());
   }
   void copy(std::span<std::byte> target, std::span<const std::byte> source) {
     device_.copy(target, source, device_.compute_stream());
@@ -104,11 +110,11 @@ class WholeParameters : NonCopyable {
   std::map<int, int> owner_;         // by parameter: a position in the shard group
   std::vector<std::int64_t> loads_;  // by position: elements that it owns
   std::map<int, Owned> owned_;
-  Numel window_;                                // elements of a shard that go at once
-  int buffers_ = 0;                             // made so far
-  memory::Charge charge_;                       // of what the collectives allocate
-  std::unique_ptr<comm::SharedBuffer> buffer_;  // a slice for each rank; null: none yet
-  std::unique_ptr<device::Memory> slice_;       // the sum of a reduction
+  Numel window_;                              // elements of a shard that go at once
+  int buffers_ = 0;                           // made so far
+  memory::Charge charge_;                     // of what the collectives allocate
+  std::unique_ptr<comm::SharedBuffer> mine_;  // parcels of this rank's elements; null: none yet
+  std::unique_ptr<comm::SharedBuffer> owned_parcels_;  // of elements that it owns
 };
 
 }  // namespace strata::engine

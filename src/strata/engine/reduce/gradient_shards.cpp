@@ -114,7 +114,6 @@ void GradientShards::read_values(std::size_t first, std::size_t end, device::Str
   read();
 }
 
-// Work that the compute stream gets from here on finds all finished values.
 void GradientShards::wait_for_arrived() {
   if (leaving_ != nullptr && scratch_.in_use())
     watch_.await_copies([&] { device_.compute_stream().wait_for(*leaving_->record()); });

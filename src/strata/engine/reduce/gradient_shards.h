@@ -47,6 +47,8 @@ class GradientShards {
   bool left_out(int param) const { return std::ranges::binary_search(left_out_, param); }
   // The fp32 values of a filled shard; if it rests in fewer bits, until a call for another unit.
   std::span<float> values(int unit);
+  // Work that the compute stream gets from here on finds all finished values.
+  void wait_for_arrived();
   // A filled shard as it rests, complete when squares() is.
   struct Resting {
     std::span<const std::byte> values;
@@ -109,7 +111,6 @@ class GradientShards {
   // Calls `read`, which queues a kernel that reads these shards; notifies the watch if it must.
   void read_values(std::size_t first, std::size_t end, device::Stream& stream,
                    const offload::LinkWatch::Call& read);
-  void wait_for_arrived();
   std::span<double> squares_memory();
   void measure_run(std::size_t first, std::size_t end, device::Stream& stream);
   std::span<std::byte> kept(int unit) { return memory_of(nth(units_, unit)).of(nth(units_, unit)); }

@@ -33,6 +33,8 @@ std::vector<plan::ParamSpec> param_specs(const ModelInput& input, const engine::
           spec.name, name_of(spec.dtype));
     spec.group = parameter.group;
     spec.rule = parameter.rule;
+    spec.matrices_apart = parameter.matrices_apart;
+    spec.matrix_cost = parameter.matrix_cost;
     spec.channels_last = keeps_channels_last(parameter);
     specs.push_back(std::move(spec));
   }

@@ -70,6 +70,8 @@ struct ModelParameter {
   std::optional<plan::UpdateRule> rule{};  // absent: that of the job's optimizer
   // Absent: as the configuration says of parameters like it.
   std::optional<plan::StateForm> states{};
+  bool matrices_apart = false;  // ParamSpec has these
+  double matrix_cost = 0.0;
 
   // Not from files, and not from another model.
   bool has_own_values() const { return has_values && owner == nullptr; }

@@ -80,6 +80,21 @@ class C10dCollectives final : public comm::Collectives {
     });
   }
 
+  std::unique_ptr<comm::Work> exchange(const comm::Exchange& exchange,
+                                       std::string_view tag) override {
+    const comm::BulkOperation operation =
+        comm::describe_exchange(exchange, rank(), world_size(), tag);
+    require_same_operation(operation.what);
+    if (exchange.parcels->total() == Bytes()) return std::make_unique<GroupWork>();
+    at::Tensor target = byte_tensor(exchange.target);
+    at::Tensor source = byte_tensor(operation.source);
+    return failure_->guarded(operation.what, [&] {
+      return std::make_unique<GroupWork>(
+          start_exchange(group_->get(), target, source, *exchange.parcels), nullptr, failure_,
+          operation.what);
+    });
+  }
+
   void all_reduce(std::span<double> values, comm::ReduceOp op) override {
     const auto count = static_cast<std::int64_t>(values.size());
     require_same_operation(fmt::format("all-reduce of {} values", count));

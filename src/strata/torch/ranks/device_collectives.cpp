@@ -123,6 +123,25 @@ class DeviceCollectives final : public comm::Collectives {
     });
   }
 
+  std::unique_ptr<comm::Work> exchange(const comm::Exchange& exchange,
+                                       std::string_view tag) override {
+    const comm::BulkOperation operation =
+        comm::describe_exchange(exchange, rank(), world_size(), tag);
+    require_same_operation(operation.what);
+    if (exchange.parcels->total() == Bytes()) return std::make_unique<GroupWork>();
+    if (!bulk_) {
+      device_->copy(exchange.target, operation.source, device_->compute_stream());
+      return std::make_unique<GroupWork>();
+    }
+    at::Tensor target = bytes_at(exchange.target);
+    at::Tensor source = bytes_at(operation.source);
+    return failure_->guarded(operation.what, [&] {
+      return started(
+          [&] { return start_exchange(bulk_->get(), target, source, *exchange.parcels); }, nullptr,
+          operation.what);
+    });
+  }
+
   void all_reduce(std::span<double> values, comm::ReduceOp op) override {
     require_same_operation(fmt::format("all-reduce of {} values", values.size()));
     controlled("all-reduce", [&] { control_->all_reduce(values, op); });

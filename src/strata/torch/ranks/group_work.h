@@ -16,6 +16,7 @@
 #include <string>
 #include <string_view>
 #include <thread>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
@@ -215,6 +216,19 @@ class GroupWork final : public comm::Work {
   std::optional<std::string> failure_;
   comm::WorkTimes times_;
 };
+
+// Starts an exchange of bytes; the backend's ranks are those of the parcels.
+inline c10::intrusive_ptr<c10d::Work> start_exchange(c10d::Backend& backend, at::Tensor& target,
+                                                     at::Tensor& source,
+                                                     const comm::Parcels& parcels) {
+  std::vector<std::int64_t> received;
+  std::vector<std::int64_t> sent;
+  for (int rank = 0; rank < parcels.ranks(); ++rank) {
+    received.push_back(parcels.at(rank, backend.getRank()).value);
+    sent.push_back(parcels.at(backend.getRank(), rank).value);
+  }
+  return backend.alltoall_base(target, source, received, sent);
+}
 
 // The names of one rank's living buffers, which any thread may destroy.
 struct BufferNames {
