@@ -45,13 +45,14 @@ class Counter:
         setattr(module, name, counted)
 
 
-def counting(training, counter, context):
-    """``training``, which tells of the matrices of its last step."""
+def counting(training, counter, context, results=None):
+    """``training``, which tells of the matrices of its last step. ``results``: a Counter of their results, where the
+    function of the first takes in zeros, too, which fill batches."""
 
     def step(ids):
-        counter.matrices = counter.operations = 0
+        before, done = counter.operations, (results or counter).matrices
         loss = training.step(ids)
-        context.told.update(matrices=counter.matrices, operations=counter.operations)
+        context.told.update(matrices=(results or counter).matrices - done, operations=counter.operations - before)
         return loss
 
     return Training(step, training.account, training.look, training.memory)
@@ -79,9 +80,9 @@ def strata_muon(context, **changes):
     from strata.ops import muon
 
     context.told["product_rate"] = product_rate(context.device)
-    counter = Counter(muon, "newton_schulz")
+    counter, results = Counter(muon, "newton_schulz"), Counter(muon, "_replace")
     training = strata(context, **changes)
-    return counting(training, counter, context)
+    return counting(training, counter, context, results)
 
 
 def deepspeed_muon(context, **changes):

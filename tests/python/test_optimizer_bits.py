@@ -133,17 +133,17 @@ def _bits(engine):
 @contextlib.contextmanager
 def _counting():
     """A list of the numbers of matrices that this rank orthogonalizes."""
-    counts, original = [], muon.newton_schulz
+    counts, original = [], muon._replace  # gets no zeros that fill a batch
 
     def counted(matrices, *args):
         counts.append(math.prod(matrices.shape[:-2]))
         return original(matrices, *args)
 
-    muon.newton_schulz = counted
+    muon._replace = counted
     try:
         yield counts
     finally:
-        muon.newton_schulz = original
+        muon._replace = original
 
 
 def _matrices(model):
