@@ -53,18 +53,18 @@ TEST(ActivationEstimate, IsNearWhatWasMeasured) {
   EXPECT_NEAR(gigabytes(activation_bytes(model, settings, 131'072, {}).total()), 19.0, 0.95);
 }
 
-// On an H200 of 150 GB, with attention within 1,024 tokens, which changes no memory: rows so long
-// that the MLP is computed in pieces and part of the inputs moves to the host. Norms were whole.
+// On an H200 of 150 GB: rows so long that MLPs and norms are computed in pieces and inputs move to
+// the host. The attention kernel of these runs, within 1,024 tokens, copied queries and keys.
 TEST(ActivationEstimate, IsNearWhatWasMeasuredOfLongRows) {
-  Activations model = known("Qwen3-0.6B");
-  for (Activations::Values* values : {&model.attention, &model.norm})
-    *values = {values->computed + 2 * values->in_fp32, 0};
+  const Activations model = known("Qwen3-0.6B");
   const ActivationRoom room = room_of(0.95 * 150.1 - 10.8);
-  for (const auto& [tokens, measured] : {std::pair(786'432, 96.1), std::pair(1'179'648, 127.0)}) {
+  for (const auto& [tokens, measured] :
+       {std::pair(917'504, 59.3), std::pair(1'310'720, 84.6), std::pair(1'835'008, 118.2)}) {
     const ActivationBytes bytes = activation_bytes(model, checkpointed(), tokens, room);
     EXPECT_TRUE(bytes.fused);
     EXPECT_GT(bytes.mlp_piece, 0);
-    EXPECT_NEAR(gigabytes(bytes.total()), measured, measured / 10);
+    const double copied = 2.0 * (model.queries + model.keys) * tokens / 1e9;
+    EXPECT_NEAR(gigabytes(bytes.total()) + copied, measured, measured / 20);
   }
 }
 

@@ -366,8 +366,7 @@ TEST_F(Plan, SaysTheLongestRows) {
   EXPECT_TRUE(longest["fused"]);
   EXPECT_LE(longest["engine"].get<std::int64_t>() + longest["bytes"].get<std::int64_t>(),
             76'000'000'000);
-  EXPECT_EQ(longest["advice"]["setting"], "strata.activations.device \"cpu\"");
-  EXPECT_GT(longest["advice"]["seq"], longest["seq"]);
+  EXPECT_TRUE(longest["advice"].is_null()) << "all is spared that can be";
   EXPECT_TRUE(json["activations"].is_null()) << "no --seq";
   // Rows of this length fit, and no longer ones.
   const auto fits = [&](std::int64_t seq) {
@@ -382,7 +381,6 @@ TEST_F(Plan, SaysTheLongestRows) {
               AllOf(HasSubstr("the longest sequence at stage 1, optimizer on the host: "),
                     HasSubstr("first to run out: memory of the device, for"),
                     HasSubstr("GiB  the engine\n"), HasSubstr("GiB  inputs of checkpoints\n"),
-                    HasSubstr("longer with strata.activations.device \"cpu\": "),
                     HasSubstr("the longest of all: stage 3, all on the host: ")));
   EXPECT_THAT(run(arguments({"--world", "8", "--config", folder_ / "ds.json"})).out,
               AllOf(HasSubstr("longest sequence"), HasSubstr("the longest sequence at stage 3: "),
