@@ -99,6 +99,19 @@ def _axis(ticks, left, scale, top, bottom):
     return parts
 
 
+def document(title, spoken, style, height, parts):
+    """The SVG of a chart. ``spoken``: what it says to those who cannot see it; ``style``: its rules of CSS."""
+    head = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
+        'role="img" aria-labelledby="title description">',
+        f'<title id="title">{escape(title)}</title>',
+        f'<desc id="description">{escape(spoken)}</desc>',
+        f"<style>\n{style}\n</style>",
+        f'<rect x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="8" class="ground rule"/>',
+    ]
+    return "\n".join([*head, *parts, "</svg>"]) + "\n"
+
+
 def render(chart):
     """The SVG of a Chart with at least one bar, as text that ends with a newline."""
     left = MARGIN + CHARACTER * max(len(bar.label) for bar in chart.bars) + 12
@@ -121,12 +134,4 @@ def render(chart):
     parts += [text_at(MARGIN, bottom + 48 + 17 * i, line, "faint small") for i, line in enumerate(lines)]
 
     spoken = f"{chart.unit}. " + "; ".join(f"{bar.label}: {bar.text}" for bar in chart.bars)
-    head = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
-        'role="img" aria-labelledby="title description">',
-        f'<title id="title">{escape(chart.title)}</title>',
-        f'<desc id="description">{escape(spoken)}</desc>',
-        f"<style>\n{_style()}\n</style>",
-        f'<rect x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="8" class="ground rule"/>',
-    ]
-    return "\n".join([*head, *parts, "</svg>"]) + "\n"
+    return document(chart.title, spoken, _style(), height, parts)

@@ -5,9 +5,8 @@ with the standard library alone. Each line's end has a text, and the legend its 
 import math
 from dataclasses import dataclass, field
 from textwrap import wrap
-from xml.sax.saxutils import escape
 
-from bar_chart import CAPTION_CHARACTERS, COLOURS, FONT, LINE, MARGIN, WIDTH, text_at
+from bar_chart import CAPTION_CHARACTERS, COLOURS, FONT, LINE, MARGIN, WIDTH, document, text_at
 
 # By class: (light, dark). Lines have a contrast of at least 3 on the ground; dashes tell them apart without colours.
 LINES = {
@@ -145,17 +144,5 @@ def render(chart):
         parts.append(text_at(right + 8, y + 4, line.text, f"{line.colour}-fill small"))
     lines = [line for paragraph in chart.caption for line in wrap(paragraph, CAPTION_CHARACTERS)]
     parts += [text_at(MARGIN, bottom + 62 + 17 * i, line, "faint small") for i, line in enumerate(lines)]
-    return _document(chart, bottom + 64 + 17 * len(lines), parts)
-
-
-def _document(chart, height, parts):
     spoken = f"{chart.unit}. At the end: " + "; ".join(f"{line.label}: {line.text}" for line in chart.lines)
-    head = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
-        'role="img" aria-labelledby="title description">',
-        f'<title id="title">{escape(chart.title)}</title>',
-        f'<desc id="description">{escape(spoken)}</desc>',
-        f"<style>\n{_style()}\n</style>",
-        f'<rect x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="8" class="ground rule"/>',
-    ]
-    return "\n".join([*head, *parts, "</svg>"]) + "\n"
+    return document(chart.title, spoken, _style(), bottom + 64 + 17 * len(lines), parts)

@@ -24,8 +24,8 @@ __device__ float followed(float master, Copy copy) {
   return widen(rounded) == widen(copy) ? master : widen(copy);
 }
 
-// Quotients and roots, correctly rounded as the host's are. torch's compiler branches in each of them
-// for numbers far from 1. Here a branch for several elements together sees to those: `near` becomes
+// Quotients and roots, correctly rounded as the host's are. The compiler branches in each of them for
+// numbers far from 1. Here a branch for several elements together sees to those: `near` becomes
 // false, and the caller takes __fdiv_rn and __fsqrt_rn. Else the steps are those that follow an
 // approximation: each remainder is exact, and the last one decides the rounding.
 struct Divisor {
